@@ -1,0 +1,56 @@
+# `make demo` trains a small speech model; `make test` runs every check.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install -q -c constraints.txt
+
+.PHONY: demo test bench soak format clean
+
+demo: .venv/demo
+	$(BIN)/distbelief train experiments/speech/demo.toml
+
+# pytest also runs the formatter, linter, type checker and import contracts.
+test: .venv/dev
+	@$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest
+	@$(BIN)/coverage combine -q
+	@$(BIN)/coverage report
+
+bench: .venv/dev
+	@found=; for file in experiments/benchmarks/[a-z]*.py; do \
+	    [ -e "$$file" ] || continue; found=yes; \
+	    echo "== $$file"; $(BIN)/python "$$file" || exit 1; \
+	done; [ -n "$$found" ] || echo "no benchmark yet: experiments/benchmarks/ holds none"
+
+# Everything, the long tests included, with many more examples and new seeds each time.
+soak: .venv/dev
+	$(BIN)/python -m pytest --hypothesis-profile=nightly -m "" --timeout=3600 \
+	    --ignore=tests/test_static.py
+
+format: .venv/dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Trained models in runs/ are yours: they stay.
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache \
+	    .coverage .coverage.* build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps .venv/demo and .venv/dev say what is installed, so a second call is instant.
+.venv/demo: pyproject.toml constraints.txt | .venv/bin/pip
+	@echo "installing into .venv (torch is the largest part, 200 MB or more: some minutes the first time)"
+	@$(PIP) -e ".[speech]"
+	@touch $@
+
+.venv/dev: pyproject.toml constraints.txt | .venv/bin/pip
+	@echo "installing into .venv with the test tools (torch is the largest part, 200 MB or more: some minutes the first time)"
+	@$(PIP) -e ".[speech,dev]"
+	@touch .venv/demo $@
+
+.venv/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    found=$$($(PYTHON) --version 2>&1) || found="no such program"; \
+	    echo "Python 3.11 or newer is needed; $(PYTHON) is: $$found. Name another: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
+	    exit 1; }
+	@$(PYTHON) -m venv --clear .venv

@@ -1,0 +1,65 @@
+"""Train networks larger, and data more, than one machine holds.
+
+DistBelief (Dean et al. 2012) rebuilt: many model replicas train asynchronously against a
+sharded parameter server, on ordinary, unequal, failing machines.
+
+    run = distbelief.train("job.toml")           # what `distbelief train` does
+    run.model                                    # the trained torch module
+
+    with distbelief.ParameterServer(net, rule=distbelief.Adagrad(learning_rate=0.02)) as server:
+        optimizer = distbelief.DownpourSGD(net.parameters(), server=server.address)
+
+Names are imported when first used: `import distbelief` alone does not load torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from distbelief.errors import (
+        DistBeliefError as DistBeliefError,
+        JobError as JobError,
+        PeerLostError as PeerLostError,
+        StorageError as StorageError,
+    )
+    from distbelief.job.training import Run as Run, train as train
+    from distbelief.optimizer import DownpourSGD as DownpourSGD
+    from distbelief.parameter_server.update_rules import (
+        SGD as SGD,
+        Adagrad as Adagrad,
+        Adam as Adam,
+        Momentum as Momentum,
+        RMSprop as RMSprop,
+    )
+    from distbelief.server import ParameterServer as ParameterServer
+
+_HOMES = {
+    "DistBeliefError": "distbelief.errors",
+    "JobError": "distbelief.errors",
+    "PeerLostError": "distbelief.errors",
+    "StorageError": "distbelief.errors",
+    "Run": "distbelief.job.training",
+    "train": "distbelief.job.training",
+    "DownpourSGD": "distbelief.optimizer",
+    "ParameterServer": "distbelief.server",
+    "SGD": "distbelief.parameter_server.update_rules",
+    "Adagrad": "distbelief.parameter_server.update_rules",
+    "Adam": "distbelief.parameter_server.update_rules",
+    "Momentum": "distbelief.parameter_server.update_rules",
+    "RMSprop": "distbelief.parameter_server.update_rules",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605 -- derived, so that the two cannot differ
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its home."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'distbelief' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted(_HOMES)

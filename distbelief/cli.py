@@ -1,0 +1,295 @@
+"""The command line: `distbelief train JOB.toml`, `distbelief status`.
+
+Rules:
+
+* A mistake is answered by one message on standard error, never by a traceback. Exit
+  codes: 0 done, 1 failed, 2 your mistake, 130 stopped by Ctrl+C.
+* Nothing heavy is imported before it is needed: `--help` and `status` know no torch.
+* `--json` puts JSON, and nothing else, on standard output.
+"""
+
+import datetime as dt
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from distbelief.errors import DistBeliefError, JobError
+
+
+if TYPE_CHECKING:
+    from distbelief.job.run_directory import RunDirectory, Status
+
+
+FAILED: Final = 1
+MISTAKEN: Final = 2
+INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
+
+STALE_SECONDS: Final = 5.0
+"""A running job writes its status every second; older than this, something is wrong."""
+
+RUNS: Final = Path("runs")
+
+app = typer.Typer(
+    name="distbelief",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+JobArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Replace one value of the job file, such as algorithm.n_push=5. "
+        "May be given several times.",
+        show_default=False,
+    ),
+]
+ResumeOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN_DIR",
+        help="Go on with an earlier run, from its newest snapshots.",
+        show_default=False,
+    ),
+]
+RunArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="RUN_DIR",
+        help="A run directory; by default the newest one in runs/ that is running.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", metavar=" ", help="Print JSON, for other programs.")
+]
+TracebackOption = Annotated[
+    bool,
+    typer.Option(
+        "--traceback", metavar=" ", help="Show where in the program an error arose."
+    ),
+]
+
+
+def main() -> None:
+    """Run the command line; the entry point of the program."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:  # noqa: FBT001 -- typer calls it so
+    if wanted:
+        typer.echo(f"distbelief {version('distbelief')}")
+        raise typer.Exit
+
+
+@app.callback()
+def distbelief(
+    *,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            metavar=" ",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version.",
+        ),
+    ] = False,
+) -> None:
+    """Train networks on many processes that may be slow, unequal, or gone.
+
+    [dim]$[/dim] distbelief train experiments/speech/demo.toml
+
+    [dim]$[/dim] distbelief status
+    """
+
+
+@app.command()
+def train(
+    job_file: JobArgument = None,
+    *,
+    overrides: SetOption = None,
+    resume: ResumeOption = None,
+    as_json: JsonOption = False,
+    show_traceback: TracebackOption = False,
+) -> None:
+    """Run a job, in processes of this machine.
+
+    [dim]$[/dim] distbelief train speech.toml
+
+    [dim]$[/dim] distbelief train speech.toml --set cluster.replicas=4
+
+    [dim]$[/dim] distbelief train --resume runs/speech
+
+    Ctrl+C ends a job in good order: what is trained is pushed and saved, and the model
+    is written. Everything lands in the run directory that the job file names; if it
+    exists, in the next free one beside it (runs/speech.2).
+
+    Exit code: 0 done, 1 failed, 2 a mistake in what you gave, 130 stopped by Ctrl+C.
+    """
+    with _told(show_traceback=show_traceback):
+        job_file = _job_file(job_file, resume)
+        from distbelief.job.jobfile import load_job  # noqa: PLC0415 -- start quickly
+
+        job = load_job(job_file, overrides=overrides or ())
+        from distbelief.job import training  # noqa: PLC0415 -- torch
+
+        run = training.train(job, resume=resume, show=not as_json, json=as_json)
+        exit_code = run.exit_code
+    raise typer.Exit(exit_code)
+
+
+@app.command()
+def status(
+    run_directory: RunArgument = None,
+    *,
+    as_json: JsonOption = False,
+    show_traceback: TracebackOption = False,
+) -> None:
+    """Show what every role of a job is doing.
+
+    [dim]$[/dim] distbelief status
+
+    [dim]$[/dim] distbelief status runs/speech --json
+
+    The figures are those of the job's last second; of a job that has ended, its last.
+    """
+    with _told(show_traceback=show_traceback):
+        from distbelief.job.run_directory import RunDirectory  # noqa: PLC0415
+
+        run = (
+            _newest_run()
+            if run_directory is None
+            else RunDirectory.open(run_directory, write=False)
+        )
+        pid = run.writer_pid()
+        now = dt.datetime.now(tz=dt.UTC).timestamp()
+        _show_status(run, pid=pid, now=now, as_json=as_json)
+
+
+@contextmanager
+def _told(*, show_traceback: bool) -> Iterator[None]:
+    """Turn what goes wrong into one message and an exit code."""
+    try:
+        yield
+    except DistBeliefError as error:
+        if show_traceback:
+            traceback.print_exc()
+        typer.echo(str(error), err=True)
+        code = MISTAKEN if isinstance(error, JobError) else FAILED
+        raise typer.Exit(code) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:  # the reader of our output had enough
+        sys.stderr.close()
+        raise typer.Exit(FAILED) from None
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if show_traceback:
+            raise
+        typer.echo(_pointer(error), err=True)
+        raise typer.Exit(FAILED) from None
+
+
+def _pointer(error: Exception) -> str:
+    """Return where an unexpected error arose, in two lines."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return (
+        f"{type(error).__name__}: {error}{where}\n"
+        "This was not foreseen. The same command with --traceback shows all of it."
+    )
+
+
+def _job_file(job_file: Path | None, resume: Path | None) -> Path:
+    """Return the job file, which a run that is resumed brings with it."""
+    if job_file is not None:
+        return job_file
+    if resume is None:
+        raise JobError(
+            "there is no job to train: name a job file, as in `distbelief train "
+            "speech.toml`, or a run to go on with, as in `--resume runs/speech`"
+        )
+    from distbelief.job.run_directory import RunDirectory  # noqa: PLC0415
+
+    return RunDirectory.open(resume, write=False).job_file
+
+
+def _newest_run() -> "RunDirectory":
+    """Return the newest run under runs/: a running one if there is any."""
+    from distbelief.job.run_directory import RunDirectory  # noqa: PLC0415
+
+    files = sorted(RUNS.glob("*/job.toml"), key=lambda file: file.stat().st_mtime)
+    runs = [RunDirectory.open(file.parent, write=False) for file in reversed(files)]
+    running = (run for run in runs if run.writer_pid() is not None)
+    run = next(running, runs[0] if runs else None)
+    if run is None:
+        raise JobError(
+            f"there is no run in {RUNS.resolve()}: name a run directory, as in "
+            "`distbelief status path/to/run`"
+        )
+    return run
+
+
+def _show_status(
+    run: "RunDirectory", *, pid: int | None, now: float, as_json: bool
+) -> None:
+    import msgspec  # noqa: PLC0415 -- start quickly
+    from rich.console import Console  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    from distbelief.job.screen import Screen  # noqa: PLC0415
+
+    last = run.read_status()
+    age = None if last is None else max(0.0, now - last.written)
+    if as_json:
+        content = {
+            "directory": str(run.path),
+            "running": pid is not None,
+            "age_seconds": age,
+            "status": last,
+        }
+        typer.echo(msgspec.json.encode(content).decode())
+        return
+    console = Console(highlight=False)
+    if last is not None:
+        console.print(Screen(last.view, name=last.name, whole=True))
+    remark, style = _remark(run, last, pid=pid, age=age)
+    console.print(Text(remark, style))
+
+
+def _remark(
+    run: "RunDirectory", last: "Status | None", *, pid: int | None, age: float | None
+) -> tuple[str, str]:
+    """Return in a sentence how far the status is to be trusted, and its style."""
+    from distbelief.job import words  # noqa: PLC0415
+
+    old = "" if age is None else words.duration(age)
+    if last is not None and last.ended:
+        how = f"failed: {last.error}" if last.error else "ended"
+        return f"{run.path}: {how}, {old} ago", "red" if last.error else "dim"
+    if pid is None:
+        seen = "" if last is None else f"; last sign of life {old} ago"
+        text = f"{run.path}: not running, but never ended{seen}"
+        return f"{text}. Go on: distbelief train --resume {run.path}", "yellow"
+    if age is None:
+        return f"{run.path}: starting (process {pid}), no status yet", "dim"
+    if age > STALE_SECONDS:
+        text = f"{run.path}: this is {old} old: process {pid} lives, but is silent"
+        return f"{text}. It may be stopped, or out of memory", "yellow"
+    return f"{run.path}: process {pid}, {old} old", "dim"

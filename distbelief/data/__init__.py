@@ -1,0 +1,1 @@
+"""Data sets as index ranges, a subset per replica, and batches prefetched from them."""

@@ -1,0 +1,148 @@
+"""Map-style data sets, read a batch at a time.
+
+A data set is whatever has a length and answers `dataset[index]` with a pair (input,
+target), as in torch. If it has torch's `__getitems__` a whole batch is asked for at
+once: it may return the samples in a list, or the finished batch in a tuple (inputs,
+targets), which saves cutting an array into samples only to join them again.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch.utils.data import default_collate
+
+from distbelief.errors import JobError
+
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Inputs (n_samples, ...) and targets (n_samples, ...)."""
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """A map-style data set of pairs (input, target)."""
+
+    def __len__(self) -> int:
+        """Return how many samples there are."""
+        ...
+
+    def __getitem__(self, index: int, /) -> object:
+        """Return sample `index` as a pair of tensors, arrays or numbers."""
+        ...
+
+
+@runtime_checkable
+class _BatchedDataset(Protocol):
+    def __getitems__(self, indices: list[int], /) -> object: ...
+
+
+def read_batch(
+    dataset: Dataset, indices: Sequence[int], *, table: str = "data.train"
+) -> Batch:
+    """Return the samples of these indices, joined in this order.
+
+    Args:
+        dataset: Where they are.
+        indices: At least one, each in [0, len(dataset)).
+        table: Table of the job file that names the data set, for messages.
+
+    Raises:
+        JobError: the data set fails, or its samples are no pairs, or do not join.
+    """
+    wanted = [int(index) for index in indices]
+    try:
+        if isinstance(dataset, _BatchedDataset):
+            read = dataset.__getitems__(wanted)
+        else:
+            read = [dataset[index] for index in wanted]
+    except Exception as error:  # the data set is the user's: anything may come
+        raise JobError(
+            f"[{table}] reading samples {_shown(wanted)} failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if isinstance(read, tuple):
+        return _whole_batch(read, wanted, table=table)
+    if not isinstance(read, list) or len(read) != len(wanted):
+        raise JobError(
+            f"[{table}] __getitems__ of {len(wanted)} samples returned {_kind(read)}: "
+            "it must return a list of as many samples, or a tuple (inputs, targets)"
+        )
+    return _joined(read, wanted, table=table)
+
+
+def _whole_batch(
+    read: tuple[object, ...], wanted: Sequence[int], *, table: str
+) -> Batch:
+    match read:
+        case (inputs, targets):
+            pass
+        case _:
+            raise JobError(
+                f"[{table}] __getitems__ returned {_kind(read)}: a batch is a tuple "
+                "(inputs, targets)"
+            )
+    batch = _tensor(inputs, "inputs", table), _tensor(targets, "targets", table)
+    for name, tensor in zip(("inputs", "targets"), batch, strict=True):
+        if tensor.ndim == 0 or len(tensor) != len(wanted):
+            raise JobError(
+                f"[{table}] __getitems__ of {len(wanted)} samples returned {name} of "
+                f"shape {tuple(tensor.shape)}: the first size must be {len(wanted)}"
+            )
+    return batch
+
+
+def _joined(samples: list[object], wanted: Sequence[int], *, table: str) -> Batch:
+    for index, sample in zip(wanted, samples, strict=True):
+        if not isinstance(sample, tuple | list) or len(sample) != 2:
+            raise JobError(
+                f"[{table}] sample {index} is {_kind(sample)}: it must be a pair "
+                "(input, target)"
+            )
+    try:
+        inputs, targets = default_collate(samples)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise JobError(
+            f"[{table}] {_misfit(samples, wanted) or f'cannot join samples: {error}'}"
+        ) from error
+    return _tensor(inputs, "inputs", table), _tensor(targets, "targets", table)
+
+
+def _misfit(samples: list[object], wanted: Sequence[int]) -> str | None:
+    """Return a sentence on the first two samples whose shapes differ, if any do."""
+    shapes: dict[int, tuple[int, object]] = {}
+    for index, sample in zip(wanted, samples, strict=True):
+        assert isinstance(sample, tuple | list)
+        for place, part in enumerate(sample):
+            shape = tuple(getattr(part, "shape", ()))
+            first, expected = shapes.setdefault(place, (index, shape))
+            if shape != expected:
+                return (
+                    f"the {('inputs', 'targets')[place]} of samples {first} and {index}"
+                    f" have shapes {expected} and {shape}: all samples must have one "
+                    "shape (pad or crop them in the data set)"
+                )
+    return None
+
+
+def _tensor(value: object, name: str, table: str) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        return torch.as_tensor(value)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise JobError(
+            f"[{table}] {name} are {_kind(value)}, which is no tensor and cannot be "
+            f"made one: {error}"
+        ) from error
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"of type {type(value).__name__}"
+
+
+def _shown(indices: Sequence[int]) -> str:
+    few = ", ".join(map(str, indices[:5]))
+    return few if len(indices) <= 5 else f"{few}, ... ({len(indices)} in all)"

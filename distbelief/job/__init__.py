@@ -1,0 +1,1 @@
+"""A job: its file, supervisor, members, launcher, run directory and progress."""

@@ -1,0 +1,80 @@
+"""Writing files so that nobody ever reads half of one; what the disk says, explained.
+
+A file is written beside its place, forced to the disk, and renamed into it. A process
+that dies half-way leaves the old file as it was, and at most one temporary file.
+"""
+
+import errno
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from safetensors import SafetensorError
+
+from distbelief.errors import StorageError
+
+
+TEMPORARY: Final = ".tmp"
+"""End of the names of files that are being written."""
+
+_MENDS: Final = {
+    errno.ENOSPC: "there is no space left: free some, then go on with --resume",
+    errno.EDQUOT: "your quota is used up: free some space, then go on with --resume",
+    errno.EFBIG: "the file would be too large for this disk or its limits (ulimit -f)",
+    errno.EACCES: "permission denied: choose another place: --set output.directory=DIR",
+    errno.EPERM: "permission denied: choose another place: --set output.directory=DIR",
+    errno.EROFS: "read-only disk: choose another place: --set output.directory=DIR",
+    errno.ENOTDIR: "a part of this path is a file: choose another directory",
+}
+
+
+def explained(error: OSError, path: Path, *, doing: str) -> StorageError:
+    """Return `error` as what the user should read: the path, why, and the mend."""
+    why = _MENDS.get(error.errno or 0) or error.strerror or str(error)
+    return StorageError(f"cannot {doing} {path}: {why}")
+
+
+def write(path: Path, content: bytes) -> None:
+    """Replace the file at `path`, whole or not at all.
+
+    Raises:
+        StorageError: it cannot be; the old file is as it was.
+    """
+    write_by(path, lambda temporary: temporary.write_bytes(content))
+
+
+def write_by(path: Path, fill: Callable[[Path], object]) -> None:
+    """Replace the file at `path` by what `fill` writes to the path it is given.
+
+    Raises:
+        StorageError: it cannot be; the old file is as it was.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
+    try:
+        fill(temporary)
+        _force(temporary)
+        temporary.replace(path)
+        _force(path.parent)
+    except OSError as error:
+        raise explained(error, path, doing="write") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def of_safetensors(error: SafetensorError) -> OSError:
+    """Return the disk's error, of which safetensors tells in words only."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(number[1]) if number else errno.EIO, str(error))
+
+
+def _force(path: Path) -> None:
+    """Have the disk hold what the operating system holds for it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

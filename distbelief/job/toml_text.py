@@ -1,0 +1,83 @@
+"""Plain values as TOML, so that a job is kept as it ran (`tomllib` only reads).
+
+Nested tables get a header of their own, tables inside lists are written inline. None
+is left out: TOML has no word for it, and no key of a job file needs one.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+
+from distbelief.errors import JobFileError
+
+
+Table = Mapping[str, object]
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def write(table: Table) -> str:
+    """Return `table` as a TOML document that reads back as an equal one.
+
+    Raises:
+        JobFileError: a value is none that a job file can hold.
+    """
+    return "\n".join(_lines(table, ())).strip("\n") + "\n"
+
+
+def inline(value: object) -> str:
+    """Return one value as TOML.
+
+    Raises:
+        JobFileError: it is none that a job file can hold.
+    """
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int():
+            return str(value)
+        case float() if math.isfinite(value):
+            return repr(value)
+        case str():
+            return _text(value)
+        case list() | tuple():
+            return f"[{', '.join(inline(item) for item in value)}]"
+        case Mapping():
+            pairs = (f"{_key(str(k))} = {inline(v)}" for k, v in value.items())
+            return f"{{ {', '.join(pairs)} }}" if value else "{}"
+        case _:
+            raise JobFileError(
+                f"{value} ({type(value).__name__}) cannot stand in a job file; text, "
+                "finite numbers, true or false, lists and tables can"
+            )
+
+
+def excerpt(value: object, *, n_max: int = 60) -> str:
+    """Return one value as a user would have written it, cut if long."""
+    try:
+        text = inline(value)
+    except JobFileError:
+        text = str(value)
+    return text if len(text) <= n_max else text[: n_max - 3] + "..."
+
+
+def _lines(table: Table, path: tuple[str, ...]) -> list[str]:
+    present = {key: value for key, value in table.items() if value is not None}
+    nested = {k: v for k, v in present.items() if isinstance(v, Mapping)}
+    plain = {k: v for k, v in present.items() if k not in nested}
+    lines = [f"{_key(key)} = {inline(value)}" for key, value in plain.items()]
+    if path and (lines or not nested):
+        lines = ["", f"[{'.'.join(map(_key, path))}]", *lines]
+    for key, value in nested.items():
+        lines += _lines(value, (*path, key))
+    return lines
+
+
+def _key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else _text(key)
+
+
+def _text(text: str) -> str:
+    # JSON escapes all that TOML wants escaped, except the control character DEL.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,106 @@
+"""Quantities with units, as a job file writes them: "2 s", "4 GiB", "1 Gbit/s".
+
+The set of units is closed, and a bare number is refused: nobody has to remember
+whether a key counts seconds or milliseconds. Inside the program a time is a float of
+seconds, a size an int of bytes, a rate a float of bytes per second.
+
+    time    us  ms  s  min  h  d
+    bytes   B  kB  MB  GB  TB  (powers of 1000)    KiB  MiB  GiB  TiB  (of 1024)
+    rate    B/s kB/s MB/s GB/s  KiB/s MiB/s GiB/s   bit/s kbit/s Mbit/s Gbit/s (1000)
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from difflib import get_close_matches
+from typing import Literal
+
+from distbelief.errors import JobFileError
+
+
+Dimension = Literal["time", "bytes", "rate"]
+
+_BYTES = {"B": "1", "kB": "1e3", "MB": "1e6", "GB": "1e9", "TB": "1e12"} | {
+    f"{prefix}iB": str(1024**power) for power, prefix in enumerate("KMGT", start=1)
+}
+_BITS = {"bit/s": "0.125", "kbit/s": "125", "Mbit/s": "125e3", "Gbit/s": "125e6"}
+
+UNITS: Mapping[Dimension, Mapping[str, Decimal]] = {
+    "time": {
+        "us": Decimal("1e-6"),
+        "ms": Decimal("1e-3"),
+        "s": Decimal(1),
+        "min": Decimal(60),
+        "h": Decimal(3600),
+        "d": Decimal(86400),
+    },
+    "bytes": {unit: Decimal(scale) for unit, scale in _BYTES.items()},
+    "rate": {f"{unit}/s": Decimal(scale) for unit, scale in _BYTES.items()}
+    | {unit: Decimal(scale) for unit, scale in _BITS.items()},
+}
+
+_EXAMPLES: Mapping[Dimension, str] = {
+    "time": '"2 s"',
+    "bytes": '"4 GiB"',
+    "rate": '"1 Gbit/s"',
+}
+_SHOWN: Mapping[Dimension, tuple[str, ...]] = {
+    "time": ("d", "h", "min", "s", "ms", "us"),
+    "bytes": ("TiB", "GiB", "MiB", "KiB", "GB", "MB", "kB", "B"),
+    "rate": ("Gbit/s", "Mbit/s", "kbit/s", "B/s"),
+}
+_BASE: Mapping[Dimension, str] = {"time": "s", "bytes": "B", "rate": "B/s"}
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*(\S.*?)?\s*")
+_TEXT_MAX = 64
+
+
+def parse(value: object, dimension: Dimension) -> float:
+    """Return a quantity in seconds, bytes or bytes per second.
+
+    The result is the float nearest to what was written, and never negative.
+
+    Raises:
+        JobFileError: what is wrong with `value`, and how to mend it.
+    """
+    example = _EXAMPLES[dimension]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise JobFileError(f'{value} has no unit: write "{value} {_BASE[dimension]}"')
+    if not isinstance(value, str):
+        raise JobFileError(f"{value!r} is no quantity: write for example {example}")
+    match = _PATTERN.fullmatch(value) if len(value) <= _TEXT_MAX else None
+    if match is None:
+        raise JobFileError(
+            f'"{value[:_TEXT_MAX]}" is no quantity: write a number and a unit, for '
+            f"example {example}"
+        )
+    number, unit = match.groups()
+    if unit is None:
+        raise JobFileError(
+            f'"{value}" has no unit: write "{number} {_BASE[dimension]}"'
+        )
+    scale = UNITS[dimension].get(unit)
+    if scale is None:
+        raise JobFileError(_unknown_unit(value, unit, dimension))
+    result = float(Decimal(number) * scale)
+    if not math.isfinite(result):
+        raise JobFileError(f'"{value}" is too large')
+    return result
+
+
+def show(quantity: float, dimension: Dimension) -> str:
+    """Return text that `parse` reads back as exactly `quantity`, short if possible."""
+    for unit in _SHOWN[dimension]:
+        count = Decimal(quantity) / UNITS[dimension][unit]
+        whole = f"{count:.0f} {unit}"
+        if 1 <= count < 10_000 and parse(whole, dimension) == quantity:
+            return whole
+    return f"{quantity!r} {_BASE[dimension]}"
+
+
+def _unknown_unit(value: str, unit: str, dimension: Dimension) -> str:
+    known = ", ".join(UNITS[dimension])
+    ignoring_case = [u for u in UNITS[dimension] if u.lower() == unit.lower()]
+    near = ignoring_case or get_close_matches(unit, UNITS[dimension], n=1)
+    mend = f"Did you mean '{near[0]}'? " if near else ""
+    return f"\"{value}\" has the unknown unit '{unit}'. {mend}Known: {known}"

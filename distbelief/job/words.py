@@ -1,0 +1,82 @@
+"""Figures in words, the same everywhere: screen, plain lines, final table.
+
+What was not measured is a dash, never a zero.
+"""
+
+from typing import Final
+
+
+DASH: Final = "-"
+
+_SHARES: Final = frozenset({"accuracy", "top5"})
+
+
+def is_share(metric_name: str) -> bool:
+    """Return whether this metric is a share, to be shown in percent."""
+    return metric_name in _SHARES
+
+
+def metric(value: float | None, name: str) -> str:
+    """Return "39.8 %" for shares, else four digits."""
+    if value is None:
+        return DASH
+    return f"{value:.1%}".replace("%", " %") if is_share(name) else figure(value)
+
+
+def figure(value: float | None) -> str:
+    """Return about three digits: "2.34", "0.0123", "1.2e-05"."""
+    if value is None:
+        return DASH
+    return f"{value:.2f}" if 0.1 <= abs(value) < 10_000 else f"{value:.3g}"
+
+
+def count(value: float | None) -> str:
+    """Return "78,900"."""
+    return DASH if value is None else f"{value:,.0f}"
+
+
+def rate(value: float | None) -> str:
+    """Return a rate per second, with a decimal if it is small: "78,900", "3.4"."""
+    if value is None:
+        return DASH
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return "0.4 s", "42 s", "8 m 11 s", "3 h 05 m" or "2 d 04 h"."""
+    if seconds is None:
+        return DASH
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02d} s"
+    minutes = whole // 60
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} m"
+    hours = minutes // 60
+    return f"{hours // 24} d {hours % 24:02d} h"
+
+
+def size(n_bytes: float | None) -> str:
+    """Return "512 B", "1.5 MB", "26 GB": powers of 1000."""
+    if n_bytes is None:
+        return DASH
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 999.5:
+            decimals = 0 if unit == "B" or n_bytes >= 99.95 else 1
+            return f"{n_bytes:.{decimals}f} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.1f} TB"
+
+
+def staleness(mean: float | None, p95: float | None) -> str:
+    """Return "mean 0.9, p95 2"."""
+    return f"mean {DASH if mean is None else f'{mean:.1f}'}, p95 {count(p95)}"
+
+
+def role(name: str) -> str:
+    """Return "shard 1" for "shard-1"."""
+    return name.replace("-", " ")

@@ -1,0 +1,1 @@
+"""The parameter server: layout, shard role, update rules, client, snapshots."""

@@ -1,0 +1,390 @@
+"""The client of a sharded parameter server: embedded in a role, not a role itself.
+
+    handle / begin_fetch   ->  actions of the role        (one `link` per shard)
+    install / stage        ->  work for the role's compute lane, no state touched
+    installed / staged     ->  the work is done: actions again
+
+    fetch    begin_fetch ... fetch_complete   install ~~> installed     (torn: again)
+    push     can_push                         stage   ~~> staged ... unacknowledged = 0
+
+Rules:
+
+* The role passes on every event (`owns` tells which are for the client) and performs
+  the actions; timers are named "client:...". Nothing here waits: what does not come is
+  asked for again, and a shard that stays silent is given up by `PeerLostError`.
+* At most one install and one stage are under way, in one lane; between them the tensors
+  belong to the work.
+* A push is all shards' or nobody's: it has one sequence, and it is not begun before
+  every shard has room for it. Nothing that is not finite is pushed.
+* Shards do not wait for each other: their clocks differ (DB-5).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import assert_never, final
+
+import torch
+
+from distbelief.errors import LocalProtocolError, RemoteProtocolError
+from distbelief.memory import Memory
+from distbelief.messages import (
+    Refused,
+    Welcome,
+)
+from distbelief.parameter_server.fetching import ShardReader
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.link import TIMER, ClientConfig, Link, ShardReply
+from distbelief.parameter_server.pushing import StagedSlot
+from distbelief.parameter_server.staging import Installed, Staged, installing, staging
+from distbelief.parameter_server.staleness import Staleness
+from distbelief.roles import (
+    Action,
+    Address,
+    Computed,
+    Event,
+    PeerJoined,
+    PeerLost,
+    Persisted,
+    Received,
+    Report,
+    Seconds,
+    Started,
+    TimerFired,
+)
+
+
+__all__ = ["ClientConfig", "Installed", "ParameterClient", "Staged"]
+
+_LIFE_BITS = 32
+"""Sequences and requests of incarnation i begin at i << 32, so that no late answer to
+a former life can be taken for one to this."""
+
+
+@final
+class ParameterClient:
+    """One client of all shards."""
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        *,
+        layout: Layout,
+        shards: Sequence[Address],
+        memory: Memory,
+    ) -> None:
+        """Store; `start` acts.
+
+        Args:
+            config: How to talk to them.
+            layout: Where what is to be found; the shards must have the same.
+            shards: Their addresses, shard 0 first.
+            memory: What this client can share with shards of its host.
+        """
+        if len(shards) != layout.n_shards:
+            raise ValueError(
+                f"{len(shards)} shards are given, the layout has {layout.n_shards}"
+            )
+        self._config = config
+        self._layout = layout
+        self._links = [
+            Link(address, index, config=config, layout=layout, memory=memory)
+            for index, address in enumerate(shards)
+        ]
+        self._link_of = {link.address: link for link in self._links}
+        self._installing: dict[int, ShardReader] | None = None
+        self._staging: list[StagedSlot] | None = None
+        self._staleness = Staleness()
+        self._n_pushed = 0
+        self._n_torn = 0
+        self._n_non_finite = 0
+
+    # ---------------------------------------------------------------------- events
+
+    def start(self, incarnation: int, now: Seconds) -> list[Action]:
+        """Say Hello to every shard. `incarnation` is that of the role."""
+        actions: list[Action] = []
+        for link in self._links:
+            link.fetching.start(incarnation << _LIFE_BITS)
+            link.pushing.start((incarnation << _LIFE_BITS) + 1)
+            actions += [*link.greet(now), *link.wait(now)]
+        return actions
+
+    def owns(self, event: Event) -> bool:
+        """Return whether this event is for the client."""
+        match event:
+            case Received():
+                return event.sender in self._link_of and isinstance(
+                    event.message, ShardReply
+                )
+            case TimerFired():
+                return event.name.startswith(TIMER)
+            case PeerJoined() | PeerLost():
+                return event.peer in self._link_of
+            case Started() | Computed() | Persisted():
+                return False
+            case _:
+                assert_never(event)
+
+    def handle(self, event: Event, now: Seconds) -> list[Action]:
+        """Return the actions that `event` calls for; none if it is not the client's.
+
+        Raises:
+            PeerLostError: a shard has been silent for too long; it is named.
+            JobError: a shard refuses this client for good.
+            RemoteProtocolError: a shard broke the protocol; the event is of no effect.
+        """
+        match event:
+            case Received():
+                link = self._link_of.get(event.sender)
+                if link is None:
+                    return []
+                actions = self._receive(link, event, now)
+            case TimerFired():
+                index = event.name.removeprefix(TIMER)
+                if index == event.name or not index.isdecimal():
+                    return []
+                link = self._links[int(index)]
+                actions = link.timer(now)
+            case PeerJoined() | PeerLost():
+                link = self._link_of.get(event.peer)
+                if link is None:
+                    return []
+                actions = self._peer(link, event, now)
+            case Started() | Computed() | Persisted():
+                return []
+            case _:
+                assert_never(event)
+        self._release()
+        return [*actions, *link.wait(now)]
+
+    def _receive(self, link: Link, event: Received, now: Seconds) -> list[Action]:
+        message = event.message
+        if not isinstance(message, ShardReply):
+            raise RemoteProtocolError(
+                f"{event.sender} sent a client {type(message).__name__}, which shards "
+                "do not send"
+            )
+        if event.incarnation < link.incarnation:
+            return []
+        if not isinstance(message, Refused) and (
+            message.shard_incarnation != event.incarnation
+        ):
+            raise RemoteProtocolError(
+                f"{event.sender}, incarnation {event.incarnation}, speaks for "
+                f"incarnation {message.shard_incarnation}"
+            )
+        actions: list[Action] = []
+        if event.incarnation > link.incarnation:
+            link.restarted(event.incarnation)
+            if not isinstance(message, Welcome):
+                actions += link.greet(now)
+        return [*actions, *link.hear(message, self._staleness, now)]
+
+    def _peer(
+        self, link: Link, event: PeerJoined | PeerLost, now: Seconds
+    ) -> list[Action]:
+        if event.incarnation < link.incarnation:
+            return []
+        if isinstance(event, PeerLost):
+            return link.greet(now)
+        if event.incarnation > link.incarnation > 0:
+            link.restarted(event.incarnation)
+        return [] if link.welcome else link.greet(now)
+
+    # --------------------------------------------------------------------- fetches
+
+    @property
+    def ready(self) -> bool:
+        """Has every shard said Welcome, in its present life?"""
+        return all(link.welcome for link in self._links)
+
+    @property
+    def samples(self) -> int:
+        """Samples of this client in the values of every shard: where to resume."""
+        return min((link.samples for link in self._links), default=0)
+
+    @property
+    def clocks(self) -> tuple[int, ...]:
+        """Per shard, the clock of the values installed last."""
+        return tuple(link.fetching.clock for link in self._links)
+
+    def begin_fetch(self, now: Seconds) -> list[Action]:
+        """Fetch anew from every shard.
+
+        Raises:
+            LocalProtocolError: an install is under way, which reads the last fetch.
+        """
+        if self._installing is not None:
+            raise LocalProtocolError("begin_fetch while an install is under way")
+        actions: list[Action] = []
+        for link in self._links:
+            actions += [*link.begin_fetch(now), *link.wait(now)]
+        return actions
+
+    @property
+    def fetch_complete(self) -> bool:
+        """Can the fetch be installed? From shared memory it can be tried at once."""
+        return all(link.fetching.complete for link in self._links)
+
+    def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Installed]:
+        """Return the work that copies what was fetched into `tensors`.
+
+        Shards that an install before this one has copied from, for the same fetch, are
+        not copied from again.
+
+        Args:
+            tensors: Each (n_elements,), in the layout's order.
+
+        Raises:
+            LocalProtocolError: an install is under way.
+        """
+        if self._installing is not None:
+            raise LocalProtocolError("install while an install is under way")
+        links = self._links
+        readers = {
+            link.index: link.fetching.reader()
+            for link in links
+            if link.fetching.wanted and link.fetching.complete
+        }
+        missing = [link.index for link in links if not link.fetching.complete]
+        self._installing = readers
+        known = [-1 if link.fetching.wanted else link.fetching.clock for link in links]
+        return installing(readers, tensors, missing=missing, known=known)
+
+    def installed(self, outcome: Installed, now: Seconds) -> list[Action]:
+        """Note what an install did.
+
+        If `outcome.torn` names shards, install again: after a millisecond, and once
+        `fetch_complete`. A read that stays torn for `torn_seconds_max` gives way to
+        blocks, which this begins.
+        """
+        if self._installing is None:
+            raise LocalProtocolError("installed without an install")
+        readers, self._installing = self._installing, None
+        actions: list[Action] = []
+        for index, reader in readers.items():
+            link = self._links[index]
+            if index in outcome.torn:
+                self._n_torn += 1
+                actions += [*link.torn(now), *link.wait(now)]
+            else:
+                link.fetching.installed(outcome.clocks[index], reader)
+        self._release()
+        return actions
+
+    # ---------------------------------------------------------------------- pushes
+
+    @property
+    def can_push(self) -> bool:
+        """Has every shard room for a push, and is none being staged?"""
+        return (
+            self._config.pushes
+            and self._staging is None
+            and all(link.welcome and link.pushing.has_room for link in self._links)
+        )
+
+    @property
+    def unacknowledged(self) -> int:
+        """Pushes that some shard has neither acknowledged nor lost."""
+        issued = self._links[0].pushing.issued
+        return issued - min(link.pushing.settled for link in self._links)
+
+    def stage(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        values: Sequence[torch.Tensor],
+        *,
+        fetched_clocks: Sequence[int] | None = None,
+    ) -> Callable[[], Staged]:
+        """Return the work that copies a push into every shard's slot, and checks it.
+
+        Args:
+            gradients: Each (n_elements,), in the layout's order: sums of raw gradients
+                (DB-7). None for zeros; those of buffers are not looked at.
+            values: Likewise; of buffers these are pushed, others are not looked at.
+            fetched_clocks: `clocks` when the oldest of these gradients' parameters had
+                been installed; by default those of the last install.
+
+        Raises:
+            LocalProtocolError: not `can_push`.
+        """
+        if not self.can_push:
+            raise LocalProtocolError("stage while not can_push: wait until it is")
+        tensors = [
+            gradient if spec.kind == "parameter" else value
+            for spec, gradient, value in zip(
+                self._layout.tensors, gradients, values, strict=True
+            )
+        ]
+        clocks = self.clocks if fetched_clocks is None else fetched_clocks
+        slots = [
+            link.pushing.slot(fetched_clock=clock)
+            for link, clock in zip(self._links, clocks, strict=True)
+        ]
+        self._staging = slots
+        names = [spec.name for spec in self._layout.tensors]
+        return staging(slots, tensors, names=names)
+
+    def staged(
+        self, outcome: Staged, *, n_gradients: int, samples: int, now: Seconds
+    ) -> list[Action]:
+        """Push what was staged, if it is finite; count and name it if not.
+
+        Args:
+            outcome: Of the work.
+            n_gradients: How many gradients were summed.
+            samples: Total of this client over all its lives, these included.
+            now: The time.
+        """
+        if self._staging is None:
+            raise LocalProtocolError("staged without a stage")
+        slots, self._staging = self._staging, None
+        actions: list[Action] = []
+        if outcome.finite:
+            self._n_pushed += 1
+            for link, slot in zip(self._links, slots, strict=True):
+                actions += link.issue(
+                    slot, n_gradients=n_gradients, samples=samples, now=now
+                )
+                actions += link.wait(now)
+        else:
+            self._n_non_finite += 1
+            text = f"not pushed: NaN or infinity in {', '.join(outcome.culprits)}"
+            actions.append(Report(text=text, level="warning"))
+        self._release()
+        return actions
+
+    # -------------------------------------------------------------------- figures
+
+    @property
+    def waiting_for(self) -> Address | None:
+        """The first shard without whom the next fetch or push cannot go on, if any."""
+        for link in self._links:
+            if not (link.welcome and link.fetching.complete and link.pushing.has_room):
+                return link.address
+        return None
+
+    def counters(self) -> dict[str, float]:
+        """Return figures for the role's status.
+
+        `pushes_sent` counts whole pushes, `pushes_acknowledged` those of them that no
+        shard owes an answer, `pushes_lost` one for each shard that lost one.
+        Bytes are those of blocks and of copies to and from shared memory.
+        """
+        links = self._links
+        staleness = self._staleness.counters()
+        return {
+            "pushes_sent": float(self._n_pushed),
+            "pushes_acknowledged": float(self._n_pushed - self.unacknowledged),
+            "pushes_lost": float(sum(link.pushing.n_lost for link in links)),
+            "bytes_in": float(sum(link.fetching.bytes_in for link in links)),
+            "bytes_out": float(sum(link.pushing.bytes_out for link in links)),
+            "torn_reads": float(self._n_torn),
+            "non_finite": float(self._n_non_finite),
+            **staleness,
+        }
+
+    def _release(self) -> None:
+        """Let go of memory of former lives of shards, unless work touches it."""
+        if self._installing is None and self._staging is None:
+            for link in self._links:
+                link.release()

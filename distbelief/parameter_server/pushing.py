@@ -1,0 +1,247 @@
+"""A client's half of pushing to one shard: two slots, retries, what was lost.
+
+    sequence        7   8   9   10  11
+                    [settled]  [sent ]  next         settled = 8, issued = 10
+    slot s mod 2                1   0
+
+Rules:
+
+* Push s is staged into slot s mod 2 once push s - 2 is settled: acknowledged, or lost.
+  In shared memory the slot is the shard's own; else it is kept here, and goes out in
+  blocks, at most `credit_blocks` beyond those that the shard holds.
+* What the shard does not answer is sent again from where the shard holds it.
+* When the shard begins a new life, everything in flight to it is given up, and the next
+  Hello says so (`next_sequence`): the shard will not wait for it. How many pushes are
+  lost follows from the count that `Welcome` carries, whatever was acknowledged before.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from distbelief.errors import LocalProtocolError, RemoteProtocolError
+from distbelief.messages import Acknowledge, Push, PushBlock, PushCredit, Welcome
+from distbelief.parameter_server.layout import Exchange, Layout
+from distbelief.parameter_server.slots import N_SLOTS, Bounds
+from distbelief.parameter_server.staleness import Staleness
+from distbelief.vectors import Vector, block_bounds
+
+
+Room = tuple[Vector, Vector]  # two slots, each (shard_size,)
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    """A push that is not yet settled."""
+
+    push: Push
+    values: Vector  # (shard_size,)
+    received: int = 0  # blocks the shard is known to hold
+    sent: int = 0  # blocks sent
+    said: bool = False  # was the Push itself sent after them?
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedSlot:
+    """Where a push is staged: of one life of the shard."""
+
+    exchange: Exchange
+    values: Vector  # (shard_size,)
+    shard_incarnation: int
+    fetched_clock: int
+
+
+@final
+class Pushing:
+    """One client's pushes to one shard.
+
+    Attributes:
+        issued: The last sequence used.
+        settled: No push up to it awaits anything.
+        n_lost: Pushes issued that are not in the shard's values and never will be.
+        bytes_out: Of blocks sent and slots filled.
+    """
+
+    def __init__(self, layout: Layout, index: int, *, credit_blocks: int) -> None:
+        size, dtype = layout.shard_size(index), layout.dtype
+        self._layout = layout
+        self._index = index
+        self._credit_blocks = credit_blocks
+        self._n_elements = size
+        self._bounds: Bounds = tuple(block_bounds(size, itemsize=dtype.itemsize))
+        self._shard_incarnation = 0
+        self._room: Room | None = None
+        self._exchanges: tuple[Exchange, Exchange] | None = None
+        self._own_room: Room | None = None  # for blocks, once they are needed
+        self._by_blocks = False
+        self._in_flight: deque[_InFlight] = deque()
+        self._n_issued = 0
+        self.issued = 0
+        self.settled = 0
+        self.n_lost = 0
+        self.bytes_out = 0
+
+    def start(self, first_sequence: int) -> None:
+        """Number pushes from here: beyond those of any former life."""
+        self.issued = self.settled = first_sequence - 1
+
+    @property
+    def waits(self) -> bool:
+        """Does a push await its acknowledgement?"""
+        return bool(self._in_flight)
+
+    @property
+    def has_room(self) -> bool:
+        """Is the slot of the next push free?"""
+        return self.issued + 1 - self.settled <= N_SLOTS
+
+    def agrees(self, welcome: Welcome) -> bool:
+        """Return whether the shard knows what was given up; if not, say Hello again.
+
+        Raises:
+            LocalProtocolError: it knows of pushes that were never made.
+        """
+        if welcome.watermark > self.issued:
+            raise LocalProtocolError(
+                f"shard {self._index} knows push {welcome.watermark} of this client, "
+                f"which has made none beyond {self.issued}: incarnations must rise, in "
+                "a resumed run too"
+            )
+        return welcome.watermark >= self.settled
+
+    def welcomed(self, welcome: Welcome, room: Room | None) -> None:
+        """Push from now on; into `room` if it is given, else by blocks."""
+        self._shard_incarnation = welcome.shard_incarnation
+        self._settle(welcome.watermark)
+        if not self._in_flight:
+            self.n_lost = self._n_issued - welcome.applied
+        self._by_blocks = room is None
+        if room is None:
+            room = self._own_room = self._own_room or self._new_room()
+        if self._room is None or room[0] is not self._room[0]:
+            self._room = room
+            self._exchanges = (
+                Exchange(self._layout, self._index, room[0]),
+                Exchange(self._layout, self._index, room[1]),
+            )
+
+    def lost(self) -> None:
+        """The shard's life has ended: nothing in flight will be answered."""
+        self._in_flight.clear()
+        self.settled = self.issued
+        self._shard_incarnation = 0  # nor what is being staged
+
+    def slot(self, *, fetched_clock: int) -> StagedSlot:
+        """Return where to stage the next push; call only if there is room."""
+        assert self.has_room
+        assert self._room is not None
+        assert self._exchanges is not None
+        index = (self.issued + 1) % N_SLOTS
+        return StagedSlot(
+            exchange=self._exchanges[index],
+            values=self._room[index],
+            shard_incarnation=self._shard_incarnation,
+            fetched_clock=fetched_clock,
+        )
+
+    def issue(
+        self, staged: StagedSlot, *, n_gradients: int, samples: int
+    ) -> list[PushBlock | Push] | None:
+        """Send what was staged; None: the shard it was staged for has died since."""
+        self.issued += 1
+        self._n_issued += 1
+        if staged.shard_incarnation != self._shard_incarnation:
+            self.n_lost += 1
+            self.settled = self.issued
+            return None
+        push = Push(
+            sequence=self.issued,
+            shard_incarnation=self._shard_incarnation,
+            fetched_clock=staged.fetched_clock,
+            n_gradients=n_gradients,
+            samples=samples,
+        )
+        in_flight = _InFlight(push, staged.values)
+        self._in_flight.append(in_flight)
+        if not self._by_blocks:
+            self.bytes_out += staged.values.nbytes
+        return self._send(in_flight)
+
+    def credited(self, message: PushCredit) -> list[PushBlock | Push]:
+        """Send more of that push."""
+        if message.received > len(self._bounds):
+            raise RemoteProtocolError(
+                f"shard {self._index} claims {message.received} blocks of a push of "
+                f"{len(self._bounds)}"
+            )
+        for in_flight in self._in_flight:
+            if in_flight.push.sequence == message.sequence:
+                if message.received <= in_flight.received:
+                    return []
+                in_flight.received = message.received
+                in_flight.sent = max(in_flight.sent, message.received)
+                return self._send(in_flight) if self._by_blocks else []
+        return []
+
+    def acknowledged(self, message: Acknowledge, staleness: Staleness) -> bool:
+        """Settle every push up to that one; return whether there was one.
+
+        Raises:
+            RemoteProtocolError: it was never made.
+        """
+        if message.sequence > self.issued:
+            raise RemoteProtocolError(
+                f"shard {self._index} acknowledges push {message.sequence}; the last "
+                f"one made is {self.issued}"
+            )
+        if message.sequence <= self.settled:
+            return False
+        self._settle(message.sequence)
+        staleness.add(message.staleness)
+        return True
+
+    def again(self) -> list[PushBlock | Push]:
+        """Return what to send if nothing has come for a while."""
+        messages: list[PushBlock | Push] = []
+        for in_flight in self._in_flight:
+            in_flight.sent, in_flight.said = in_flight.received, False
+            messages += self._send(in_flight)
+        return messages
+
+    def _settle(self, sequence: int) -> None:
+        self.settled = max(self.settled, sequence)
+        while self._in_flight and self._in_flight[0].push.sequence <= self.settled:
+            self._in_flight.popleft()
+
+    def _send(self, in_flight: _InFlight) -> list[PushBlock | Push]:
+        """Return the blocks that may go, and the push after the last of them."""
+        if not self._by_blocks:
+            return [in_flight.push]
+        n_blocks = len(self._bounds)
+        messages: list[PushBlock | Push] = []
+        limit = min(n_blocks, in_flight.received + self._credit_blocks)
+        while in_flight.sent < limit:
+            start, stop = self._bounds[in_flight.sent]
+            values = in_flight.values[start:stop]
+            messages.append(
+                PushBlock(
+                    sequence=in_flight.push.sequence,
+                    shard_incarnation=self._shard_incarnation,
+                    block_index=in_flight.sent,
+                    values=values,
+                )
+            )
+            self.bytes_out += values.nbytes
+            in_flight.sent += 1
+        if in_flight.sent == n_blocks and not in_flight.said:
+            messages.append(in_flight.push)
+            in_flight.said = True
+        return messages
+
+    def _new_room(self) -> Room:
+        whole = np.zeros(N_SLOTS * self._n_elements, self._layout.dtype)
+        return whole[: self._n_elements], whole[self._n_elements :]

@@ -1,0 +1,208 @@
+"""What a shard does for its clients, and for whom: the handshake and the messages.
+
+Rules:
+
+* Nothing is served before `Hello`. A message of an older incarnation of the client is
+  dropped. One that is meant for another incarnation of the shard, or comes from a
+  client that has not said Hello to this one, is answered by `Refused`.
+* A Hello that arrives before the values are there, or says something new while a push
+  of this client is applied, is answered afterwards, and with "busy" at once.
+* After `close` nobody gets an answer; what is complete is still applied.
+"""
+
+from collections.abc import Mapping
+from typing import assert_never, final
+
+from distbelief.memory import Memory
+from distbelief.messages import Credit, Fetch, Hello, Push, PushBlock
+from distbelief.parameter_server.clients import Clients
+from distbelief.parameter_server.fetches import Fetches
+from distbelief.parameter_server.leases import Leases
+from distbelief.parameter_server.pushes import Pushes
+from distbelief.parameter_server.replies import Replies
+from distbelief.parameter_server.shard_config import ShardConfig
+from distbelief.parameter_server.slots import Client
+from distbelief.parameter_server.snapshots import ShardState
+from distbelief.parameter_server.values import ShardValues
+from distbelief.roles import (
+    Action,
+    Address,
+    PeerLost,
+    Received,
+    Report,
+    Seconds,
+)
+from distbelief.vectors import block_bounds
+
+
+ClientMessage = Fetch | Credit | PushBlock | Push
+
+
+@final
+class Service:
+    """All clients of one life of a shard, and what is under way for them.
+
+    Attributes:
+        pushes: Until they are applied.
+        fetches: By blocks.
+    """
+
+    def __init__(
+        self, config: ShardConfig, values: ShardValues, *, memory: Memory
+    ) -> None:
+        layout, index = config.layout, config.index
+        size, dtype = layout.shard_size(index), layout.dtype
+        self._index = index
+        self._values = values
+        self._replies = Replies(index=index)
+        self._clients = Clients(
+            config.identity, memory=memory, n_clients_max=config.n_clients_max
+        )
+        bounds = tuple(block_bounds(size, itemsize=dtype.itemsize))
+        self.pushes = Pushes(self._clients, self._replies, bounds=bounds)
+        leases = Leases(
+            n_elements=size,
+            dtype=dtype,
+            n_copies=config.n_copies,
+            seconds_max=config.lease_seconds_max,
+            memory=memory,
+        )
+        self.fetches = Fetches(self._clients, self._replies, leases, bounds=bounds)
+        self._n_held_max = config.n_clients_max
+        self._held: dict[Address, tuple[Received, Hello]] = {}
+        self._open = False
+        self._closed = False
+
+    @property
+    def incarnation(self) -> int:
+        """Of the shard; 0 before it has started."""
+        return self._replies.incarnation
+
+    @property
+    def clients(self) -> tuple[Client, ...]:
+        """Every client known."""
+        return self._clients.all()
+
+    @property
+    def n_pushing(self) -> int:
+        """Clients that push and are there: over them buffers are averaged."""
+        return self._clients.n_pushing
+
+    def counters(self) -> Mapping[str, float]:
+        """Return figures for the role's status."""
+        return {
+            "clients": float(self._clients.n_present),
+            "bytes_out": float(self.fetches.bytes_out),
+            **self.pushes.counters(),
+        }
+
+    def region(self, what: str) -> str:
+        """Return a name that no other role, and no other life of this one, uses."""
+        return f"shard-{self._index}.{self.incarnation}.{what}"
+
+    def start(self, incarnation: int) -> None:
+        """The shard's life begins; nobody is served yet."""
+        self._replies.incarnation = incarnation
+
+    def open(self, state: ShardState) -> list[Action]:
+        """The values are there: serve, beginning with those who have said Hello."""
+        self._clients.restore(state.clients)
+        self._open = True
+        return self.greet_held()
+
+    def close(self) -> None:
+        """Answer nobody from now on."""
+        self._closed = True
+
+    def release(self) -> None:
+        """Take back all memory that was lent."""
+        self._clients.release()
+
+    def lost(self, event: PeerLost) -> None:
+        """A peer is gone: what it reads is free again, its buffers do not count."""
+        client = self._clients.get(event.peer)
+        if client is not None and client.incarnation <= event.incarnation:
+            client.present = False
+            self.fetches.expire(client)
+
+    # ------------------------------------------------------------------ handshake
+
+    def greet(self, event: Received, hello: Hello) -> list[Action]:
+        """Answer a Hello, now or when that can be done."""
+        sender, clients = event.sender, self._clients
+        if self._closed or clients.is_older(sender, event.incarnation):
+            return []  # an answer to the older one would reach its successor
+        reason = clients.why_not(sender, hello)
+        if reason is not None:
+            return [self._replies.refuse(sender, reason, for_good=True)]
+        if self._must_wait(event, hello):
+            self._hold(event, hello)
+            return [self._replies.refuse(sender, "busy, you will be welcomed")]
+        before = clients.get(sender)
+        client, why_not = clients.admit(
+            sender, event.incarnation, hello, region=self.region("slots")
+        )
+        if client is not before:
+            self.fetches.end(sender)  # of its former life
+        shares = clients.shares(hello)
+        client.parameters_region = self._values.region if shares else ""
+        actions: list[Action] = [
+            self._replies.welcome(client, clock=self._values.clock)
+        ]
+        if why_not is not None:
+            actions.append(Report(text=why_not, level="warning"))
+        return actions
+
+    def greet_held(self) -> list[Action]:
+        """Answer the Hellos that had to wait."""
+        held, self._held = self._held, {}
+        actions: list[Action] = []
+        for event, hello in held.values():
+            actions += self.greet(event, hello)
+        return actions
+
+    def _must_wait(self, event: Received, hello: Hello) -> bool:
+        if not self._open:
+            return True
+        return self.pushes.is_applying(event.sender) and self._clients.changes(
+            event.sender, event.incarnation, hello
+        )
+
+    def _hold(self, event: Received, hello: Hello) -> None:
+        held = self._held.get(event.sender)
+        if held is None and len(self._held) >= self._n_held_max:
+            return  # it will ask again
+        if held is None or held[0].incarnation <= event.incarnation:
+            self._held[event.sender] = event, hello
+
+    # -------------------------------------------------------------------- serving
+
+    def serve(
+        self, event: Received, message: ClientMessage, now: Seconds
+    ) -> list[Action]:
+        """Serve a client that said Hello; ask the others to."""
+        sender, client = event.sender, self._clients.get(event.sender)
+        if self._closed or self._clients.is_older(sender, event.incarnation):
+            self.pushes.refuse(message)
+            return []
+        if (
+            client is None
+            or not client.greeted
+            or event.incarnation != client.incarnation
+            or message.shard_incarnation != self.incarnation
+        ):
+            self.pushes.refuse(message)
+            return [self._replies.refuse(sender, "say Hello first")]
+        client.present = True
+        clock = self._values.clock
+        match message:
+            case Fetch():
+                return self.fetches.fetch(client, message, clock=clock, now=now)
+            case Credit():
+                return self.fetches.credit(client, message, now=now)
+            case PushBlock():
+                return self.pushes.take_block(client, message, clock=clock)
+            case Push():
+                return self.pushes.take(client, message, clock=clock)
+            case _:
+                assert_never(message)

@@ -1,0 +1,45 @@
+"""What a shard is to be, as numbers and rules."""
+
+from dataclasses import dataclass
+from typing import final
+
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.snapshots import ShardIdentity
+from distbelief.parameter_server.update_rules import UpdateRule
+from distbelief.roles import Seconds
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ShardConfig:
+    """What a shard is to be.
+
+    Its memory is bounded by its values, the rule's state, `n_copies` more copies of the
+    values, and two per client that pushes.
+    """
+
+    index: int
+    layout: Layout
+    rule: UpdateRule
+    lease_seconds_max: Seconds = 10.0  # without progress
+    n_copies: int = 2  # lent to those who fetch by blocks
+    n_clients_max: int = 4096
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.layout.n_shards:
+            raise ValueError(
+                f"index is {self.index}; the layout has {self.layout.n_shards} shards, "
+                "counted from 0"
+            )
+        if not self.lease_seconds_max > 0:
+            raise ValueError(
+                f"lease_seconds_max is {self.lease_seconds_max}; use more than 0"
+            )
+        for name in ("n_copies", "n_clients_max"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; use at least 1")
+
+    @property
+    def identity(self) -> ShardIdentity:
+        """What a snapshot of this shard must agree with."""
+        return ShardIdentity(index=self.index, layout=self.layout, rule=self.rule)

@@ -1,0 +1,108 @@
+"""What a client runs in the compute lane: values to tensors, tensors to slots.
+
+Each number is moved once: from the shard's published values (or the blocks received)
+straight into the model's tensors, and from the gradients straight into the slot, which
+in shared memory is the shard's own. That a push is finite is seen from its sum, which
+costs a fortieth of looking at each element.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from distbelief.parameter_server.fetching import ShardReader
+from distbelief.parameter_server.pushing import StagedSlot
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What an install did.
+
+    Attributes:
+        torn: Shards whose values were not whole, or not there yet. Until an install
+            leaves none, the tensors are a mixture and must not be used.
+        clocks: Per shard, the clock of what was copied; -1 for those in `torn`.
+    """
+
+    torn: tuple[int, ...]
+    clocks: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What a stage did.
+
+    Attributes:
+        finite: Whether all that is to be pushed is; if not, nothing is.
+        culprits: Names of the tensors that are not.
+    """
+
+    finite: bool
+    culprits: tuple[str, ...] = ()
+
+
+def installing(
+    readers: Mapping[int, ShardReader],
+    tensors: Sequence[torch.Tensor],
+    *,
+    missing: Sequence[int],
+    known: Sequence[int],
+) -> Callable[[], Installed]:
+    """Return the work that copies shards' values into `tensors`.
+
+    Args:
+        readers: Per shard index, of those that can be read.
+        tensors: Each (n_elements,), in the layout's order.
+        missing: Shards that are to be read later.
+        known: Per shard, the clock of what was copied before; -1 for the others.
+    """
+
+    def work() -> Installed:
+        clocks = list(known)
+        torn = list(missing)
+        for index, reader in readers.items():
+            clock = reader.read(tensors)
+            if clock is None:
+                torn.append(index)
+            else:
+                clocks[index] = clock
+        return Installed(torn=tuple(sorted(torn)), clocks=tuple(clocks))
+
+    return work
+
+
+def staging(
+    slots: Sequence[StagedSlot],
+    tensors: Sequence[torch.Tensor | None],
+    *,
+    names: Sequence[str],
+) -> Callable[[], Staged]:
+    """Return the work that copies `tensors` into every shard's slot, and checks them.
+
+    Args:
+        slots: One per shard.
+        tensors: Each (n_elements,), in the layout's order; None for zeros.
+        names: Of the tensors.
+    """
+
+    def work() -> Staged:
+        total = 0.0
+        for slot in slots:
+            slot.exchange.gather(tensors)
+            total += float(torch.from_numpy(slot.values).sum())
+        if math.isfinite(total):
+            return Staged(finite=True)
+        # The sum of finite numbers may overflow: now look at each.
+        culprits = tuple(
+            name
+            for name, tensor in zip(names, tensors, strict=True)
+            if tensor is not None and not bool(torch.isfinite(tensor).all())
+        )
+        return Staged(finite=not culprits, culprits=culprits)
+
+    return work

@@ -1,0 +1,237 @@
+"""What a role is: events in, actions out, no input or output of its own.
+
+A role (shard, replica, coordinator, evaluator, supervisor) is a deterministic state
+machine. It holds no socket, thread, clock, file or global random source; a *driver*
+delivers events and performs the actions, over ZeroMQ (`node`) or in virtual time
+(`simulation`). Rules that both drivers keep:
+
+* `handle` is called with one event at a time and never re-entered.
+* `Started` is the first event of every life.
+* Messages of one link arrive in the order sent, if they arrive; none is promised to.
+* Work of one lane runs in the order given, one at a time, outside `handle`; each
+  `Compute` or `Persist` is answered by exactly one `Computed` or `Persisted` unless
+  the role halts first.
+* What a piece of work touches, the role leaves alone until the answer.
+* A timer is known by its name: setting it again replaces it. It fires once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType, Protocol
+
+from distbelief.messages import Message
+from distbelief.vectors import Vector
+
+
+Address = NewType("Address", str)  # "supervisor", "shard-0", "replica-1", "evaluator"
+Seconds = float
+
+SUPERVISOR = Address("supervisor")
+
+
+class Lane(Enum):
+    """Where work runs: one piece at a time in each lane, the lanes side by side."""
+
+    COMPUTE = "compute"  # gradients, updates, copies: owns the role's arrays
+    DATA = "data"  # reading the next batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a piece of work would take, for a driver in virtual time."""
+
+    flops: float = 0.0
+    n_bytes: float = 0.0  # moved to or from memory, or the disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The saved state of one role: named arrays, and facts as text."""
+
+    label: str  # "00412"; labels of one role sort by age
+    arrays: Mapping[str, Vector]
+    facts: Mapping[str, str]
+
+
+# ---------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """The role's present life begins."""
+
+    incarnation: int  # 1, 2, … : a new one at each start
+    restored: Snapshot | None = None  # its newest whole snapshot, if it has any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A message arrived."""
+
+    sender: Address
+    incarnation: int  # of the sender, when it sent this
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerFired:
+    """A timer set earlier has come due."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """Answer to `Compute`: its result, or what went wrong."""
+
+    name: str
+    result: object = None
+    error: BaseException | None = None
+    seconds: Seconds = 0.0  # how long it ran
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persisted:
+    """Answer to `Persist`: saved for good, or why not."""
+
+    label: str
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerJoined:
+    """A peer (or a new incarnation of it) can be reached from now on."""
+
+    peer: Address
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLost:
+    """A peer is gone: its process ended, or the driver gave up on it."""
+
+    peer: Address
+    incarnation: int
+    reason: str
+
+
+Event = Started | Received | TimerFired | Computed | Persisted | PeerJoined | PeerLost
+
+
+# --------------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Deliver `message` to `receiver`, perhaps.
+
+    The driver has read every array by the time the role handles its next event.
+    """
+
+    receiver: Address
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetTimer:
+    """Deliver `TimerFired(name=name)` at time `at`."""
+
+    name: str
+    at: Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelTimer:
+    """Forget the timer of this name, if there is one."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """Run `work` in `lane`, then deliver `Computed` under the same name."""
+
+    name: str
+    work: Callable[[], object]
+    cost: Cost = field(default_factory=Cost)
+    lane: Lane = Lane.COMPUTE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Persist:
+    """Save `snapshot` for good (in the compute lane), then deliver `Persisted`."""
+
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Write one line to the role's log; at level "warning" or "error" show it too."""
+
+    text: str
+    level: str = "info"  # "debug", "info", "warning", "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connect:
+    """From now on `peer` is to be found at `endpoint` ("" in a simulation)."""
+
+    peer: Address
+    incarnation: int
+    endpoint: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Start the role `name` with this incarnation (the supervisor alone asks)."""
+
+    name: Address
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminate:
+    """End the role `name` at once, by force (the supervisor alone asks)."""
+
+    name: Address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halt:
+    """The role has ended; `error` says why if not as planned."""
+
+    error: str | None = None
+
+
+Action = (
+    Send
+    | SetTimer
+    | CancelTimer
+    | Compute
+    | Persist
+    | Report
+    | Connect
+    | Launch
+    | Terminate
+    | Halt
+)
+
+
+class Role(Protocol):
+    """A process of the system, as a deterministic state machine."""
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Return the actions that `event` calls for.
+
+        Raises:
+            RemoteProtocolError: a peer broke the protocol; the driver logs it, drops
+                the event and goes on.
+            DistBeliefError: the role cannot go on; the driver reports it and halts.
+        """
+        ...
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        """Return what the role is doing, in a word, and its counters."""
+        ...

@@ -1,0 +1,1 @@
+"""The role that computes a model replica's steps, and the evaluator."""

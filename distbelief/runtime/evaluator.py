@@ -1,0 +1,302 @@
+"""The evaluator: measures held-out data off the training path.
+
+    Evaluate --> fetch --> install --> chunk, chunk, ... chunk --> Measured
+
+* It measures the same samples each time: a seeded subset, or all of them if asked to.
+* A chunk is one piece of work, so that `Stop` is answered within a chunk.
+* One measurement at a time. Requests that came meanwhile wait; the next measurement
+  answers them all, as what the newest asked for. A request asked again after it was
+  answered is given the same answer: no parameters are read twice for it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import msgspec
+import numpy as np
+
+from distbelief.data.dataset import Dataset, read_batch
+from distbelief.data.subset import Indices
+from distbelief.errors import DistBeliefError, JobError, RemoteProtocolError
+from distbelief.messages import Evaluate, Finished, Measured, Message, Stop
+from distbelief.parameter_server.client import Installed, ParameterClient
+from distbelief.roles import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Cost,
+    Event,
+    Halt,
+    Received,
+    Seconds,
+    Send,
+    SetTimer,
+    Started,
+    TimerFired,
+)
+from distbelief.runtime.local_model import LocalModel
+from distbelief.runtime.losses import Loss, Metric
+
+
+TORN_RETRY_SECONDS = 1e-3
+"""After a fetch that met an update half done."""
+
+N_WAITING_MAX = 64
+"""Requests that may wait; older ones are dropped, which only a retry would notice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatorConfig:
+    """What is measured.
+
+    Attributes:
+        subset: Samples of a usual evaluation; None means all.
+        chunk: Samples of one piece of work.
+        seed: Of the subset.
+    """
+
+    subset: int | None = None
+    chunk: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.subset is not None and self.subset < 1:
+            raise ValueError(f"subset is {self.subset}; use 1 or more, or leave it out")
+        if self.chunk < 1:
+            raise ValueError(f"chunk is {self.chunk}; use 1 or more")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Measurement:
+    """One pass over the held-out samples, under way."""
+
+    requests: list[int]  # that it answers
+    indices: Indices  # (n_samples,)
+    n_done: int = 0
+    loss: float = 0.0  # sums over the samples done
+    metric: float = 0.0
+    clock: float = 0.0
+    fetching: bool = False
+    installed: bool = False
+
+
+@final
+class Evaluator:
+    """The role `evaluator`.
+
+    Args:
+        config: What is measured.
+        client: Of the shards; it only fetches.
+        model: Its own copy.
+        dataset: The held-out samples.
+        loss: f(outputs, targets) -> mean.
+        metric: f(outputs, targets) -> mean.
+    """
+
+    def __init__(
+        self,
+        config: EvaluatorConfig,
+        *,
+        client: ParameterClient,
+        model: LocalModel,
+        dataset: Dataset,
+        loss: Loss,
+        metric: Metric,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._model = model
+        self._dataset = dataset
+        self._loss = loss
+        self._metric = metric
+        self._all = np.arange(len(dataset), dtype=np.int64)
+        self._subset = _subset(self._all, config)
+        self._waiting: list[Evaluate] = []
+        self._measurement: _Measurement | None = None
+        self._last: Measured | None = None
+        self._answered: set[int] = set()  # by `_last`
+        self._busy = False
+        self._stopped_by: Address | None = None
+        self._n_measured = 0
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Return the actions that `event` calls for."""
+        if self._client.owns(event):
+            return [*self._client.handle(event, now), *self._advance(now)]
+        actions: list[Action] = []
+        match event:
+            case Started():
+                actions += self._client.start(event.incarnation, now)
+            case Received():
+                actions += self._receive(event.sender, event.message)
+            case Computed(error=error) if error is not None:
+                raise _failure(error)
+            case Computed(name="evaluator:install"):
+                actions += self._installed(event.result, now)
+            case Computed(name="evaluator:chunk"):
+                actions += self._measured(event.result)
+            case TimerFired(name="evaluator:retry"):
+                self._busy = False
+            case _:
+                pass  # peers come and go: the client's business
+        return [*actions, *self._advance(now)]
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        """Return what it is doing, and: evaluations, and the client's counters."""
+        counters = {"evaluations": float(self._n_measured), **self._client.counters()}
+        if self._stopped_by is not None:
+            return "finishing", counters
+        if self._measurement is None:
+            return "waiting", counters
+        if not self._measurement.installed:
+            return "fetching", counters
+        return "measuring", counters
+
+    # ------------------------------------------------------------------- messages
+
+    def _receive(self, sender: Address, message: Message) -> Sequence[Action]:
+        if isinstance(message, Evaluate):
+            return self._ask(message)
+        if isinstance(message, Stop):
+            self._stopped_by = sender
+            return []
+        raise RemoteProtocolError(
+            f"{sender} sent the evaluator {type(message).__name__}: only Evaluate and "
+            "Stop are for it"
+        )
+
+    def _ask(self, message: Evaluate) -> Sequence[Action]:
+        request = message.request
+        if self._last is not None and request in self._answered:
+            return [self._answer(self._last, request)]
+        measuring = self._measurement.requests if self._measurement else []
+        if request not in measuring and all(
+            request != waiting.request for waiting in self._waiting
+        ):
+            self._waiting.append(message)
+            del self._waiting[:-N_WAITING_MAX]
+        return []
+
+    def _answer(self, measured: Measured, request: int) -> Send:
+        message = msgspec.structs.replace(measured, request=request)
+        return Send(receiver=SUPERVISOR, message=message)
+
+    # ---------------------------------------------------------------- measurement
+
+    def _advance(self, now: Seconds) -> Sequence[Action]:
+        """Do what can be done next; one piece of work at a time."""
+        if self._busy:
+            return []
+        if self._stopped_by is not None:
+            _, counters = self.status()
+            finished = Finished(counters=dict(counters))
+            return [Send(receiver=self._stopped_by, message=finished), Halt()]
+        if self._measurement is None and self._waiting:
+            self._measurement = self._begin()
+        if self._measurement is None or not self._client.ready:
+            return []
+        if self._measurement.installed:
+            return [self._next_chunk(self._measurement)]
+        return self._fetch(self._measurement, now)
+
+    def _begin(self) -> _Measurement:
+        newest = max(self._waiting, key=lambda message: message.request)
+        requests = sorted(message.request for message in self._waiting)
+        self._waiting.clear()
+        return _Measurement(
+            requests=requests, indices=self._all if newest.whole else self._subset
+        )
+
+    def _fetch(self, measurement: _Measurement, now: Seconds) -> Sequence[Action]:
+        actions: list[Action] = []
+        if not measurement.fetching:
+            measurement.fetching = True
+            actions += self._client.begin_fetch(now)
+        if self._client.fetch_complete:
+            actions.append(self._install())
+        return actions
+
+    def _install(self) -> Compute:
+        self._busy = True
+        return Compute(
+            name="evaluator:install",
+            work=self._client.install(self._model.values),
+            cost=Cost(n_bytes=2.0 * self._model.n_bytes),
+        )
+
+    def _installed(self, result: object, now: Seconds) -> Sequence[Action]:
+        assert isinstance(result, Installed), result
+        assert self._measurement is not None
+        self._busy = False
+        actions = list(self._client.installed(result, now))
+        if result.torn:
+            self._busy = True  # until the timer
+            at = now + TORN_RETRY_SECONDS
+            actions.append(SetTimer(name="evaluator:retry", at=at))
+        else:
+            self._measurement.installed = True
+            self._measurement.clock = sum(result.clocks) / max(len(result.clocks), 1)
+        return actions
+
+    def _next_chunk(self, measurement: _Measurement) -> Compute:
+        self._busy = True
+        begin = measurement.n_done
+        indices = measurement.indices[begin : begin + self._config.chunk]
+        return Compute(
+            name="evaluator:chunk",
+            work=partial(self._measure, indices),
+            # Forward only: a third of a step.
+            cost=Cost(flops=self._model.flops(len(indices)) / 3.0),
+        )
+
+    def _measure(self, indices: Indices) -> tuple[int, float, float]:
+        """Return how many samples these are, their mean loss and mean metric. Work."""
+        inputs, targets = read_batch(
+            self._dataset, [int(index) for index in indices], table="data.test"
+        )
+        loss, metric = self._model.measure(
+            inputs, targets, loss=self._loss, metric=self._metric
+        )
+        return len(indices), loss, metric
+
+    def _measured(self, result: object) -> Sequence[Action]:
+        assert isinstance(result, tuple)
+        n_samples, loss, metric = result
+        measurement = self._measurement
+        assert measurement is not None
+        self._busy = False
+        measurement.n_done += n_samples
+        measurement.loss += n_samples * loss
+        measurement.metric += n_samples * metric
+        n_all = len(measurement.indices)
+        if measurement.n_done < n_all:
+            return []
+        self._measurement = None
+        self._n_measured += 1
+        self._answered = set(measurement.requests)
+        self._last = Measured(
+            request=measurement.requests[-1],
+            loss=measurement.loss / n_all,
+            metric=measurement.metric / n_all,
+            n_samples=n_all,
+            clock=measurement.clock,
+        )
+        return [self._answer(self._last, request) for request in measurement.requests]
+
+
+def _subset(indices: Indices, config: EvaluatorConfig) -> Indices:
+    """Return the samples of a usual evaluation, in their own order."""
+    if config.subset is None or config.subset >= len(indices):
+        return indices
+    generator = np.random.default_rng(config.seed)
+    return np.sort(generator.permutation(indices)[: config.subset])
+
+
+def _failure(error: BaseException) -> DistBeliefError:
+    if isinstance(error, DistBeliefError):
+        return error
+    return JobError(f"the evaluation failed: {type(error).__name__}: {error}")

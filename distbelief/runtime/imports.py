@@ -1,0 +1,169 @@
+"""Functions named in the job file by import path, "package.module:function".
+
+Nothing else brings the user's code into a process: no pickled object, no source text.
+"""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from traceback import extract_tb
+from typing import Protocol, cast
+
+from distbelief.errors import JobError
+
+
+class Importable(Protocol):
+    """A function or class of the user's: what it takes, only it knows."""
+
+    def __call__(self, **arguments: object) -> object:
+        """Call it."""
+        ...
+
+
+def resolve(path: str, *, table: str = "job") -> Importable:
+    """Return the function or class that "package.module:name" names.
+
+    Args:
+        path: Import path; the name may have dots ("module:Class.method").
+        table: Table or key of the job file that holds it, for messages.
+
+    Raises:
+        JobError: naming the module and where it was looked for, or the attribute and
+            what the module has instead.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (colon and module_name and name):
+        raise JobError(
+            f"[{table}] {path!r} is no import path: write 'package.module:function'"
+        )
+    found: object = _module(module_name, table=table)
+    for part in name.split("."):
+        owner = found
+        if not hasattr(owner, part):
+            raise JobError(
+                f"[{table}] {module_name} has no {name!r}"
+                f"{_nearest(part, [n for n in dir(owner) if not n.startswith('_')])}"
+            )
+        found = getattr(owner, part)
+    if not callable(found):
+        raise JobError(
+            f"[{table}] {path} is of type {type(found).__name__}, which cannot be "
+            "called: name a function"
+        )
+    return cast("Importable", found)
+
+
+def call_factory(path: str, arguments: Mapping[str, object], *, table: str) -> object:
+    """Return what the factory of this path returns for these keyword arguments.
+
+    Args:
+        path: Import path of the factory.
+        arguments: By name, as the job file has them.
+        table: "model", "data.train" or "data.test".
+
+    Raises:
+        JobError: it cannot be found, does not take these arguments, or fails.
+    """
+    factory = resolve(path, table=table)
+    _check_arguments(factory, arguments, path=path, table=f"{table}.arguments")
+    try:
+        return factory(**arguments)
+    except JobError:
+        raise
+    except Exception as error:  # the factory is the user's: anything may come
+        raise JobError(
+            f"[{table}] {path} failed: {type(error).__name__}: {error}{_place(error)}"
+        ) from error
+
+
+def _module(name: str, *, table: str) -> object:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        if name == missing or name.startswith(f"{missing}."):
+            raise JobError(
+                f"[{table}] there is no module {missing!r}"
+                + ("" if missing == name else f" (of {name!r})")
+                + f"; searched: {_searched()}. Start from the directory that holds it, "
+                "or install it"
+            ) from None
+        raise JobError(
+            f"[{table}] module {name} needs {missing!r}, which is not installed"
+            f"{_place(error)}"
+        ) from error
+    except Exception as error:  # a module of the user's runs as it is imported
+        raise JobError(
+            f"[{table}] importing {name} failed: {type(error).__name__}: {error}"
+            f"{_place(error)}"
+        ) from error
+
+
+def _searched() -> str:
+    """Return the directories that imports search, the interpreter's own left out."""
+    own = {sys.prefix, sys.base_prefix}
+    places = [
+        str(Path(entry).absolute())
+        for entry in sys.path
+        if not any(entry.startswith(prefix) for prefix in own)
+        and not entry.endswith(".zip")
+    ]
+    return ", ".join(dict.fromkeys([*places, "installed packages"]))
+
+
+def _check_arguments(
+    factory: Importable,
+    arguments: Mapping[str, object],
+    *,
+    path: str,
+    table: str,
+) -> None:
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    kinds = {parameter.kind for parameter in parameters.values()}
+    named = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY}
+    }
+    takes = f"it takes {', '.join(named) or 'none'}"
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        for name in arguments:
+            if name not in named:
+                raise JobError(
+                    f"[{table}] {path} takes no argument {name!r} ({takes})"
+                    f"{_nearest(name, list(named), only_close=True)}"
+                )
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in arguments:
+            raise JobError(
+                f"[{table}] {path} needs the argument {name!r} ({takes}): give it"
+            )
+
+
+def _nearest(name: str, known: list[str], *, only_close: bool = False) -> str:
+    match get_close_matches(name, known, n=1):
+        case [nearest]:
+            return f". Did you mean {nearest!r}?"
+        case _ if only_close or not known:
+            return ""
+        case _:
+            few = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
+            return f" (it has {few})"
+
+
+def _place(error: BaseException) -> str:
+    """Return where the user's code raised it: the innermost line that is not ours."""
+    frames = [
+        frame
+        for frame in extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<") and frame.filename != __file__
+    ]
+    if not frames:
+        return ""
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"

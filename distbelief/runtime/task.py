@@ -1,0 +1,257 @@
+"""The task: which model learns what, from which data; and what a role is built from.
+
+The structs are tables of the job file, so they hold names and plain values only: a
+process that joins a job receives them as text and builds the objects itself. Whatever
+the user may have got wrong is found by `check` before any process starts, and told in
+one sentence: the culprit, its value, the mend.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+import torch
+from torch import nn
+
+from distbelief.data.dataset import Dataset, read_batch
+from distbelief.errors import JobError
+from distbelief.memory import Memory
+from distbelief.parameter_server.initial import Initial
+from distbelief.parameter_server.layout import Layout
+from distbelief.runtime import trial
+from distbelief.runtime.imports import call_factory
+from distbelief.runtime.losses import (
+    Loss,
+    Metric,
+    loss_function,
+    metric_function,
+    usual_metric,
+)
+
+
+# ------------------------------------------------------------------- job file
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Table [model].
+
+    Attributes:
+        factory: Import path "package.module:function" of what returns the nn.Module.
+        arguments: Its keyword arguments.
+        initial: "module" (as the factory leaves it), "seed" (drawn on the shards by
+            layer type, so that no process holds the whole net), or the path of a
+            safetensors file with whole tensors by name.
+        seed: Of the factory's random numbers, and of "seed".
+    """
+
+    factory: str
+    arguments: dict[str, object] = {}
+    initial: str = "module"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse an `initial` that is neither word nor file.
+
+        Raises:
+            ValueError: which msgspec turns into an error that names the table.
+        """
+        if self.initial in {"module", "seed"}:
+            return
+        if not self.initial.endswith(".safetensors"):
+            raise ValueError(
+                f"initial is {self.initial!r}; use 'module', 'seed', or the path of a "
+                ".safetensors file"
+            )
+
+
+class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Table [data.train] or [data.test]: a factory of a map-style data set."""
+
+    factory: str
+    arguments: dict[str, object] = {}
+
+
+class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is learnt: model, data, loss, and the figure by which it is judged.
+
+    Attributes:
+        model: Table [model].
+        train: Table [data.train].
+        test: Table [data.test], if there is any: without it nothing is evaluated.
+        loss: Name in `losses.LOSSES`, or import path of f(outputs, targets) -> mean.
+        metric: Name in `losses.METRICS`, or import path of such a function; None
+            chooses by the loss.
+    """
+
+    model: ModelSpec
+    train: DataSpec
+    test: DataSpec | None = None
+    loss: str
+    metric: str | None = None
+
+
+# ---------------------------------------------------------------------- roles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RosterEntry:
+    """One role of a job."""
+
+    name: str  # "shard-0", "replica-1", "evaluator"
+    kind: Literal["shard", "replica", "evaluator"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildContext:
+    """What an algorithm's `build` may use to make one role, in that role's process.
+
+    Attributes:
+        task: What is learnt.
+        layout: Of the model's tensors on the shards; None if the algorithm has no
+            parameter server.
+        n_replicas: Model replicas of the job.
+        n_shards: Shards of the job.
+        seed: Of the evaluation subset (the order of samples has its own, in the
+            algorithm's table; initial values have [model] seed).
+        memory: What the driver lends.
+        initials: How to draw each tensor, by its name: `LocalModel.initials()`, needed
+            by shards if [model] initial is "seed".
+        initial_file: A safetensors file with the initial values of all tensors by
+            name (whole tensors, in the shapes of the layout), needed by shards
+            otherwise: written by the job layer for "module", the user's own else.
+        evaluation_subset: Held-out samples of a usual evaluation; None means all.
+        threads: Of torch in this process (the process sets them, `build` does not).
+        await_begin: Replicas wait for `Begin` (a supervisor sends it to each life).
+    """
+
+    task: TaskSpec
+    layout: Layout | None
+    n_replicas: int
+    n_shards: int
+    seed: int
+    memory: Memory
+    initials: Mapping[str, Initial] = field(default_factory=dict)
+    initial_file: str | None = None
+    evaluation_subset: int | None = None
+    threads: int = 1
+    await_begin: bool = True
+
+
+# -------------------------------------------------------------------- objects
+
+
+def build_model(spec: ModelSpec) -> nn.Module:
+    """Return the module that the factory makes from this seed.
+
+    The same spec gives the same values in every process.
+
+    Raises:
+        JobError: the factory cannot be had or called, or returns something else.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        module = call_factory(spec.factory, spec.arguments, table="model")
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        raise JobError(
+            f"[model] {spec.factory} returned the class {module.__name__}, not an "
+            f"nn.Module: let it return {module.__name__}(...)"
+        )
+    if not isinstance(module, nn.Module):
+        raise JobError(
+            f"[model] {spec.factory} returned {trial.shown(module)}, not an nn.Module: "
+            "let it return the model"
+        )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise JobError(
+                f"[model] {spec.factory}: parameter {name!r} has no shape yet: replace "
+                "the Lazy module by one with its sizes given"
+            )
+    return module
+
+
+def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
+    """Return the data set that the factory makes.
+
+    Raises:
+        JobError: the factory cannot be had or called, or what it returns has no
+            length or no items, or is empty.
+    """
+    dataset = call_factory(spec.factory, spec.arguments, table=table)
+    if isinstance(dataset, type) or not isinstance(dataset, Dataset):
+        raise JobError(
+            f"[{table}] {spec.factory} returned {trial.shown(dataset)}, not a data "
+            "set: it must have __len__ and __getitem__(index) -> (input, target)"
+        )
+    if len(dataset) == 0:
+        raise JobError(
+            f"[{table}] {spec.factory} returned a data set of 0 samples: check its "
+            "[" + table + ".arguments]"
+        )
+    return dataset
+
+
+def build_loss(task: TaskSpec) -> Loss:
+    """Return the loss as f(outputs, targets) -> mean over samples (a 0-d tensor)."""
+    return loss_function(task.loss)
+
+
+def metric_name(task: TaskSpec) -> str:
+    """Return the metric's name or import path, chosen by the loss if left open."""
+    return usual_metric(task.loss) if task.metric is None else task.metric
+
+
+def build_metric(task: TaskSpec) -> Metric:
+    """Return the metric as f(outputs, targets) -> mean over samples."""
+    return metric_function(metric_name(task))
+
+
+# ---------------------------------------------------------------------- check
+
+
+def check(task: TaskSpec, batch_size: int) -> None:
+    """Try one batch, forward and backward, and the evaluation of another.
+
+    To be called before any process starts, in a process of its own or a fresh thread
+    count of 1: it builds model and data.
+
+    Raises:
+        JobError: naming the culprit, its value and the mend.
+    """
+    module = build_model(task.model)
+    dataset = build_dataset(task.train)
+    loss = build_loss(task)
+    indices = range(min(batch_size, len(dataset)))
+    inputs, targets = read_batch(dataset, indices, table="data.train")
+    trial.train(
+        module,
+        inputs,
+        targets,
+        loss=loss,
+        names=trial.Names(
+            model=task.model.factory,
+            loss=task.loss,
+            data="data.train",
+            indices=indices,
+        ),
+    )
+    if task.test is None:
+        return
+    dataset = build_dataset(task.test, table="data.test")
+    indices = range(min(batch_size, len(dataset)))
+    inputs, targets = read_batch(dataset, indices, table="data.test")
+    trial.evaluate(
+        module,
+        inputs,
+        targets,
+        loss=loss,
+        metric=build_metric(task),
+        names=trial.Names(
+            model=task.model.factory,
+            loss=task.loss,
+            data="data.test",
+            metric=metric_name(task),
+            indices=indices,
+        ),
+    )

@@ -1,0 +1,373 @@
+"""One trial step of the user's model, data and loss, with every mistake named.
+
+Slow and careful where training is fast: `task.check` runs it before a job starts, and a
+replica runs it again on the batch that made a step fail. Each thing is looked at in the
+order in which data meets it: inputs, layers, outputs, targets, loss, gradient.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import nn
+
+from distbelief.errors import JobError
+from distbelief.runtime.losses import CLASS_LOSSES, LOSSES, Loss, Metric
+
+
+IGNORED_LABEL = -100  # torch's `ignore_index`: such a target counts for nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """How messages name what is tried."""
+
+    model: str  # its factory
+    loss: str
+    data: str  # the table: "data.train", "data.test"
+    metric: str = ""
+    indices: Sequence[int] = ()  # of the samples, in the data set
+
+
+def train(
+    module: nn.Module,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    loss: Loss,
+    names: Names,
+) -> None:
+    """Take one step forward and backward; the module keeps no gradient.
+
+    Args:
+        module: The model, in training mode afterwards.
+        inputs: (n_samples, ...).
+        targets: (n_samples, ...).
+        loss: f(outputs, targets) -> mean.
+        names: What messages call them.
+
+    Raises:
+        JobError: naming the culprit, its value and the mend.
+    """
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        n_frozen = sum(1 for _ in module.parameters())
+        raise JobError(
+            f"[model] {names.model} has nothing to train: "
+            + (
+                f"none of its {n_frozen} parameters requires grad"
+                if n_frozen
+                else "it has no parameters"
+            )
+        )
+    module.train()
+    outputs = _forward(module, inputs, names=names)
+    value = _loss(outputs, targets, loss=loss, names=names)
+    if not value.requires_grad:
+        raise JobError(
+            f"[algorithm] loss {names.loss} does not depend on the model's parameters: "
+            "something between detaches it (no_grad, detach, item, numpy)"
+        )
+    _check_finite(value, inputs, targets, names=names)
+    try:
+        value.backward()
+    except RuntimeError as error:
+        raise JobError(
+            f"[model] the backward pass of {names.model} failed: {error}"
+        ) from error
+    try:
+        _check_gradient(module, names=names)
+    finally:
+        module.zero_grad(set_to_none=True)
+
+
+def evaluate(
+    module: nn.Module,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    loss: Loss,
+    metric: Metric,
+    names: Names,
+) -> None:
+    """Measure one batch; see `train`.
+
+    Raises:
+        JobError: naming the culprit, its value and the mend.
+    """
+    module.eval()
+    with torch.no_grad():
+        outputs = _forward(module, inputs, names=names)
+        _loss(outputs, targets, loss=loss, names=names)
+        try:
+            figure: object = metric(outputs, targets)
+        except Exception as error:  # the metric may be the user's
+            raise JobError(
+                f"[evaluation] metric {names.metric} failed on outputs of shape "
+                f"{tuple(outputs.shape)} and targets of shape {tuple(targets.shape)} "
+                f"and {_dtype(targets)}: {type(error).__name__}: {error}"
+            ) from error
+    if not isinstance(figure, torch.Tensor | float | int) or (
+        isinstance(figure, torch.Tensor) and figure.numel() != 1
+    ):
+        raise JobError(
+            f"[evaluation] metric {names.metric} returned {shown(figure)}: it must "
+            "return one number, the mean over the samples"
+        )
+
+
+def shown(value: object) -> str:
+    """Return what a value is, in a few words."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+# -------------------------------------------------------------------- forward
+
+
+@final
+class _LastEntered:
+    """Remembers which innermost module was entered last, and with what."""
+
+    def __init__(self, module: nn.Module, stack: ExitStack) -> None:
+        self.name = ""
+        self.layer: nn.Module = module
+        self.received: torch.Tensor | None = None
+        for name, layer in module.named_modules():
+            if next(layer.children(), None) is None:
+                handle = layer.register_forward_pre_hook(self._hook_of(name))
+                stack.callback(handle.remove)
+
+    def _hook_of(self, name: str):  # type: ignore[no-untyped-def]  # noqa: ANN202
+        def hook(layer: nn.Module, inputs: tuple[object, ...]) -> None:
+            self.name, self.layer = name, layer
+            first = inputs[0] if inputs else None
+            self.received = first if isinstance(first, torch.Tensor) else None
+
+        return hook
+
+
+def _forward(module: nn.Module, inputs: torch.Tensor, *, names: Names) -> torch.Tensor:
+    with ExitStack() as stack:
+        last = _LastEntered(module, stack)
+        try:
+            outputs: object = module(inputs)
+        except Exception as error:  # the model is the user's
+            raise JobError(_why_forward(error, last, inputs, names=names)) from error
+    if not isinstance(outputs, torch.Tensor):
+        raise JobError(
+            f"[model] {names.model}: the model returned {shown(outputs)}, not a "
+            "tensor: the loss takes one tensor of outputs"
+        )
+    if outputs.ndim == 0 or len(outputs) != len(inputs):
+        raise JobError(
+            f"[model] {names.model}: the model returned outputs of shape "
+            f"{tuple(outputs.shape)} for {len(inputs)} samples: the first size must be "
+            f"{len(inputs)}"
+        )
+    return outputs
+
+
+def _why_forward(
+    error: Exception, last: _LastEntered, inputs: torch.Tensor, *, names: Names
+) -> str:
+    layer, received = last.layer, last.received
+    where = (
+        f"layer {last.name!r} ({type(layer).__name__})" if last.name else "the model"
+    )
+    if received is None:
+        received = inputs
+    if _same(received, inputs):
+        giver, mend = f"[{names.data}] gives", "change the data set or the model"
+    else:
+        giver, mend = "the layers before it give", "make them agree"
+    shape = tuple(received.shape)
+    reason = f"{type(error).__name__}: {error}"
+    if (needed := _width(layer)) is not None:
+        size, axis = needed
+        axis = axis if received.ndim > abs(axis) or axis < 0 else -1
+        if received.ndim == 0 or shape[axis] != size:
+            width = shape[axis] if shape else 0
+            reason = (
+                f"it takes inputs of width {size}, but {giver} width {width} "
+                f"(shape {shape}): {mend}"
+            )
+    if isinstance(layer, nn.Embedding):
+        reason = _why_embedding(layer, received, giver=giver) or reason
+    else:
+        weight = next(layer.parameters(), None)
+        if weight is not None and weight.dtype != received.dtype:
+            reason = (
+                f"its parameters are {_dtype(weight)}, but {giver} {_dtype(received)}: "
+                f"let the data set return {_dtype(weight)}"
+            )
+    return f"[model] {names.model}, {where}: {reason}"
+
+
+def _width(layer: nn.Module) -> tuple[int, int] | None:
+    """Return the size that a layer needs of its input, and along which axis."""
+    match layer:
+        case nn.Linear():
+            return layer.in_features, -1
+        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
+            return layer.in_channels, 1
+        case nn.BatchNorm1d() | nn.BatchNorm2d() | nn.BatchNorm3d():
+            return layer.num_features, 1
+        case nn.LayerNorm() if layer.normalized_shape:
+            return layer.normalized_shape[-1], -1
+        case nn.RNNBase():
+            return layer.input_size, -1
+        case _:
+            return None
+
+
+def _why_embedding(
+    layer: nn.Embedding, received: torch.Tensor, *, giver: str
+) -> str | None:
+    if received.is_floating_point():
+        return f"it takes whole numbers (int64), but {giver} {_dtype(received)}"
+    if received.numel() and not 0 <= int(received.min()) <= int(received.max()) < (
+        layer.num_embeddings
+    ):
+        return (
+            f"it takes numbers from 0 to {layer.num_embeddings - 1}, but {giver} "
+            f"{int(received.min())} to {int(received.max())}"
+        )
+    return None
+
+
+# ----------------------------------------------------------------------- loss
+
+
+def _loss(
+    outputs: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    loss: Loss,
+    names: Names,
+) -> torch.Tensor:
+    name = names.loss.removesuffix("_loss")
+    if name in CLASS_LOSSES and targets.shape != outputs.shape:
+        _check_labels(outputs, targets, names=names)
+    elif name in LOSSES and outputs.shape != targets.shape:
+        raise JobError(
+            f"[algorithm] loss {names.loss} compares element by element, but the model "
+            f"gives outputs of shape {tuple(outputs.shape)} and [{names.data}] targets "
+            f"of shape {tuple(targets.shape)}: make them equal"
+        )
+    try:
+        value: object = loss(outputs, targets)
+    except Exception as error:  # the loss may be the user's
+        raise JobError(
+            f"[algorithm] loss {names.loss} failed on outputs of shape "
+            f"{tuple(outputs.shape)} and {_dtype(outputs)}, targets of shape "
+            f"{tuple(targets.shape)} and {_dtype(targets)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        raise JobError(
+            f"[algorithm] loss {names.loss} returned {shown(value)}: it must return a "
+            "tensor of one element, the mean over the samples"
+        )
+    if value.dtype != outputs.dtype and targets.is_floating_point():
+        raise JobError(
+            f"[{names.data}] targets are {_dtype(targets)}, but the model gives "
+            f"{_dtype(outputs)}: let the data set return {_dtype(outputs)} targets"
+        )
+    return value
+
+
+def _check_labels(
+    outputs: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    names: Names,
+) -> None:
+    """Refuse targets that are no labels of these outputs."""
+    if targets.is_floating_point() or targets.dtype != torch.int64:
+        raise JobError(
+            f"[{names.data}] targets are {_dtype(targets)} of shape "
+            f"{tuple(targets.shape)}, but loss {names.loss} needs labels: let the data "
+            "set return them as int64"
+        )
+    expected = (outputs.shape[0], *outputs.shape[2:])
+    if outputs.ndim < 2 or targets.shape != expected:
+        raise JobError(
+            f"[{names.data}] targets have shape {tuple(targets.shape)}, but loss "
+            f"{names.loss} needs {tuple(expected)} for outputs of shape "
+            f"{tuple(outputs.shape)}: one label for each row of outputs"
+        )
+    n_outputs = outputs.shape[1]
+    bad = ((targets < 0) | (targets >= n_outputs)) & (targets != IGNORED_LABEL)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0][0])
+        label = int(targets[row][bad[row]].flatten()[0])
+        raise JobError(
+            f"[{names.data}] sample {names.indices[row]} has label {label}, but the "
+            f"model has {n_outputs} outputs (labels 0 to {n_outputs - 1}): give it "
+            "more outputs, or mend the labels"
+        )
+
+
+# --------------------------------------------------------------------- finite
+
+
+def _check_finite(
+    value: torch.Tensor,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    names: Names,
+) -> None:
+    if bool(value.isfinite().all()):
+        return
+    for name, tensor in (("inputs", inputs), ("targets", targets)):
+        bad = ~tensor.isfinite()
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0][0])
+            raise JobError(
+                f"[{names.data}] sample {names.indices[row]} has NaN or infinite "
+                f"{name}: mend or leave out such samples"
+            )
+    raise JobError(
+        f"[algorithm] loss {names.loss} is {value.item()} for samples "
+        f"{names.indices[0]}, ..., whose inputs and targets are finite: check "
+        f"the initial values of {names.model}, and logarithms or divisions in the loss"
+    )
+
+
+def _check_gradient(module: nn.Module, *, names: Names) -> None:
+    gradients = {
+        name: parameter.grad
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    if not gradients:
+        raise JobError(
+            f"[model] {names.model}: no parameter received a gradient: none that "
+            "requires grad has a part in the outputs"
+        )
+    for name, gradient in gradients.items():
+        if not bool(gradient.isfinite().all()):
+            raise JobError(
+                f"[model] {names.model}: the gradient of {name!r} is NaN or infinite, "
+                "though the loss is finite: check square roots, divisions and norms "
+                "at zero"
+            )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or (
+        one.data_ptr() == other.data_ptr() and one.shape == other.shape
+    )
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,230 @@
+"""The driver: delivers events to lives and performs what they ask, in virtual time.
+
+Compute, Persist -> Lanes -> Computed, Persisted
+SetTimer -> Timers -> TimerFired
+Send -> Wire -> Network -> Wire -> Received
+Launch -> a new life -> Started; when it ends, PeerLost to its launcher
+"""
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from distbelief.errors import (
+    DistBeliefError,
+    LocalProtocolError,
+    RemoteProtocolError,
+)
+from distbelief.roles import (
+    Action,
+    Address,
+    CancelTimer,
+    Compute,
+    Computed,
+    Connect,
+    Event,
+    Halt,
+    Lane,
+    Launch,
+    Persist,
+    Persisted,
+    Received,
+    Report,
+    Seconds,
+    Send,
+    SetTimer,
+    Snapshot,
+    Terminate,
+)
+from distbelief.simulation.disk import NO_SPACE, checksums, size_of
+from distbelief.simulation.lanes import Work
+from distbelief.simulation.lives import Life, Lives
+from distbelief.simulation.network import Network, Packet
+from distbelief.simulation.world import World
+from distbelief.wire import Wire
+
+
+class Driver:
+    """What `distbelief.node` is to one real role, for all roles of a simulation."""
+
+    def __init__(self, world: World) -> None:
+        self.lives = Lives(world, self.deliver)
+        self.network = Network(
+            world.agenda, world.streams, deliver=self._arrive, lose=self._lose
+        )
+        self._world = world
+        self._wire = Wire(token=f"simulation-{world.seed}")
+
+    # -------------------------------------------------------------------- events
+
+    def deliver(self, life: Life, event: Event) -> None:
+        """Let a life handle an event, now or when its pause is over."""
+        if not life.alive:
+            return
+        if life.paused_until is not None:
+            life.waiting.append(event)
+            return
+        self._world.trace.event(
+            self._world.agenda.now, life.name, life.incarnation, event
+        )
+        try:
+            self._perform_all(life, self._handle(life, event))
+        except LocalProtocolError as error:  # of the wire, of the agenda
+            raise self._blame(life, error) from error
+        for check in self._world.checks:
+            check()
+
+    def _handle(self, life: Life, event: Event) -> Sequence[Action]:
+        try:
+            return life.role.handle(event, self._world.agenda.now)
+        except RemoteProtocolError as error:
+            self._world.counts.refused += 1
+            self._world.note(life.name, life.incarnation, f"refused: {error}")
+            return ()
+        except LocalProtocolError:
+            raise  # a bug: such a role must not merely halt, and be restarted
+        except DistBeliefError as error:
+            return (Halt(error=f"{type(error).__name__}: {error}"),)
+        except Exception as error:
+            raise self._blame(life, error) from error
+
+    def _blame(self, life: Life, error: Exception) -> Exception:
+        return self._world.failure(
+            f"{life.name}#{life.incarnation} raised {type(error).__name__}: {error}"
+        )
+
+    def _arrive(self, packet: Packet) -> None:
+        receiver, incarnation = packet.path.receiver, packet.path.incarnation
+        envelope = self._wire.decode(packet.frames)
+        event = Received(
+            sender=Address(envelope.sender),
+            incarnation=envelope.incarnation,
+            message=envelope.message,
+        )
+        life = self.lives.find(receiver, incarnation)
+        if life is not None and life.alive:
+            self._world.counts.delivered += 1
+            self.deliver(life, event)
+        elif receiver in self._world.builders:
+            self._lose(packet, "nobody there")
+        else:
+            self._world.hand_out(receiver, event)
+
+    def _lose(self, packet: Packet, reason: str) -> None:
+        self._world.counts.lost += 1
+        path = packet.path
+        self._world.note(
+            path.receiver, path.incarnation, f"lost, from {path.sender}: {reason}"
+        )
+
+    # ------------------------------------------------------------------- actions
+
+    def _perform_all(self, life: Life, actions: Sequence[Action]) -> None:
+        n_last = life.last_actions if actions else None
+        for action in actions[:n_last]:
+            self._perform(life, action)
+            if not life.alive:
+                return
+        if n_last is not None:
+            self.lives.end(life, f"killed after {n_last} actions of this event")
+
+    def _perform(self, life: Life, action: Action) -> None:
+        match action:
+            case Send():
+                self._send(life, action)
+            case SetTimer():
+                life.timers.set(action.name, action.at)
+            case CancelTimer():
+                life.timers.cancel(action.name)
+            case Compute():
+                self._compute(life, action)
+            case Persist():
+                self._persist(life, action.snapshot)
+            case _:
+                self._perform_rare(life, action)
+
+    def _perform_rare(
+        self, life: Life, action: Report | Connect | Launch | Terminate | Halt
+    ) -> None:
+        match action:
+            case Report():
+                self._world.reports.append((life.name, action))
+                text = f"{action.level}: {action.text}"
+                self._world.note(life.name, life.incarnation, text)
+            case Connect():
+                self.lives.connect(life, action.peer, action.incarnation)
+            case Launch():
+                self.lives.launch(
+                    action.name, incarnation=action.incarnation, launcher=life
+                )
+            case Terminate():
+                self.lives.terminate(action.name, f"terminated by {life.name}")
+            case Halt():
+                life.halted, life.error = True, action.error
+                self.lives.end(life, f"halted: {action.error or 'as planned'}")
+            case _:
+                assert_never(action)
+
+    def _send(self, life: Life, action: Send) -> None:
+        frames = self._wire.encode(
+            action.message, sender=life.name, incarnation=life.incarnation
+        )
+        path = self.lives.path(life, action.receiver)
+        if path is None:
+            self._world.counts.lost += 1
+            text = f"lost, not connected to {action.receiver}"
+            self._world.note(life.name, life.incarnation, text)
+            return
+        # Copies: what the sender does to its array from now on is not seen.
+        self.network.send(path, [bytes(frame) for frame in frames])
+
+    def _compute(self, life: Life, action: Compute) -> None:
+        def seconds() -> Seconds:
+            modelled = life.machine.seconds_of(
+                action.cost, self._world.streams.schedule
+            )
+            return modelled * self._world.slowness(life.name)
+
+        def end(seconds: Seconds) -> None:
+            result: object = None
+            failed: Exception | None = None
+            try:
+                result = action.work()
+            except Exception as error:  # noqa: BLE001 - told to the role, as `node` does
+                failed = error
+            answer = Computed(
+                name=action.name, result=result, error=failed, seconds=seconds
+            )
+            self.deliver(life, answer)
+
+        life.lanes.add(action.lane, Work(seconds=seconds, end=end))
+
+    def _persist(self, life: Life, snapshot: Snapshot) -> None:
+        world = self._world
+        sums: dict[str, int] = {}
+
+        def begin() -> None:
+            sums.update(checksums(snapshot))
+
+        def seconds() -> Seconds:
+            modelled = life.machine.seconds_to_save(
+                size_of(snapshot), world.streams.disk
+            )
+            return modelled * world.slowness(life.name)
+
+        def end(_: Seconds) -> None:
+            if checksums(snapshot) != sums:
+                raise world.failure(
+                    f"{life.name}#{life.incarnation} changed its arrays while they "
+                    f"were being saved as {snapshot.label!r}"
+                )
+            error = NO_SPACE if world.disk.full else None
+            if error is None:
+                world.disk.save(life.name, snapshot)
+            self.deliver(life, Persisted(label=snapshot.label, error=error))
+
+        def cut_short() -> None:
+            if life.tears:
+                world.disk.save(life.name, snapshot, whole=False)
+
+        work = Work(seconds=seconds, begin=begin, end=end, cut_short=cut_short)
+        life.lanes.add(Lane.COMPUTE, work)

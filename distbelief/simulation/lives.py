@@ -1,0 +1,280 @@
+"""Lives: every incarnation of every role, from its start to its end.
+
+A *life* is what a process is on a real host. It is built anew each time, and what it
+held in private is gone when it ends. An older life may still be there when the next one
+begins (its supervisor took it for dead, but it was only paused): its messages then
+carry the older incarnation.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from distbelief.errors import DistBeliefError
+from distbelief.roles import (
+    SUPERVISOR,
+    Address,
+    Event,
+    PeerJoined,
+    PeerLost,
+    Role,
+    Seconds,
+    Started,
+    TimerFired,
+)
+from distbelief.simulation.lanes import Lanes
+from distbelief.simulation.links import Path
+from distbelief.simulation.machines import Machine
+from distbelief.simulation.memory import HostMemory, LentMemory
+from distbelief.simulation.timers import Timers
+from distbelief.simulation.world import World
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Life:
+    """One incarnation of one role, and all that dies with it."""
+
+    name: Address
+    incarnation: int
+    role: Role
+    machine: Machine
+    memory: LentMemory
+    lanes: Lanes
+    timers: Timers
+    launcher: "Life | None"
+    paths: dict[Address, Path] = field(default_factory=dict)
+    alive: bool = True
+    paused_until: Seconds | None = None
+    waiting: list[Event] = field(default_factory=list)  # while paused
+    last_actions: int | None = None  # it dies after so many more, in mid-event
+    tears: bool = False  # a snapshot that its death cuts short stays, torn
+    restart_after: Seconds | None = None  # it dies
+    halted: bool = False
+    error: str | None = None  # why it halted
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Launch:
+    """A process being started."""
+
+    name: Address
+    incarnation: int
+    launcher: Life
+    cancelled: str | None = None  # why
+
+
+Deliver = Callable[[Life, Event], None]
+
+
+class Lives:
+    """All lives of a simulated cluster, past and present."""
+
+    def __init__(self, world: World, deliver: Deliver) -> None:
+        self.newest: dict[Address, Life] = {}
+        self._world = world
+        self._deliver = deliver
+        self._lives: dict[tuple[Address, int], Life] = {}
+        self._launches: list[_Launch] = []
+        self._incarnations: dict[Address, int] = {}
+        self._hosts: dict[str, HostMemory] = {}
+
+    def find(self, name: Address, incarnation: int) -> Life | None:
+        """Return that life, over or not, if it ever was."""
+        return self._lives.get((name, incarnation))
+
+    def host_of(self, name: Address) -> HostMemory:
+        """Return the memory of the host on which `name` runs."""
+        host = self._world.options.machine_of(name).host
+        # Host "" shares with nobody: each role has one of its own.
+        key = host or f"/{name}"
+        if key not in self._hosts:
+            n_bytes_max = self._world.options.host_bytes_max
+            self._hosts[key] = HostMemory(host, n_bytes_max=n_bytes_max)
+        return self._hosts[key]
+
+    # --------------------------------------------------------------------- start
+
+    def start(
+        self,
+        name: Address,
+        *,
+        incarnation: int | None = None,
+        launcher: Life | None = None,
+    ) -> None:
+        """Begin a new life of `name`; by default its incarnation is the next one."""
+        number = self._next_incarnation(name, incarnation)
+        before = self.newest.get(name)
+        if before is not None and not before.alive:
+            before.memory.release_all()
+        memory = self.host_of(name).lend()
+        try:
+            role = self._world.builders[name](memory)
+        except DistBeliefError as error:
+            self._stillborn(name, number, launcher, error)
+            return
+        agenda = self._world.agenda
+        life = Life(
+            name=name,
+            incarnation=number,
+            role=role,
+            machine=self._world.options.machine_of(name),
+            memory=memory,
+            lanes=Lanes(agenda),
+            timers=Timers(agenda, lambda timer: self._fire(life, timer)),
+            launcher=launcher,
+        )
+        self.newest[name] = self._lives[name, number] = life
+        restored = self._world.disk.newest(name)
+        self._deliver(life, Started(incarnation=number, restored=restored))
+        if self._world.options.introduce:
+            self._introduce(life)
+
+    def launch(self, name: Address, *, incarnation: int, launcher: Life) -> None:
+        """Begin a new life of `name` as soon as its process has started."""
+        launch = _Launch(name=name, incarnation=incarnation, launcher=launcher)
+        self._launches.append(launch)
+        agenda = self._world.agenda
+        begins = agenda.now + self._world.options.launch_seconds
+        agenda.at(begins, partial(self._finish_launch, launch))
+
+    def _finish_launch(self, launch: "_Launch") -> None:
+        self._launches.remove(launch)
+        name, number = launch.name, launch.incarnation
+        if launch.cancelled is None:
+            self.start(name, incarnation=number, launcher=launch.launcher)
+        else:
+            self._tell(launch.launcher, name, number, launch.cancelled)
+
+    def _next_incarnation(self, name: Address, wanted: int | None) -> int:
+        if name not in self._world.builders:
+            known = ", ".join(self._world.builders)
+            raise self._world.failure(
+                f"nobody knows how to build {name!r}; there are builders for {known}"
+            )
+        last = self._incarnations.get(name, 0)
+        number = last + 1 if wanted is None else wanted
+        if number <= last:
+            raise self._world.failure(
+                f"{name} is launched as incarnation {number}, but has been {last} "
+                "already: each start needs a higher one"
+            )
+        self._incarnations[name] = number
+        return number
+
+    def _stillborn(
+        self, name: Address, number: int, launcher: Life | None, error: Exception
+    ) -> None:
+        reason = f"could not be built: {error}"
+        if launcher is None:
+            raise self._world.failure(f"{name}#{number} {reason}") from error
+        self._world.note(name, number, reason)
+        self._tell(launcher, name, number, reason)
+
+    def _fire(self, life: Life, timer: str) -> None:
+        self._deliver(life, TimerFired(name=timer))
+
+    def _introduce(self, life: Life) -> None:
+        joined = PeerJoined(peer=life.name, incarnation=life.incarnation)
+        others = [other for other in self.newest.values() if other is not life]
+        for other in others:
+            if other.alive:
+                self._deliver(other, joined)
+                known = PeerJoined(peer=other.name, incarnation=other.incarnation)
+                self._deliver(life, known)
+
+    # ----------------------------------------------------------------------- end
+
+    def end(self, life: Life, reason: str) -> None:
+        """End a life: by its own `Halt` (what it sent still leaves), or by force."""
+        if not life.alive:
+            return
+        self._world.note(life.name, life.incarnation, reason)
+        life.alive = False
+        life.timers.close()
+        life.lanes.close(cut_short=not life.halted)
+        life.waiting.clear()
+        if not life.halted:
+            for path in life.paths.values():
+                path.broken_at = self._world.agenda.now
+        if self.newest[life.name] is not life:
+            life.memory.release_all()
+        if life.launcher is not None:
+            self._tell(life.launcher, life.name, life.incarnation, reason)
+        if life.restart_after is not None and not life.halted:
+            agenda = self._world.agenda
+            agenda.at(agenda.now + life.restart_after, partial(self._succeed, life))
+
+    def _succeed(self, life: Life) -> None:
+        if self.newest[life.name] is life:
+            self.start(life.name)
+
+    def terminate(self, name: Address, reason: str) -> None:
+        """End every life of `name` by force, the oldest first, and all to come."""
+        for launch in self._launches:
+            if launch.name == name:
+                launch.cancelled = reason
+        for life in list(self._lives.values()):
+            if life.name == name:
+                self.end(life, reason)
+
+    def _tell(
+        self, launcher: Life, name: Address, incarnation: int, reason: str
+    ) -> None:
+        lost = PeerLost(peer=name, incarnation=incarnation, reason=reason)
+        agenda = self._world.agenda
+        agenda.at(
+            agenda.now + self._world.options.notice_seconds,
+            partial(self._deliver, launcher, lost),
+        )
+
+    # --------------------------------------------------------------------- pause
+
+    def pause(self, life: Life, seconds: Seconds) -> None:
+        """Let a life stand still: its events wait, its work ends later."""
+        agenda = self._world.agenda
+        until = agenda.now + seconds
+        stands_until = agenda.now if life.paused_until is None else life.paused_until
+        if not life.alive or until <= stands_until:
+            return
+        self._world.note(life.name, life.incarnation, f"paused until {until!r}")
+        life.lanes.delay(until - stands_until)
+        life.paused_until = until
+        agenda.at(until, partial(self._resume, life))
+
+    def _resume(self, life: Life) -> None:
+        if life.paused_until is None or life.paused_until > self._world.agenda.now:
+            return  # paused again, for longer
+        life.paused_until = None
+        waiting, life.waiting = life.waiting, []
+        self._world.agenda.before_all(
+            partial(self._deliver, life, event) for event in waiting
+        )
+
+    # --------------------------------------------------------------- connections
+
+    def connect(self, life: Life, peer: Address, incarnation: int) -> Path:
+        """Let what `life` sends to `peer` go to this incarnation of it."""
+        path = life.paths.get(peer)
+        if path is None or path.incarnation != incarnation:
+            path = Path(
+                self._world.options.link_of(life.name, peer),
+                sender=life.name,
+                receiver=peer,
+                incarnation=incarnation,
+            )
+            life.paths[peer] = path
+        return path
+
+    def path(self, life: Life, receiver: Address) -> Path | None:
+        """Return the connection to `receiver`, or None if there is none."""
+        introduced = self._world.options.introduce
+        known = life.paths.get(receiver)
+        if known is not None and not introduced:
+            return known
+        if receiver not in self._world.builders:
+            return self.connect(life, receiver, 0)
+        if not introduced and receiver != SUPERVISOR:
+            return None
+        newest = self.newest.get(receiver)
+        # 1: it begins at this very moment, but after its peer.
+        return self.connect(life, receiver, newest.incarnation if newest else 1)

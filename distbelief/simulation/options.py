@@ -1,0 +1,53 @@
+"""What a simulated cluster consists of, as data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from distbelief.roles import Address, Seconds
+from distbelief.simulation.faults import Fault
+from distbelief.simulation.links import WITHIN_HOST, Link
+from distbelief.simulation.machines import Machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """Machines, links, faults, and how much of a run is remembered."""
+
+    machine: Machine = field(default_factory=Machine)  # of roles not named in:
+    machines: Mapping[Address, Machine] = field(default_factory=dict)
+    link: Link = field(default_factory=Link)  # between hosts, save those named in:
+    links: Mapping[tuple[Address, Address], Link] = field(default_factory=dict)
+    link_within_host: Link = WITHIN_HOST
+    faults: tuple[Fault, ...] = ()
+    # Who begins at time 0: None is everybody; the rest wait to be launched.
+    start: tuple[Address, ...] | None = None
+    # True: every role is connected to every other from the start, and `PeerJoined`
+    # tells it of each (new life of a) peer: for tests without a supervisor. False:
+    # every role is connected to the supervisor, and otherwise as it asks (`Connect`).
+    introduce: bool = False
+    launch_seconds: Seconds = 0.5  # from `Launch` to `Started`
+    notice_seconds: Seconds = 0.01  # from the end of a process to `PeerLost`
+    host_bytes_max: int = 1 << 34  # shared memory of one host
+    n_lines_kept: int = 12  # per role, for the report of a failure
+    full_trace: bool = False  # keep every line (`trace.lines`)
+
+    def __post_init__(self) -> None:
+        for name in ("launch_seconds", "notice_seconds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, below 0")
+        for name in ("host_bytes_max", "n_lines_kept"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, below 1")
+
+    def machine_of(self, name: Address) -> Machine:
+        """Return what `name` runs on."""
+        return self.machines.get(name, self.machine)
+
+    def link_of(self, sender: Address, receiver: Address) -> Link:
+        """Return the link from `sender` to `receiver`."""
+        named = self.links.get((sender, receiver))
+        if named is not None:
+            return named
+        host = self.machine_of(sender).host
+        together = host != "" and host == self.machine_of(receiver).host
+        return self.link_within_host if together else self.link

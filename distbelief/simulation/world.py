@@ -1,0 +1,87 @@
+"""What the parts of one simulation share: clock, chance, disk, trace, counts."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from distbelief.memory import Memory
+from distbelief.roles import Address, Received, Report, Role
+from distbelief.simulation.agenda import Agenda
+from distbelief.simulation.disk import Disk
+from distbelief.simulation.faults import Slow
+from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.streams import Streams
+from distbelief.simulation.trace import SimulationFailed, Trace
+
+
+Builder = Callable[[Memory], Role]
+
+N_REMEMBERED = 100_000  # reports, and messages to each outsider
+
+
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """What happened to events so far."""
+
+    delivered: int = 0  # messages
+    lost: int = 0  # messages that never arrived
+    refused: int = 0  # events dropped because of a RemoteProtocolError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The surroundings of every role of one simulation."""
+
+    builders: Mapping[Address, Builder]
+    seed: int
+    options: ClusterOptions
+    streams: Streams
+    trace: Trace
+    agenda: Agenda = field(default_factory=Agenda)
+    disk: Disk = field(default_factory=Disk)
+    counts: Counts = field(default_factory=Counts)
+    slow: list[Slow] = field(default_factory=list)  # in force at present
+    checks: list[Callable[[], None]] = field(default_factory=list)
+    reports: deque[tuple[Address, Report]] = field(
+        default_factory=lambda: deque(maxlen=N_REMEMBERED)
+    )
+    # What was sent to names that no builder knows: the test plays these itself.
+    outside: dict[Address, deque[Received]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        builders: Mapping[Address, Builder], *, seed: int, options: ClusterOptions
+    ) -> "World":
+        """Return a world in which nothing has happened yet."""
+        return World(
+            builders=dict(builders),
+            seed=seed,
+            options=options,
+            streams=Streams.of(seed),
+            trace=Trace(n_kept=options.n_lines_kept, full=options.full_trace),
+        )
+
+    def slowness(self, name: Address) -> float:
+        """Return how many times as long the work of `name` takes at present."""
+        slowness = 1.0
+        for fault in self.slow:
+            if fault.role == name:
+                slowness *= fault.factor
+        return slowness
+
+    def note(self, name: Address, incarnation: int, text: str) -> None:
+        """Put a line that is no event into the trace."""
+        self.trace.note(self.agenda.now, name, incarnation, f"-- {text}")
+
+    def hand_out(self, name: Address, event: Received) -> None:
+        """Keep a message for an outsider."""
+        self.trace.event(self.agenda.now, name, 0, event)
+        if name not in self.outside:
+            self.outside[name] = deque(maxlen=N_REMEMBERED)
+        self.outside[name].append(event)
+
+    def failure(self, reason: str) -> SimulationFailed:
+        """Return the error that ends this run."""
+        return SimulationFailed(
+            reason, seed=self.seed, now=self.agenda.now, trace=self.trace
+        )

@@ -1,0 +1,266 @@
+"""Memory that the roles of one host share: files mapped by whoever attaches to them.
+
+All regions of a run lie in one directory that only its user may enter, in memory
+(`/dev/shm`) where the system has such a place. A region's pages are allocated when it
+is created, not when they are first touched: a host without room says so at once instead
+of killing the process with SIGBUS in the middle of a step.
+
+Who is alive is asked of the kernel. Whoever makes the directory, or a region in it,
+holds a lock on it that ends with the process, however it ends; what nobody holds may be
+removed (`sweep`, `remove_orphans`). Process ids would do less: they are used again, and
+mean nothing in another container that sees the same `/dev/shm`. Directories and regions
+get their names only once they are locked and whole, so that nobody meets a half-made
+one.
+
+`multiprocessing.shared_memory` is no alternative: under Python 3.11 a process that only
+attached unlinks the region when it exits.
+"""
+
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from distbelief.errors import LocalProtocolError, MemoryGoneError, StorageError
+from distbelief.memory import Region
+from distbelief.vectors import Vector
+
+
+_PREFIX = "distbelief-"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+=~-]{0,199}")  # one file name, no path
+_HOST_CHARACTERS_MAX = 60
+# Page tables are filled at once as well, where the system can: no faults later.
+_MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+
+
+class FileMemory:
+    """The regions of one run, in `directory`; see `memory.Memory`.
+
+    Member processes construct it with the directory they are told; the process that
+    runs the job makes and removes the directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._regions: dict[str, Region] = {}
+        self._locks: dict[str, int] = {}  # file descriptors of the regions created here
+        self._directory_lock = -1
+
+    @classmethod
+    def make(cls, *, root: Path | None = None) -> Self:
+        """Make the directory of a new run, and hold it until `remove_all`.
+
+        Args:
+            root: where to; by default `/dev/shm`, or the directory for temporary files.
+
+        Raises:
+            StorageError: it cannot be made.
+        """
+        name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+        directory = (root or _default_root()) / name
+        draft = directory.with_name(f".{name}")
+        memory = cls(directory)
+        try:
+            draft.mkdir(mode=0o700)
+            memory._directory_lock = _lock(draft)
+            draft.rename(directory)
+        except OSError as error:
+            raise StorageError(
+                f"cannot make {directory} for shared memory: {error.strerror}"
+            ) from None
+        return memory
+
+    @property
+    def host(self) -> str:
+        """Return a name equal for all roles that see this directory."""
+        node = os.uname().nodename[:_HOST_CHARACTERS_MAX]
+        return f"{node}:{self.directory.name[-_HOST_CHARACTERS_MAX:]}"
+
+    def create(self, name: str, *, n_bytes: int) -> Region:
+        """Return a new zeroed region, all of its pages in place.
+
+        Raises:
+            StorageError: there is no room.
+        """
+        if not _NAME.fullmatch(name):
+            raise LocalProtocolError(
+                f"{name!r} cannot name a region: letters, digits and . _ : @ + = ~ - "
+                f"(not first), 200 characters at the most"
+            )
+        path = self.directory / name
+        draft = path.with_name(f".{name}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            file = os.open(draft, flags, 0o600)
+        except FileExistsError:
+            raise LocalProtocolError(f"region {name!r} is being created") from None
+        except OSError as error:
+            raise StorageError(f"cannot create {path}: {error.strerror}") from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _allocate(file, n_bytes)
+            region = _map(file, n_bytes)
+            path.hardlink_to(draft)
+        except OSError as error:
+            os.close(file)
+            if isinstance(error, FileExistsError):
+                raise LocalProtocolError(f"region {name!r} exists already") from None
+            raise StorageError(self._no_room(n_bytes, error)) from None
+        finally:
+            draft.unlink()
+        self._regions[name], self._locks[name] = region, file
+        return region
+
+    def attach(self, name: str) -> Region:
+        """Return a region that another role (or this one) created.
+
+        Raises:
+            MemoryGoneError: there is none of this name, or no longer.
+        """
+        known = self._regions.get(name)
+        if known is not None:
+            return known
+        if not _NAME.fullmatch(name):  # perhaps from a peer
+            raise MemoryGoneError(f"no region can have the name {name!r:.80}")
+        try:
+            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+            file = os.open(self.directory / name, flags)
+        except OSError as error:
+            raise MemoryGoneError(
+                f"no region {name!r} in {self.directory}: {error.strerror}"
+            ) from None
+        try:
+            region = _map(file, os.fstat(file).st_size)
+        except OSError as error:
+            raise MemoryGoneError(f"region {name!r}: {error.strerror}") from None
+        finally:
+            os.close(file)
+        self._regions[name] = region
+        return region
+
+    def release(self, name: str) -> None:
+        """Give up a region; the memory goes when the last array of it does."""
+        self._regions.pop(name, None)
+        lock = self._locks.pop(name, None)
+        if lock is not None:
+            (self.directory / name).unlink(missing_ok=True)
+            os.close(lock)
+
+    def retire(self, values: Vector) -> None:
+        """Do nothing: real memory tells nobody that a lease has ended."""
+
+    def close(self) -> None:
+        """Release every region created or attached here."""
+        for name in list(self._regions):
+            self.release(name)
+
+    def remove_orphans(self) -> list[str]:
+        """Remove regions whose owner has ended; return their names.
+
+        Without this, a role that dies and is started again leaves its regions behind
+        once per life, until the run ends.
+        """
+        return sorted(
+            path.name
+            for path in self.directory.glob("[!.]*")
+            if path.name not in self._locks and _remove_if_free(path)
+        )
+
+    def remove_all(self) -> None:
+        """Remove the run's directory with all that is in it, whoever made it."""
+        self.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._directory_lock >= 0:
+            os.close(self._directory_lock)
+            self._directory_lock = -1
+
+    @staticmethod
+    def sweep(*, root: Path | None = None) -> list[Path]:
+        """Remove this user's directories that crashed runs left; return their paths."""
+        return sorted(
+            path
+            for path in (root or _default_root()).glob(f"{_PREFIX}*-*")
+            if _is_own_directory(path) and _remove_if_free(path)
+        )
+
+    def _no_room(self, n_bytes: int, error: OSError) -> str:
+        status = os.statvfs(self.directory)
+        free = status.f_bavail * status.f_frsize
+        return (
+            f"no room for shared memory in {self.directory.parent} ({error.strerror}): "
+            f"{n_bytes:,} bytes wanted, {free:,} free. Free some or enlarge it (docker "
+            f"run --shm-size=…; mount -o remount,size=… {self.directory.parent})"
+        )
+
+
+def _default_root() -> Path:
+    """Return where memory files belong: in memory if the system has such a place."""
+    in_memory = Path("/dev/shm")  # noqa: S108 -- private directories are made in it
+    if in_memory.is_dir() and os.access(in_memory, os.W_OK | os.X_OK):
+        return in_memory
+    return Path(tempfile.gettempdir())
+
+
+def _allocate(file: int, n_bytes: int) -> None:
+    if n_bytes == 0:
+        return
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, n_bytes)
+    else:  # macOS
+        os.ftruncate(file, n_bytes)
+
+
+def _map(file: int, n_bytes: int) -> Region:
+    if n_bytes == 0:
+        return np.zeros(0, np.uint8)  # nothing can be mapped, and nothing be shared
+    mapped = mmap.mmap(file, n_bytes, flags=_MAP_FLAGS)
+    return np.frombuffer(mapped, np.uint8)  # keeps the mapping; aligned to a page
+
+
+def _lock(path: Path) -> int:
+    """Return a descriptor that holds the lock of `path` until it is closed.
+
+    Raises:
+        OSError: the path is gone, or somebody else holds it.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.stat()
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _remove_if_free(path: Path) -> bool:
+    """Remove a file or directory unless a living process holds it."""
+    try:
+        lock = _lock(path)
+    except OSError:
+        return False
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def _is_own_directory(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return path.is_dir() and not path.is_symlink() and status.st_uid == os.geteuid()

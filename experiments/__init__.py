@@ -1,0 +1,1 @@
+"""Experiments: each keeps its question, command, seed and result."""

@@ -1,0 +1,189 @@
+"""Makes one volume: recording sessions in order, until there are hours enough.
+
+It is filled in a sibling folder and renamed when all of it is on disk: an interrupted
+build leaves nothing that looks whole, and the next one clears it away. A shorter volume
+of the same recipe, if the cache has one, is copied and continued, not made again.
+"""
+
+import errno
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.speech import text
+from experiments.speech.casting import Casting, cast
+from experiments.speech.espeak import SILENCE, Espeak
+from experiments.speech.features import FRAMES_PER_HOUR, N_MELS
+from experiments.speech.progress import show_progress
+from experiments.speech.recipe import Recipe
+from experiments.speech.session import Recording
+from experiments.speech.studio import Studio
+from experiments.speech.tape import Tape
+from experiments.speech.volume import ARRAYS, FACTS, Volume, hash_file, open_volume
+
+
+LIBRARIES = ("numpy", "scipy", "espeakng-loader")
+STATISTICS_ROWS = 1 << 16
+
+
+def build_volume(recipe: Recipe, *, cache: Path, n_workers: int) -> None:
+    """Fill a sibling folder, then rename it; the caller holds the recipe's lock."""
+    free = shutil.disk_usage(cache).free
+    if free < recipe.n_bytes:
+        raise OSError(errno.ENOSPC, f"only {free / 1e6:,.0f} MB are free", str(cache))
+    partial = cache / f"{recipe.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        with Builder(partial) as builder:
+            beginning = find_beginning(recipe, cache=cache)
+            if beginning is not None:
+                builder.continue_from(beginning)
+            casting = cast(recipe.part, seed=recipe.seed, clean=recipe.clean)
+            builder.record(casting, n_frames=recipe.n_frames, n_workers=n_workers)
+        builder.write_facts(recipe, casting=casting)
+        _sync(partial)
+        partial.rename(cache / recipe.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def find_beginning(recipe: Recipe, *, cache: Path) -> Volume | None:
+    """The longest volume in the cache that is the beginning of this one."""
+    volumes = [
+        open_volume(path.parent) for path in cache.glob(f"{recipe.pattern}/{FACTS}")
+    ]
+    shorter = [found for found in volumes if found.facts["hours"] < recipe.hours]
+    if not shorter:
+        return None
+    longest = max(shorter, key=lambda found: len(found.features))
+    longest.verify()
+    return longest
+
+
+class Builder:
+    """A volume in the making; use it in a `with` statement, then write the facts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = ExitStack()
+        self._numbers: dict[str, int] = {SILENCE: 0}
+        self._voices: list[str] = []  # one a session
+        self._n_frames = 0
+        self._frames_per_second = 0.0
+
+    def __enter__(self) -> Self:
+        rows = {"features": (N_MELS,), "contexts": (4,)}
+        types = {"features": np.float16, "contexts": np.int16}
+        self._tapes = {
+            name: self._files.enter_context(
+                Tape(
+                    self._folder / f"{name}.npy",
+                    row_shape=rows.get(name, ()),
+                    dtype=types.get(name, np.int64),
+                )
+            )
+            for name in ARRAYS
+        }
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
+
+    def continue_from(self, volume: Volume) -> None:
+        """Begin with all of another volume."""
+        for name, tape in self._tapes.items():
+            tape.copy(volume.folder / f"{name}.npy")
+        self._numbers = {phone: index for index, phone in enumerate(volume.phones)}
+        self._voices = list(volume.facts["voices"])
+        self._n_frames = len(volume.features)
+
+    def record(self, casting: Casting, *, n_frames: int, n_workers: int) -> None:
+        """Hold the sessions that are missing to `n_frames`, or a few more."""
+        if not self._voices:
+            self._tapes["boundaries"].append(np.zeros(1, np.int64))
+        studio = Studio(Espeak(), casting=casting, n_workers=n_workers)
+        begin, n_old = time.monotonic(), self._n_frames
+        title = f"synthesising speech, {casting.part} part"
+        with (
+            closing(studio.hold_sessions(len(self._voices))) as sessions,
+            show_progress(title, n_frames=max(0, n_frames - n_old)) as advance,
+        ):
+            while self._n_frames < n_frames:
+                recording = next(sessions)
+                self._add(recording)
+                advance(len(recording.energies))
+        seconds = time.monotonic() - begin
+        self._frames_per_second = (self._n_frames - n_old) / max(1e-9, seconds)
+
+    def write_facts(self, recipe: Recipe, *, casting: Casting) -> None:
+        """Write corpus.json, after the arrays are closed."""
+        paths = {name: self._folder / f"{name}.npy" for name in ARRAYS}
+        mean, deviation = _measure(np.load(paths["features"], mmap_mode="r"))
+        facts = {
+            "part": recipe.part,
+            "hours": recipe.hours,
+            "hours_recorded": self._n_frames / FRAMES_PER_HOUR,
+            "seed": recipe.seed,
+            "clean": recipe.clean,
+            "frames": self._n_frames,
+            "utterances": self._tapes["sentences"].n_rows,
+            "sessions": len(self._voices),
+            "sentences_to_choose_from": len(casting.sentences),
+            "text_sha256": text.hash_sentences(casting.sentences),
+            "interpreter": f"{platform.python_implementation()} "
+            f"{platform.python_version()}",
+            "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
+            "frames_per_second": round(self._frames_per_second),
+            "sha256": {name: hash_file(path) for name, path in paths.items()},
+            "mean": mean.tolist(),
+            "deviation": deviation.tolist(),
+            "phones": list(self._numbers),
+            "voices": self._voices,
+        }
+        document = json.dumps(facts, indent=1) + "\n"
+        (self._folder / FACTS).write_text(document, encoding="utf-8")
+
+    def _add(self, recording: Recording) -> None:
+        """Append a session; its phones get this volume's numbers."""
+        for phone in recording.phones:
+            self._numbers.setdefault(phone, len(self._numbers))
+        table = np.array([self._numbers[phone] for phone in recording.phones], np.int16)
+        contexts = recording.contexts.copy()
+        contexts[:, :3] = table[contexts[:, :3]]
+        ends = self._n_frames + np.cumsum(recording.lengths)
+        self._tapes["features"].append(recording.energies)
+        self._tapes["contexts"].append(contexts)
+        self._tapes["boundaries"].append(ends)
+        self._tapes["sentences"].append(recording.sentences)
+        self._voices.append(recording.voice)
+        self._n_frames += len(recording.energies)
+
+
+def _measure(
+    features: NDArray[np.float16],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Mean and standard deviation of every energy, (40,) both."""
+    total, squares = np.zeros(N_MELS), np.zeros(N_MELS)
+    for start in range(0, len(features), STATISTICS_ROWS):
+        rows = features[start : start + STATISTICS_ROWS].astype(np.float64)
+        total += rows.sum(axis=0)
+        squares += np.square(rows).sum(axis=0)
+    mean = total / len(features)
+    return mean, np.sqrt(np.maximum(squares / len(features) - mean**2, 1e-8))
+
+
+def _sync(folder: Path) -> None:
+    """Put every file of a folder on disk, before its name says it is whole."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())

@@ -1,0 +1,23 @@
+"""Every exception this folder raises on purpose.
+
+* SpeechError
+  + MissingExtraError  -- the synthesiser is not installed
+  + SessionError       -- a recording session failed, died or hung
+  + CorpusError        -- the set on disk cannot be built, or cannot be trusted
+"""
+
+
+class SpeechError(Exception):
+    """Base class of every error raised on purpose; its message is for the user."""
+
+
+class MissingExtraError(SpeechError):
+    """The wheel that carries the synthesiser is not installed."""
+
+
+class SessionError(SpeechError):
+    """A recording session raised, was killed, or ran past its time."""
+
+
+class CorpusError(SpeechError):
+    """A corpus on disk cannot be written, or does not read as it was written."""

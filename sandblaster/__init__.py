@@ -1,0 +1,1 @@
+"""Sandblaster: batch optimisation on the same shards. It arrives later."""

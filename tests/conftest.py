@@ -1,0 +1,26 @@
+"""What every test shares: reproducible examples, one torch thread."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+
+# No deadlines: the first example of a law may pay for a lazy import of torch.
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile(
+    "nightly", derandomize=False, max_examples=2000, deadline=None, print_blob=True
+)
+settings.load_profile("ci")  # `--hypothesis-profile=nightly` replaces it
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_torch_thread() -> None:
+    """Sums have the same bits on every machine only if nobody splits them."""
+    torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("root") and os.geteuid() != 0:
+        pytest.skip("needs root, for network namespaces")

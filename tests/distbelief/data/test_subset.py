@@ -1,0 +1,113 @@
+"""Subsets: a law for every cut, every order, every place to go on from."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from distbelief.data.subset import BatchCursor, DataShard
+from distbelief.errors import JobError
+
+
+def shards_of(n_samples: int, n_replicas: int, *, seed: int = 0) -> list[DataShard]:
+    return [
+        DataShard(n_samples, replica_index=r, n_replicas=n_replicas, seed=seed)
+        for r in range(n_replicas)
+    ]
+
+
+cuts = st.integers(1, 12).flatmap(
+    lambda n_replicas: st.tuples(st.integers(n_replicas, 200), st.just(n_replicas))
+)
+
+
+@given(cuts)
+def test_subsets_are_disjoint_and_cover_the_data(cut: tuple[int, int]) -> None:
+    n_samples, n_replicas = cut
+    parts = shards_of(n_samples, n_replicas)
+    together = [i for part in parts for i in range(part.start, part.stop)]
+    assert together == list(range(n_samples))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(cuts, st.integers(0, 3), st.integers(0, 5))
+def test_an_order_is_a_permutation_of_the_subset(
+    cut: tuple[int, int], seed: int, epoch: int
+) -> None:
+    for part in shards_of(*cut, seed=seed):
+        order = part.order(epoch)
+        assert sorted(order.tolist()) == list(range(part.start, part.stop))
+
+
+def test_each_pass_and_each_seed_has_another_order() -> None:
+    part = DataShard(100, replica_index=0, n_replicas=1, seed=3)
+    other = DataShard(100, replica_index=0, n_replicas=1, seed=4)
+    assert part.order(0).tolist() != part.order(1).tolist()
+    assert part.order(0).tolist() != other.order(0).tolist()
+    assert part.order(7).tolist() == part.order(7).tolist()
+
+
+def walk(part: DataShard, *, batch_size: int, begin: int, end: int) -> list[int]:
+    cursor, position, seen = BatchCursor(part), begin, list[int]()
+    while position < end:
+        indices = cursor.batch(position, batch_size)
+        assert 1 <= len(indices) <= batch_size + 1
+        seen += indices.tolist()
+        position += len(indices)
+    assert position == end
+    return seen
+
+
+@given(st.integers(1, 60), st.integers(1, 20))
+def test_every_sample_is_read_once_per_pass(n_samples: int, batch_size: int) -> None:
+    part = DataShard(n_samples, replica_index=0, n_replicas=1, seed=1)
+    for epoch in range(3):
+        seen = walk(
+            part,
+            batch_size=batch_size,
+            begin=epoch * n_samples,
+            end=(epoch + 1) * n_samples,
+        )
+        assert seen == part.order(epoch).tolist()
+
+
+@given(st.integers(1, 60), st.integers(1, 20), st.integers(0, 30))
+def test_a_position_is_all_it_takes_to_go_on(
+    n_samples: int, batch_size: int, n_batches: int
+) -> None:
+    part = DataShard(n_samples, replica_index=0, n_replicas=1, seed=1)
+    cursor, position = BatchCursor(part), 0
+    for _ in range(n_batches):
+        position += len(cursor.batch(position, batch_size))
+    resumed = BatchCursor(part)
+    for _ in range(10):
+        indices = cursor.batch(position, batch_size)
+        assert resumed.batch(position, batch_size).tolist() == indices.tolist()
+        position += len(indices)
+
+
+def test_a_single_sample_left_over_joins_the_batch_before_it() -> None:
+    part = DataShard(5, replica_index=0, n_replicas=1, seed=0)
+    cursor = BatchCursor(part)
+    assert len(cursor.batch(0, 2)) == 2
+    assert len(cursor.batch(2, 2)) == 3  # BatchNorm cannot train on one sample
+
+
+def test_batches_of_one_sample_stay_so() -> None:
+    part = DataShard(3, replica_index=0, n_replicas=1, seed=0)
+    assert [len(BatchCursor(part).batch(i, 1)) for i in range(3)] == [1, 1, 1]
+
+
+def test_more_replicas_than_samples_are_refused_with_both_numbers() -> None:
+    with pytest.raises(JobError, match="3 replicas but 2 training samples"):
+        DataShard(2, replica_index=0, n_replicas=3, seed=0)
+
+
+def test_a_replica_beyond_the_last_is_refused() -> None:
+    with pytest.raises(ValueError, match="replica_index is 2 of 2 replicas"):
+        DataShard(10, replica_index=2, n_replicas=2, seed=0)
+
+
+def test_indices_are_int64() -> None:
+    part = DataShard(5, replica_index=0, n_replicas=1, seed=0)
+    assert part.order(0).dtype == np.int64

@@ -1,0 +1,1 @@
+"""Tests of a job: its file, supervisor, members, run directory and progress."""

@@ -1,0 +1,111 @@
+"""Hypothesis strategies: any legal message, any array that may cross a process."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import get_args, get_type_hints
+
+import msgspec
+import numpy as np
+from hypothesis import strategies as st
+
+from distbelief.messages import Count, Message, Name, PeerEntry, Text
+from distbelief.vectors import ELEMENT_TYPES, Vector
+
+
+MESSAGES: tuple[type[Message], ...] = get_args(Message)
+
+counts = st.integers(0, 2**63 - 1)
+names = st.text(max_size=128)
+
+
+@st.composite
+def vectors(draw: st.DrawFn) -> Vector:
+    """Any bits at all, NaN among them; sometimes none; sometimes not contiguous."""
+    dtype = draw(st.sampled_from(list(ELEMENT_TYPES.values())))
+    raw = draw(st.binary(max_size=256))
+    values = np.frombuffer(raw[: len(raw) // 8 * 8], np.uint8).view(dtype)
+    return values[:: draw(st.sampled_from([1, 2, -1]))]
+
+
+_BY_HINT = [
+    (Count, counts),
+    (Name, names),
+    (Text, st.text(max_size=2000)),
+    (Text | None, st.none() | st.text(max_size=50)),
+    (float, st.floats()),
+    (bool, st.booleans()),
+    (Vector, vectors()),
+    (dict[Name, float], st.dictionaries(names, st.floats(), max_size=4)),
+    (
+        tuple[PeerEntry, ...],
+        st.lists(
+            st.builds(
+                PeerEntry, name=names, incarnation=counts, endpoint=names, host=names
+            ),
+            max_size=4,
+        ).map(tuple),
+    ),
+]
+
+
+def _values_of(hint: object) -> st.SearchStrategy[object]:
+    for known, strategy in _BY_HINT:
+        if known == hint:
+            return strategy
+    raise NotImplementedError(f"add a strategy for {hint} to message_strategies")
+
+
+def of_kind(kind: type[Message]) -> st.SearchStrategy[Message]:
+    """Any legal message of one kind."""
+    hints = get_type_hints(kind, include_extras=True)
+    fields = {
+        field.name: _values_of(hints[field.name])
+        for field in msgspec.structs.fields(kind)
+    }
+    return st.builds(kind, **fields)
+
+
+messages = st.sampled_from(MESSAGES).flatmap(of_kind)
+
+
+def same(left: object, right: object) -> bool:
+    """Whether two messages are equal, bit by bit where they hold arrays."""
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        equal = left.dtype == right.dtype and left.tobytes() == right.tobytes()
+    elif isinstance(left, msgspec.Struct) and type(left) is type(right):
+        equal = all(
+            same(getattr(left, name), getattr(right, name))
+            for name in left.__struct_fields__
+        )
+    else:
+        equal = repr(left) == repr(right)  # NaN is NaN here, and -0.0 is not 0.0
+    return equal
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One way to spoil the frames of a message."""
+
+    frame: int
+    start: int
+    n_removed: int
+    inserted: bytes
+
+    def apply(self, frames: Sequence[bytes]) -> list[bytes]:
+        """Return spoilt copies."""
+        spoilt = list(frames)
+        index = self.frame % len(spoilt)
+        frame = spoilt[index]
+        start = self.start % (len(frame) + 1)
+        spoilt[index] = frame[:start] + self.inserted + frame[start + self.n_removed :]
+        return spoilt
+
+
+mutations = st.builds(
+    Mutation,
+    frame=st.integers(0, 1),
+    start=st.integers(0, 300),
+    n_removed=st.integers(0, 8),
+    inserted=st.binary(max_size=8)
+    | st.sampled_from([b"\xdd\xff\xff\xff\xff", b"\x91" * 9, b"\xc7\x0c\xff", b"\xcb"]),
+)

@@ -1,0 +1,344 @@
+"""A driver small enough for a test to hold every string: roles, links, work, timers.
+
+Messages go through the wire, in order per link; work runs when the test (or `settle`)
+says, and never inside `handle`; time passes when the test says.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from distbelief.errors import RemoteProtocolError
+from distbelief.memory import Memory, PrivateMemory
+from distbelief.messages import Message
+from distbelief.parameter_server.client import (
+    ClientConfig,
+    Installed,
+    ParameterClient,
+    Staged,
+)
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
+from distbelief.parameter_server.update_rules import SGD, UpdateRule
+from distbelief.roles import (
+    Action,
+    Address,
+    CancelTimer,
+    Compute,
+    Computed,
+    Event,
+    Halt,
+    Persist,
+    Persisted,
+    Received,
+    Report,
+    Role,
+    Seconds,
+    Send,
+    SetTimer,
+    Snapshot,
+    Started,
+    TimerFired,
+)
+from distbelief.vectors import Vector
+from distbelief.wire import Wire
+
+
+CLIENT = Address("replica-0")
+OTHER = Address("replica-1")
+READER = Address("evaluator")
+SHARD = Address("shard-0")
+TEST = Address("supervisor")
+PLUS_ONE = SGD(learning_rate=1.0)  # applied to a gradient of -1, that is
+
+SMALL = (TensorSpec(name="w", shape=(100,)), TensorSpec(name="m", shape=(3,)))
+LARGE = (TensorSpec(name="w", shape=(300_000,)),)  # 3 blocks on one shard
+
+
+def layout_of(
+    tensors: Sequence[TensorSpec] = SMALL, *, n_shards: int = 1, n_buffers: int = 0
+) -> Layout:
+    """Return a layout in float64; the last `n_buffers` tensors given are buffers."""
+    n_parameters = len(tensors) - n_buffers
+    specs = [
+        TensorSpec(name=t.name, shape=t.shape, kind="buffer") if i >= n_parameters else t
+        for i, t in enumerate(tensors)
+    ]
+    return Layout.of(specs, n_shards=n_shards, dtype="float64")
+
+
+def zeros_of(layout: Layout) -> list[torch.Tensor]:
+    return [torch.zeros(spec.n_elements, dtype=torch.float64) for spec in layout.tensors]
+
+
+def full_of(layout: Layout, value: float) -> list[torch.Tensor]:
+    return [torch.full_like(zeros, value) for zeros in zeros_of(layout)]
+
+
+def shard_of(
+    layout: Layout,
+    memory: Memory,
+    *,
+    index: int = 0,
+    rule: UpdateRule = PLUS_ONE,
+    lease_seconds_max: Seconds = 10.0,
+    n_copies: int = 2,
+    n_clients_max: int = 4096,
+    initialise: Callable[[], Vector] | None = None,
+) -> ParameterServerShard:
+    config = ShardConfig(
+        index=index,
+        layout=layout,
+        rule=rule,
+        lease_seconds_max=lease_seconds_max,
+        n_copies=n_copies,
+        n_clients_max=n_clients_max,
+    )
+    zeros = partial(np.zeros, layout.shard_size(index), layout.dtype)
+    return ParameterServerShard(config, memory=memory, initialise=initialise or zeros)
+
+
+@dataclass(eq=False)
+class Loop:
+    """The least role around a client."""
+
+    client: ParameterClient
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        if isinstance(event, Started):
+            return self.client.start(event.incarnation, now)
+        return self.client.handle(event, now)
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        return "looping", self.client.counters()
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """Roles on a bench: shards and clients of one layout."""
+
+    layout: Layout
+    memory: Memory = field(default_factory=lambda: PrivateMemory(poison=True))
+    now: Seconds = 0.0
+    roles: dict[Address, Role] = field(default_factory=dict)
+    incarnations: dict[Address, int] = field(default_factory=dict)
+    messages: deque[tuple[Address, Received]] = field(default_factory=deque)
+    work: deque[tuple[Address, Compute | Persist]] = field(default_factory=deque)
+    timers: dict[tuple[Address, str], Seconds] = field(default_factory=dict)
+    reports: list[Report] = field(default_factory=list)
+    halted: dict[Address, Halt] = field(default_factory=dict)
+    snapshots: list[Snapshot] = field(default_factory=list)
+    to_test: list[Received] = field(default_factory=list)
+    refused: list[RemoteProtocolError] = field(default_factory=list)
+    lose: Callable[[Address, Message], bool] = lambda _receiver, _message: False
+    disk_error: str | None = None
+    wire: Wire = field(default_factory=lambda: Wire(token="bench"))
+
+    # -------------------------------------------------------------------- roles
+
+    def start(
+        self, name: Address, role: Role, *, restored: Snapshot | None = None
+    ) -> None:
+        """Begin a life of `name`; whatever its last one had under way is gone."""
+        self.kill(name)
+        self.roles[name] = role
+        incarnation = self.incarnations.get(name, 0) + 1
+        self.incarnations[name] = incarnation
+        self.deliver(name, Started(incarnation=incarnation, restored=restored))
+
+    def kill(self, name: Address) -> None:
+        """Its work and timers are gone, and so is what was on the way to it."""
+        self.roles.pop(name, None)
+        self.work = deque(item for item in self.work if item[0] != name)
+        self.messages = deque(item for item in self.messages if item[0] != name)
+        self.timers = {key: at for key, at in self.timers.items() if key[0] != name}
+
+    def add_shard(
+        self,
+        name: Address = SHARD,
+        *,
+        restored: Snapshot | None = None,
+        memory: Memory | None = None,
+        rule: UpdateRule = PLUS_ONE,
+        n_copies: int = 2,
+        lease_seconds_max: Seconds = 10.0,
+        n_clients_max: int = 4096,
+    ) -> ParameterServerShard:
+        shard = shard_of(
+            self.layout,
+            memory or self.memory,
+            index=int(name.removeprefix("shard-")),
+            rule=rule,
+            n_copies=n_copies,
+            lease_seconds_max=lease_seconds_max,
+            n_clients_max=n_clients_max,
+        )
+        self.start(name, shard, restored=restored)
+        return shard
+
+    def add_client(
+        self,
+        name: Address = CLIENT,
+        *,
+        config: ClientConfig | None = None,
+        memory: Memory | None = None,
+        layout: Layout | None = None,
+    ) -> ParameterClient:
+        client = ParameterClient(
+            config or ClientConfig(pushes=name != READER),
+            layout=layout or self.layout,
+            shards=[Address(f"shard-{k}") for k in range(self.layout.n_shards)],
+            memory=memory or self.memory,
+        )
+        self.start(name, Loop(client))
+        return client
+
+    # ------------------------------------------------------------------- driving
+
+    def deliver(self, name: Address, event: Event) -> None:
+        role = self.roles.get(name)
+        if role is None:
+            return
+        try:
+            actions = role.handle(event, self.now)
+        except RemoteProtocolError as error:
+            self.refused.append(error)
+            return
+        self.perform(name, actions)
+
+    def send(
+        self, sender: Address, receiver: Address, message: Message, *, life: int = 0
+    ) -> None:
+        """Put a message on its way, through the wire."""
+        incarnation = life or self.incarnations.get(sender, 1)
+        frames = self.wire.encode(message, sender=sender, incarnation=incarnation)
+        envelope = self.wire.decode([bytes(frame) for frame in frames])
+        received = Received(
+            sender=sender, incarnation=incarnation, message=envelope.message
+        )
+        if receiver == TEST:
+            self.to_test.append(received)
+        elif not self.lose(receiver, message):
+            self.messages.append((receiver, received))
+
+    def perform(self, name: Address, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send():
+                    self.send(name, action.receiver, action.message)
+                case SetTimer():
+                    self.timers[name, action.name] = action.at
+                case CancelTimer():
+                    self.timers.pop((name, action.name), None)
+                case Compute() | Persist():
+                    self.work.append((name, action))
+                case Report():
+                    self.reports.append(action)
+                case Halt():
+                    self.halted[name] = action
+                    self.kill(name)
+                case _:
+                    raise AssertionError(action)
+
+    def run_work(self) -> None:
+        """Run the oldest piece of work, and tell its role."""
+        name, work = self.work.popleft()
+        event: Event
+        if isinstance(work, Persist):
+            if self.disk_error is None:
+                self.snapshots.append(copy_of(work.snapshot))
+            event = Persisted(label=work.snapshot.label, error=self.disk_error)
+        else:
+            try:
+                event = Computed(name=work.name, result=work.work())
+            except Exception as error:
+                event = Computed(name=work.name, error=error)
+        self.deliver(name, event)
+
+    def pass_messages(self) -> None:
+        """Deliver all that is on its way, and what that brings about."""
+        for _ in range(10_000):
+            if not self.messages:
+                return
+            name, event = self.messages.popleft()
+            self.deliver(name, event)
+        raise AssertionError("messages without end")
+
+    def settle(self) -> None:
+        """Deliver all messages and run all work, until there is none."""
+        self.pass_messages()
+        while self.work:
+            self.run_work()
+            self.pass_messages()
+
+    def advance(self, seconds: Seconds) -> None:
+        """Let time pass: fire what comes due, and settle after each."""
+        end = self.now + seconds
+        while True:
+            due = [(at, key) for key, at in self.timers.items() if at <= end]
+            if not due:
+                break
+            at, key = min(due)
+            del self.timers[key]
+            self.now = max(self.now, at)
+            self.deliver(key[0], TimerFired(name=key[1]))
+            self.settle()
+        self.now = end
+
+    # -------------------------------------------------------------- what a role does
+
+    def begin_fetch(self, name: Address = CLIENT) -> None:
+        self.perform(name, self.client(name).begin_fetch(self.now))
+
+    def install(
+        self, tensors: Sequence[torch.Tensor], name: Address = CLIENT
+    ) -> Installed:
+        client = self.client(name)
+        outcome = client.install(tensors)()
+        self.perform(name, client.installed(outcome, self.now))
+        return outcome
+
+    def fetch(self, name: Address = CLIENT) -> list[torch.Tensor]:
+        """Fetch, wait, install."""
+        tensors = full_of(self.layout, np.nan)
+        self.begin_fetch(name)
+        self.settle()
+        assert self.client(name).fetch_complete
+        assert self.install(tensors, name).torn == ()
+        self.settle()
+        return tensors
+
+    def push(
+        self,
+        value: float = -1.0,
+        name: Address = CLIENT,
+        *,
+        buffers: float = 0.0,
+        samples: int = 0,
+    ) -> Staged:
+        """Stage and send a gradient of `value` everywhere; do not wait."""
+        client = self.client(name)
+        outcome = client.stage(
+            full_of(self.layout, value), full_of(self.layout, buffers)
+        )()
+        actions = client.staged(outcome, n_gradients=1, samples=samples, now=self.now)
+        self.perform(name, actions)
+        return outcome
+
+    def client(self, name: Address = CLIENT) -> ParameterClient:
+        role = self.roles[name]
+        assert isinstance(role, Loop)
+        return role.client
+
+    def counters(self, name: Address = SHARD) -> Mapping[str, float]:
+        return self.roles[name].status()[1]
+
+
+def copy_of(snapshot: Snapshot) -> Snapshot:
+    """Return what a disk would give back."""
+    arrays = {name: array.copy() for name, array in snapshot.arrays.items()}
+    return replace(snapshot, arrays=arrays)

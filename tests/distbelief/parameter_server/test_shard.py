@@ -1,0 +1,957 @@
+"""One shard: events in, actions out."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from distbelief.errors import (
+    LocalProtocolError,
+    RemoteProtocolError,
+    StorageError,
+)
+from distbelief.memory import PrivateMemory, Region
+from distbelief.messages import (
+    Acknowledge,
+    Alive,
+    Credit,
+    Fetch,
+    Finished,
+    Hello,
+    Message,
+    ParameterBlock,
+    Push,
+    PushBlock,
+    PushCredit,
+    Refused,
+    Save,
+    Saved,
+    Stop,
+    Welcome,
+)
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.shard import (
+    N_SAVES_MAX,
+    ParameterServerShard,
+    ShardConfig,
+)
+from distbelief.parameter_server.update_rules import SGD, Adagrad
+from distbelief.roles import (
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Halt,
+    PeerJoined,
+    PeerLost,
+    Persist,
+    Persisted,
+    Received,
+    Report,
+    Seconds,
+    Send,
+    SetTimer,
+    Snapshot,
+    Started,
+    TimerFired,
+)
+from distbelief.vectors import Vector, block_bounds
+from tests.distbelief.parameter_server.pair import (
+    CLIENT,
+    LARGE,
+    OTHER,
+    PLUS_ONE,
+    READER,
+    TEST,
+    layout_of,
+    shard_of,
+)
+
+
+LAYOUT = layout_of()
+N = LAYOUT.shard_size(0)
+REMOTE = "elsewhere"
+M = TypeVar("M", bound=Message)
+
+
+class Alone:
+    """A shard alone on the bench: the test plays everybody else."""
+
+    def __init__(
+        self,
+        layout: Layout = LAYOUT,
+        *,
+        memory: PrivateMemory | None = None,
+        ready: bool = True,
+        n_copies: int = 2,
+        n_clients_max: int = 4096,
+        lease_seconds_max: Seconds = 10.0,
+        initialise: Callable[[], Vector] | None = None,
+        restored: Snapshot | None = None,
+        incarnation: int = 1,
+    ) -> None:
+        self.memory = PrivateMemory(poison=True) if memory is None else memory
+        self.layout = layout
+        self.now = 0.0
+        self.shard = shard_of(
+            layout,
+            self.memory,
+            n_copies=n_copies,
+            n_clients_max=n_clients_max,
+            lease_seconds_max=lease_seconds_max,
+            initialise=initialise,
+        )
+        self.incarnation = incarnation
+        self.started = self.shard.handle(
+            Started(incarnation=incarnation, restored=restored), 0.0
+        )
+        if ready:
+            self.work(self.started)
+
+    def receive(
+        self, message: Message, sender: Address = CLIENT, *, life: int = 1
+    ) -> Sequence[Action]:
+        return self.shard.handle(
+            Received(sender=sender, incarnation=life, message=message), self.now
+        )
+
+    def work(self, actions: Sequence[Action]) -> Sequence[Action]:
+        """Run the one piece of work among these actions."""
+        (work,) = [a for a in actions if isinstance(a, Compute | Persist)]
+        if isinstance(work, Persist):
+            return self.shard.handle(Persisted(label=work.snapshot.label), self.now)
+        return self.shard.handle(
+            Computed(name=work.name, result=work.work()), self.now
+        )
+
+    def work_all(self, actions: Sequence[Action]) -> list[Action]:
+        """Run work until there is none; return all actions, these included."""
+        collected = list(actions)
+        while any(isinstance(a, Compute | Persist) for a in actions):
+            actions = self.work(actions)
+            collected += actions
+        return collected
+
+    def hello(
+        self,
+        sender: Address = CLIENT,
+        *,
+        life: int = 1,
+        host: str = REMOTE,
+        pushes: bool = True,
+        next_sequence: int = 1,
+    ) -> Sequence[Action]:
+        message = Hello(
+            layout=self.layout.fingerprint,
+            pushes=pushes,
+            host=host,
+            next_sequence=next_sequence,
+        )
+        return self.receive(message, sender, life=life)
+
+    def push(
+        self,
+        sequence: int,
+        *,
+        sender: Address = CLIENT,
+        value: float = -1.0,
+        life: int = 1,
+        samples: int = 0,
+        fetched_clock: int = 0,
+        lives_of_shard: int | None = None,
+    ) -> Sequence[Action]:
+        """Send every block of a push, and then the push; return its last actions."""
+        n, dtype = self.layout.shard_size(0), self.layout.dtype
+        bounds = block_bounds(n, itemsize=dtype.itemsize)
+        for index, (start, stop) in enumerate(bounds):
+            self.receive(
+                block(sequence, index, np.full(stop - start, value, dtype)),
+                sender,
+                life=life,
+            )
+        return self.receive(
+            said(
+                sequence,
+                samples=samples,
+                fetched_clock=fetched_clock,
+                shard_incarnation=lives_of_shard or self.incarnation,
+            ),
+            sender,
+            life=life,
+        )
+
+    def counters(self) -> dict[str, float]:
+        return dict(self.shard.status()[1])
+
+
+def block(
+    sequence: int, index: int, values: Vector, *, shard_incarnation: int = 1
+) -> PushBlock:
+    return PushBlock(
+        sequence=sequence,
+        shard_incarnation=shard_incarnation,
+        block_index=index,
+        values=values,
+    )
+
+
+def said(
+    sequence: int,
+    *,
+    samples: int = 0,
+    fetched_clock: int = 0,
+    shard_incarnation: int = 1,
+) -> Push:
+    return Push(
+        sequence=sequence,
+        shard_incarnation=shard_incarnation,
+        fetched_clock=fetched_clock,
+        n_gradients=1,
+        samples=samples,
+    )
+
+
+def fetch(request: int = 1, *, credit: int = 16) -> Fetch:
+    return Fetch(request=request, shard_incarnation=1, credit=credit)
+
+
+def credit(
+    received: int, *, request: int = 1, limit: int = 64, again: bool = False
+) -> Credit:
+    return Credit(
+        request=request,
+        shard_incarnation=1,
+        received=received,
+        limit=limit,
+        again=again,
+    )
+
+
+def sent(actions: Sequence[Action], kind: type[M]) -> list[M]:
+    """Return the messages of this kind among the actions."""
+    return [
+        action.message
+        for action in actions
+        if isinstance(action, Send) and isinstance(action.message, kind)
+    ]
+
+
+def only(actions: Sequence[Action], kind: type[M]) -> M:
+    """Return the message that is the only action."""
+    (action,) = actions
+    assert isinstance(action, Send)
+    assert isinstance(action.message, kind)
+    return action.message
+
+
+def indices(actions: Sequence[Action]) -> list[int]:
+    return [block.block_index for block in sent(actions, ParameterBlock)]
+
+
+# ------------------------------------------------------------------ configuration
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index": 1}, "index is 1; the layout has 1 shards"),
+        ({"lease_seconds_max": 0.0}, "lease_seconds_max is 0.0; use more than 0"),
+        ({"n_copies": 0}, "n_copies is 0; use at least 1"),
+        ({"n_clients_max": 0}, "n_clients_max is 0"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(
+    changes: dict[str, int], message: str
+) -> None:
+    options = {"index": 0, **changes}
+    with pytest.raises(ValueError, match=message):
+        ShardConfig(layout=LAYOUT, rule=PLUS_ONE, **options)
+
+
+# -------------------------------------------------------------------- beginning
+
+
+def test_a_hello_that_comes_early_is_answered_when_the_values_are_there() -> None:
+    alone = Alone(ready=False)
+    assert alone.shard.status()[0] == "starting"
+    refused = only(alone.hello(), Refused)
+    assert not refused.for_good
+    alone.hello()  # asked again
+    welcome = only(alone.work(alone.started), Welcome)
+    assert (welcome.shard_incarnation, welcome.clock, welcome.samples) == (1, 0, 0)
+    assert alone.shard.status()[0] == "serving"
+
+
+def test_of_two_early_hellos_of_one_client_the_younger_life_is_welcomed() -> None:
+    alone = Alone(ready=False)
+    alone.hello(life=2)
+    alone.hello(life=1)
+    actions = alone.work(alone.started)
+    only(actions, Welcome)
+    assert alone.push(1, life=1) == []
+
+
+def test_early_hellos_are_held_for_so_many_clients_only() -> None:
+    alone = Alone(ready=False, n_clients_max=1)
+    alone.hello()
+    only(alone.hello(OTHER), Refused)
+    only(alone.work(alone.started), Welcome)
+
+
+def test_initial_values_of_the_wrong_size_name_both_sizes() -> None:
+    alone = Alone(ready=False, initialise=lambda: np.zeros(3))
+    with pytest.raises(LocalProtocolError, match=rf"shape \(3,\), not \({N},\)"):
+        alone.work(alone.started)
+
+
+def test_work_that_fails_ends_the_role() -> None:
+    alone = Alone(ready=False)
+    error = StorageError("disk on fire")
+    with pytest.raises(StorageError, match="on fire"):
+        alone.shard.handle(Computed(name="initialise", error=error), 0.0)
+
+
+def test_an_answer_to_work_never_asked_for_is_a_bug() -> None:
+    alone = Alone()
+    with pytest.raises(AssertionError, match="was not asked for"):
+        alone.shard.handle(Computed(name="apply"), 0.0)
+
+
+class Full(PrivateMemory):
+    """Memory in which only `n_regions` have room."""
+
+    def __init__(self, n_regions: int) -> None:
+        super().__init__()
+        self.n_left = n_regions
+
+    def create(self, name: str, *, n_bytes: int) -> Region:
+        if not self.n_left:
+            raise StorageError("no room")
+        self.n_left -= 1
+        return super().create(name, n_bytes=n_bytes)
+
+
+def test_without_room_for_shared_values_clients_are_served_by_blocks() -> None:
+    alone = Alone(memory=Full(0), ready=False)
+    (report,) = [a for a in alone.started if isinstance(a, Report)]
+    assert report.level == "warning"
+    assert "no room" in report.text
+    alone.work(alone.started)
+    actions = alone.hello(host="here")
+    (welcome,) = sent(actions, Welcome)
+    assert (welcome.parameters_region, welcome.slots_region) == ("", "")
+    (report,) = [a for a in actions if isinstance(a, Report)]
+    assert "has to push by messages: no room" in report.text
+    assert sent(alone.work_all(alone.push(1)), Acknowledge)
+
+
+def test_a_host_that_shares_nothing_needs_no_warning() -> None:
+    alone = Alone(memory=PrivateMemory(host=""), ready=False)
+    assert len(alone.started) == 1
+    alone.work(alone.started)
+    welcome = only(alone.hello(host=""), Welcome)
+    assert (welcome.parameters_region, welcome.slots_region) == ("", "")
+
+
+# -------------------------------------------------------------------- handshake
+
+
+def test_another_layout_is_refused_for_good_with_both_fingerprints() -> None:
+    alone = Alone()
+    hello = Hello(layout="abc", pushes=True, host="", next_sequence=1)
+    refused = only(alone.receive(hello), Refused)
+    assert refused.for_good
+    assert "abc" in refused.reason
+    assert LAYOUT.fingerprint in refused.reason
+
+
+def test_no_more_clients_are_known_than_allowed() -> None:
+    alone = Alone(n_clients_max=1)
+    only(alone.hello(), Welcome)
+    refused = only(alone.hello(OTHER), Refused)
+    assert refused.for_good
+    assert "n_clients_max" in refused.reason
+    only(alone.hello(life=2), Welcome)  # a new life is not a new client
+
+
+def test_clients_of_the_same_host_are_lent_shared_memory_and_others_none() -> None:
+    alone = Alone()
+    here = only(alone.hello(host="here"), Welcome)
+    assert here.parameters_region == "shard-0.1.values"
+    assert here.slots_region.startswith("shard-0.1.slots")
+    assert alone.memory.attach(here.slots_region).nbytes == 2 * 8 * N
+    there = only(alone.hello(OTHER), Welcome)
+    assert (there.parameters_region, there.slots_region) == ("", "")
+    reader = only(alone.hello(READER, host="here", pushes=False), Welcome)
+    assert reader.parameters_region
+    assert reader.slots_region == ""
+
+
+def test_hello_again_changes_nothing() -> None:
+    alone = Alone()
+    first = only(alone.hello(host="here"), Welcome)
+    again = only(alone.hello(host="here"), Welcome)
+    assert first.slots_region == again.slots_region
+
+
+def test_a_client_that_cannot_reach_its_slots_gets_others() -> None:
+    alone = Alone()
+    first = only(alone.hello(host="here"), Welcome)
+    only(alone.hello(host=""), Welcome)
+    with pytest.raises(Exception, match="no region"):
+        alone.memory.attach(first.slots_region)
+    # A late copy of its first Hello does not take them away again.
+    assert only(alone.hello(host="here"), Welcome).slots_region == ""
+    assert sent(alone.work_all(alone.push(1)), Acknowledge)
+
+
+def test_a_new_life_begins_anew_but_keeps_its_samples() -> None:
+    alone = Alone()
+    first = only(alone.hello(host="here"), Welcome)
+    alone.work(alone.receive(said(1, samples=32)))
+    welcome = only(alone.hello(host="here", life=2, next_sequence=7), Welcome)
+    assert (welcome.samples, welcome.watermark, welcome.applied) == (32, 6, 0)
+    assert welcome.slots_region != first.slots_region
+    assert alone.receive(said(2), life=1) == []  # the old life is not heard
+    assert alone.hello(life=1) == []
+    assert alone.counters()["pushes_refused"] == 1
+
+
+def test_a_complete_push_of_an_older_life_is_never_applied() -> None:
+    alone = Alone()
+    alone.hello()
+    alone.hello(OTHER)
+    applying = alone.push(1, sender=OTHER)
+    assert alone.push(1) == []  # waits in the queue
+    alone.hello(life=2)
+    actions = alone.work(applying)
+    assert not any(isinstance(a, Compute) for a in actions)
+    assert alone.counters()["clock"] == 1
+
+
+def test_a_new_life_waits_until_the_push_of_the_last_one_is_applied() -> None:
+    alone = Alone()
+    alone.hello(host="here")
+    applying = alone.receive(said(1, samples=8))
+    assert not only(alone.hello(host="here", life=2), Refused).for_good
+    only(alone.hello(OTHER), Welcome)  # others do not wait
+    actions = alone.work(applying)
+    (acknowledge,) = sent(actions, Acknowledge)
+    (welcome,) = sent(actions, Welcome)
+    assert acknowledge.sequence == 1
+    assert (welcome.samples, welcome.applied) == (8, 0)
+
+
+def test_a_repeated_hello_does_not_wait_for_the_clients_own_push() -> None:
+    alone = Alone()
+    alone.hello()
+    alone.push(1)
+    only(alone.hello(), Welcome)
+    only(alone.hello(next_sequence=2), Refused)  # this one says something new
+
+
+@pytest.mark.parametrize("message", [fetch(), credit(0), said(1)])
+def test_strangers_are_asked_to_say_hello(message: Message) -> None:
+    refused = only(Alone().receive(message), Refused)
+    assert not refused.for_good
+    assert "say Hello first" in refused.reason
+
+
+def test_messages_for_another_life_of_the_shard_are_put_off() -> None:
+    alone = Alone(incarnation=2)
+    alone.hello()
+    assert not only(alone.receive(said(1)), Refused).for_good
+    only(alone.receive(said(1, shard_incarnation=2), life=2), Refused)
+    assert alone.counters()["pushes_refused"] == 2
+
+
+def test_messages_that_are_not_for_shards_are_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="sent Alive to a shard"):
+        Alone().receive(Alive())
+
+
+# ------------------------------------------------------------------------ pushes
+
+
+def test_a_push_is_applied_once_and_acknowledged_again() -> None:
+    alone = Alone()
+    alone.hello()
+    actions = alone.work(alone.push(1))
+    acknowledge = only(actions, Acknowledge)
+    assert (acknowledge.sequence, acknowledge.clock) == (1, 1)
+    for message in (said(1), block(1, 0, np.ones(N))):
+        assert only(alone.receive(message), Acknowledge).sequence == 1
+    counters = alone.counters()
+    assert counters["clock"] == counters["pushes_applied"] == 1
+    assert counters["duplicates"] == 1
+
+
+def test_a_push_sent_again_before_it_is_applied_is_a_sign_of_life() -> None:
+    alone = Alone()
+    alone.hello()
+    applying = alone.push(1)
+    assert only(alone.receive(said(1)), PushCredit).received == 1
+    assert alone.counters()["duplicates"] == 1
+    only(alone.work(applying), Acknowledge)
+    assert alone.counters()["clock"] == 1
+
+
+def test_the_later_push_waits_in_its_slot() -> None:
+    alone = Alone()
+    alone.hello()
+    assert alone.push(2) == []
+    applying = alone.push(1)
+    actions = alone.work_all(applying)
+    assert [a.sequence for a in sent(actions, Acknowledge)] == [1, 2]
+
+
+def test_there_is_room_for_two_pushes_and_no_more() -> None:
+    alone = Alone()
+    alone.hello()
+    for sequence in (0, 3):
+        if sequence == 0:
+            only(alone.receive(said(0)), Acknowledge)  # nothing awaits an answer
+            continue
+        with pytest.raises(RemoteProtocolError, match="room for pushes 1 to 2"):
+            alone.receive(said(sequence))
+        with pytest.raises(RemoteProtocolError, match="sent push 3"):
+            alone.receive(block(sequence, 0, np.ones(N)))
+
+
+def test_clients_take_turns() -> None:
+    """Both of the first client's pushes come before the other's one."""
+    alone = Alone()
+    alone.hello()
+    alone.hello(OTHER)
+    applying = alone.push(1)
+    alone.push(2)
+    alone.push(1, sender=OTHER)
+    receivers = [
+        action.receiver
+        for action in alone.work_all(applying)
+        if isinstance(action, Send)
+    ]
+    assert receivers == [CLIENT, OTHER, CLIENT]
+
+
+def test_staleness_is_the_clock_at_application_minus_that_at_fetch() -> None:
+    alone = Alone()
+    alone.hello()
+    alone.hello(OTHER)
+    applying = alone.push(1)
+    alone.push(1, sender=OTHER)
+    actions = alone.work_all(applying)
+    assert [a.staleness for a in sent(actions, Acknowledge)] == [0, 1]
+    actions = alone.work(alone.push(2, fetched_clock=2))
+    assert only(actions, Acknowledge).staleness == 0
+    assert alone.counters()["staleness_max"] == 1
+
+
+def test_nobody_fetched_at_a_clock_to_come() -> None:
+    alone = Alone()
+    alone.hello()
+    with pytest.raises(RemoteProtocolError, match="at clock 5; the shard has come to"):
+        alone.receive(said(1, fetched_clock=5))
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (block(1, 1, np.ones(N)), "block 1 of push 1; a push has 1"),
+        (block(1, 0, np.ones(N - 1)), f"{N - 1} elements of float64.*has {N} of"),
+        (block(1, 0, np.ones(N, np.float32)), f"{N} elements of float32"),
+    ],
+)
+def test_blocks_that_cannot_be_name_what_was_expected(
+    message: PushBlock, complaint: str
+) -> None:
+    alone = Alone()
+    alone.hello()
+    with pytest.raises(RemoteProtocolError, match=complaint):
+        alone.receive(message)
+
+
+def test_who_shares_memory_sends_no_blocks_and_readers_do_not_push() -> None:
+    alone = Alone()
+    alone.hello(host="here")
+    alone.hello(READER, pushes=False)
+    with pytest.raises(RemoteProtocolError, match="slots lie in shared memory"):
+        alone.receive(block(1, 0, np.ones(N)))
+    with pytest.raises(RemoteProtocolError, match="said at the handshake that it"):
+        alone.receive(said(1), READER)
+
+
+def test_blocks_out_of_order_are_dropped_and_the_push_says_what_is_missing() -> None:
+    alone = Alone(layout_of(LARGE))
+    bounds = tuple(block_bounds(alone.layout.shard_size(0), itemsize=8))
+    assert len(bounds) == 3
+    blocks = [block(1, i, -np.ones(b - a)) for i, (a, b) in enumerate(bounds)]
+    alone.hello()
+    assert only(alone.receive(blocks[0]), PushCredit).received == 1
+    assert alone.receive(blocks[2]) == []
+    assert only(alone.receive(said(1)), PushCredit).received == 1
+    assert only(alone.receive(blocks[0]), PushCredit).received == 1  # a late copy
+    alone.receive(blocks[1])
+    actions = alone.receive(blocks[2])  # complete: its Push came before
+    assert sent(actions, PushCredit)[0].received == 3
+    only(alone.work(actions), Acknowledge)
+
+
+def test_what_the_client_gave_up_is_not_waited_for() -> None:
+    alone = Alone()
+    welcome = only(alone.hello(next_sequence=5), Welcome)
+    assert (welcome.watermark, welcome.applied) == (4, 0)
+    only(alone.work(alone.push(5)), Acknowledge)
+    late = only(alone.hello(next_sequence=2), Welcome)  # lowers nothing
+    assert (late.watermark, late.applied) == (5, 1)
+
+
+def test_slots_are_retired_once_they_are_applied() -> None:
+    alone = Alone()
+    region = only(alone.hello(host="here"), Welcome).slots_region
+    slot = alone.memory.attach(region).view(np.float64)[N:]  # of sequence 1
+    slot[:] = -1.0
+    only(alone.work(alone.receive(said(1))), Acknowledge)
+    assert np.isnan(slot).all()
+
+
+# ----------------------------------------------------------------------- buffers
+
+
+def test_buffers_of_one_client_are_what_it_pushed_to_the_bit() -> None:
+    layout = layout_of(n_buffers=1)
+    start = layout.n_gradient(0)
+    alone = Alone(layout)
+    alone.hello()
+    stream = np.random.default_rng(0)
+    for sequence in (1, 2):
+        pushed = stream.standard_normal(layout.shard_size(0)) * 1e-3
+        alone.receive(block(sequence, 0, pushed))
+        alone.work(alone.receive(said(sequence)))
+        values = alone.shard._values.vector[start:]
+        assert values.tobytes() == pushed[start:].tobytes()
+
+
+def test_buffers_of_several_clients_are_averaged_and_the_gone_do_not_count() -> None:
+    layout = layout_of(n_buffers=1)
+    alone = Alone(layout)
+    alone.hello()
+    alone.hello(OTHER)
+    alone.hello(READER, pushes=False)
+    values = alone.shard._values.vector
+    buffer = layout.n_gradient(0)
+    alone.work(alone.push(1, value=8.0))
+    assert values[buffer] == 4.0  # 0 + (8 - 0) / 2
+    alone.shard.handle(PeerLost(peer=OTHER, incarnation=1, reason="killed"), 0.0)
+    alone.work(alone.push(2, value=8.0))
+    assert values[buffer] == 8.0
+    assert alone.counters()["clients"] == 2
+
+
+# ----------------------------------------------------------------------- fetches
+
+
+def large(**options: int) -> Alone:
+    """A shard of three blocks and a client elsewhere."""
+    alone = Alone(layout_of(LARGE), **options)
+    alone.hello()
+    return alone
+
+
+def test_a_fetch_is_served_by_blocks_of_one_version_under_credits() -> None:
+    alone = large()
+    actions = alone.work(alone.receive(fetch(credit=1)))
+    assert indices(actions) == [0]
+    (timer,) = [a for a in actions if isinstance(a, SetTimer)]
+    assert timer == SetTimer(name="lease:replica-0", at=10.0)
+    alone.hello(OTHER)
+    alone.work(alone.push(1, sender=OTHER))  # updates do not wait for the reader
+    actions = alone.receive(credit(1, limit=2))
+    assert indices(actions) == [1]
+    (sent_block,) = sent(actions, ParameterBlock)
+    assert sent_block.clock == 0
+    assert not sent_block.values.any()
+    assert indices(alone.receive(credit(2, limit=99))) == [2]
+    assert alone.receive(credit(3)) == []
+    assert alone.counters()["bytes_out"] == alone.layout.shard_size(0) * 8
+
+
+def test_blocks_that_seem_lost_are_sent_again() -> None:
+    alone = large()
+    actions = alone.work(alone.receive(fetch()))
+    assert indices(actions) == [0, 1, 2]
+    assert indices(alone.receive(fetch())) == [0, 1, 2]  # nothing arrived
+    assert indices(alone.receive(credit(1, again=True))) == [1, 2]
+    assert alone.receive(fetch()) == []  # a late copy: something has arrived
+    assert alone.receive(credit(0, again=True)) == []  # likewise
+    assert alone.receive(credit(2)) == []  # all is sent
+
+
+def test_nobody_holds_more_blocks_than_there_are() -> None:
+    alone = large()
+    alone.work(alone.receive(fetch()))
+    with pytest.raises(RemoteProtocolError, match="claims 4 blocks of a fetch of 3"):
+        alone.receive(credit(4))
+
+
+def test_a_lease_ended_early_frees_the_copy_and_nothing_more_is_sent() -> None:
+    alone = large(n_copies=1)
+    actions = alone.work(alone.receive(fetch(credit=1)))
+    (first,) = sent(actions, ParameterBlock)
+    assert alone.receive(credit(3)) == []
+    assert np.isnan(first.values).all()  # retired: a late reader is caught
+    assert alone.receive(credit(1)) == []
+    assert alone.receive(fetch()) == []  # of the same request: never served twice
+
+
+def test_an_idle_lease_ends_and_the_client_is_told_to_begin_anew() -> None:
+    alone = large(n_copies=1)
+    actions = alone.work(alone.receive(fetch(credit=1)))
+    (first,) = sent(actions, ParameterBlock)
+    alone.now = 6.0
+    alone.receive(credit(1, limit=1))
+    alone.now = 10.0
+    timer = TimerFired(name="lease:replica-0")
+    assert alone.shard.handle(timer, 10.0) == [
+        SetTimer(name="lease:replica-0", at=16.0)
+    ]
+    assert alone.receive(credit(1, limit=1)) == []  # words without progress
+    assert alone.shard.handle(timer, 16.0) == []
+    assert np.isnan(first.values).all()
+    for message in (credit(1), fetch()):
+        refused = only(alone.receive(message), Refused)
+        assert not refused.for_good
+        assert "fetch anew" in refused.reason
+    assert indices(alone.work(alone.receive(fetch(2)))) == [0, 1, 2]
+    assert alone.shard.handle(TimerFired(name="lease:nobody"), 16.0) == []
+
+
+def test_fetches_share_a_copy_of_the_present_clock() -> None:
+    alone = large(n_copies=1)
+    alone.hello(OTHER)
+    alone.hello(READER, pushes=False)
+    copying = alone.receive(fetch())
+    assert alone.receive(fetch(), OTHER) == []  # shares the copy being made
+    actions = alone.work(copying)
+    assert indices(actions) == [0, 1, 2, 0, 1, 2]
+    assert indices(alone.receive(fetch(), READER)) == [0, 1, 2]  # still the same clock
+    assert alone.shard._service.fetches._leases.n_copies == 1
+
+
+def test_a_fetch_waits_if_no_copy_is_free_and_all_that_wait_share_the_next() -> None:
+    alone = large(n_copies=1)
+    alone.hello(OTHER)
+    alone.hello(READER, pushes=False)
+    alone.work(alone.receive(fetch()))
+    alone.work(alone.push(1))
+    assert alone.receive(fetch(), OTHER) == []
+    assert alone.receive(fetch(), READER) == []
+    only(alone.receive(fetch(), OTHER), Welcome)  # asked again: a sign of life
+    copying = alone.receive(credit(3))
+    actions = alone.work(copying)
+    assert indices(actions) == [0, 1, 2, 0, 1, 2]
+    assert {b.clock for b in sent(actions, ParameterBlock)} == {1}
+    assert alone.shard._service.fetches._leases.n_copies == 1
+
+
+def test_a_new_fetch_ends_the_lease_of_the_last_one() -> None:
+    alone = large(n_copies=1)
+    alone.work(alone.receive(fetch()))
+    alone.work(alone.push(1))
+    actions = alone.work(alone.receive(fetch(2)))
+    assert {b.clock for b in sent(actions, ParameterBlock)} == {1}
+    assert alone.receive(fetch(1)) == []
+    assert alone.receive(credit(1)) == []
+
+
+def test_a_reader_that_is_gone_frees_its_copy() -> None:
+    alone = large(n_copies=1)
+    alone.work(alone.receive(fetch()))
+    lost = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
+    assert alone.shard.handle(lost, 0.0) == []
+    only(alone.receive(credit(1)), Refused)  # it was not gone after all
+    alone.shard.handle(PeerLost(peer=TEST, incarnation=1, reason="killed"), 0.0)
+    assert alone.shard.handle(PeerJoined(peer=CLIENT, incarnation=1), 0.0) == []
+
+
+def test_a_reader_that_is_gone_before_its_copy_is_made_leaves_it_free() -> None:
+    alone = large(n_copies=1)
+    copying = alone.receive(fetch())
+    alone.hello(life=2)
+    assert alone.work(copying) == []
+    actions = alone.work(alone.receive(fetch(2), life=2))
+    assert indices(actions) == [0, 1, 2]
+
+
+def test_pushes_and_copies_take_turns() -> None:
+    """Two readers ask by turns for ever newer versions; a push is never kept waiting
+    for more than one copy, nor a reader for more than one push."""
+    alone = large(n_copies=2)
+    alone.hello(OTHER)
+    applying = alone.push(1)
+    alone.push(2)
+    alone.receive(fetch(), OTHER)
+    names = []
+    actions = applying
+    for request in range(2, 6):
+        (work,) = [a for a in actions if isinstance(a, Compute)]
+        names.append(work.name)
+        actions = alone.work(actions)
+        if not any(isinstance(a, Compute) for a in actions):
+            break
+        alone.receive(fetch(request), OTHER)
+    assert names == ["apply", "copy", "apply", "copy"]
+
+
+def test_a_reader_of_blocks_is_sent_so_many_at_once_whatever_it_asks_for() -> None:
+    tensors = (TensorSpec(name="w", shape=(70 * 131072,)),)
+    alone = Alone(layout_of(tensors))
+    alone.hello()
+    actions = alone.work(alone.receive(fetch(credit=1 << 40)))
+    assert indices(actions) == list(range(64))
+
+
+# --------------------------------------------------------------------- published
+
+
+def test_values_are_marked_from_the_request_of_an_update_to_its_answer() -> None:
+    alone = Alone()
+    alone.hello()
+    published = alone.shard._values._published
+    assert published.version % 2 == 0
+    applying = alone.push(1)
+    assert published.version % 2 == 1
+    alone.work(applying)
+    assert (published.version % 2, published.clock) == (0, 1)
+
+
+# --------------------------------------------------------------------- snapshots
+
+
+def test_a_snapshot_is_taken_while_pushes_queue() -> None:
+    alone = Alone()
+    alone.hello()
+    alone.work(alone.push(1, samples=9))
+    saving = alone.receive(Save(label="1"), TEST)
+    (persist,) = saving
+    assert isinstance(persist, Persist)
+    assert alone.shard.status()[0] == "saving"
+    assert persist.snapshot.facts["clock"] == "1"
+    assert alone.push(2) == []
+    actions = alone.work_all(saving)
+    assert sent(actions, Saved)[0].error is None
+    assert sent(actions, Saved)[0].clock == 1
+    assert sent(actions, Acknowledge)[0].sequence == 2
+    assert only(alone.receive(Save(label="1"), TEST), Saved).error is None  # repeated
+
+
+def test_snapshots_wait_for_the_work_and_not_for_ever_many() -> None:
+    alone = Alone()
+    alone.hello()
+    applying = alone.push(1)
+    for n in range(N_SAVES_MAX):
+        assert alone.receive(Save(label=str(n)), TEST) == []
+        assert alone.receive(Save(label=str(n)), TEST) == []  # asked again
+    error = only(alone.receive(Save(label="more"), TEST), Saved).error
+    assert error is not None
+    assert "wait to be taken already" in error
+    saved = sent(alone.work_all(applying), Saved)
+    assert [s.label for s in saved] == [str(n) for n in range(N_SAVES_MAX)]
+
+
+def test_a_disk_that_is_full_is_told_to_who_asked() -> None:
+    alone = Alone()
+    alone.receive(Save(label="1"), TEST)
+    persisted = Persisted(label="1", error="no space left")
+    saved = only(alone.shard.handle(persisted, 0.0), Saved)
+    assert saved.error == "no space left"
+    (again,) = alone.receive(Save(label="1"), TEST)  # not saved: tried again
+    assert isinstance(again, Persist)
+
+
+def test_a_restart_goes_on_with_the_same_bits() -> None:
+    rule = Adagrad(learning_rate=0.5)
+    layout = LAYOUT
+
+    def begin(restored: Snapshot | None, incarnation: int) -> ParameterServerShard:
+        shard = ParameterServerShard(
+            ShardConfig(index=0, layout=layout, rule=rule),
+            memory=PrivateMemory(),
+            initialise=lambda: np.ones(N),
+        )
+        alone.shard = shard
+        alone.incarnation = incarnation
+        started = Started(incarnation=incarnation, restored=restored)
+        alone.work(shard.handle(started, 0.0))
+        return shard
+
+    alone = Alone()
+    first = begin(None, 1)
+    alone.hello()
+    alone.work(alone.push(1, value=3.0, samples=5))
+    (persist,) = alone.receive(Save(label="1"), TEST)
+    assert isinstance(persist, Persist)
+    second = begin(persist.snapshot, 2)
+    assert second._values.vector.tobytes() == first._values.vector.tobytes()
+    welcome = only(alone.hello(next_sequence=2), Welcome)
+    assert (welcome.clock, welcome.samples, welcome.applied) == (1, 5, 1)
+    # What the old life would have done with the next push, the new one does.
+    alone.receive(block(2, 0, np.full(N, 2.0), shard_incarnation=2))
+    alone.work(alone.receive(said(2, shard_incarnation=2)))
+    first._values.begin_push(np.full(N, 2.0), n_clients=1)[0]()
+    assert second._values.vector.tobytes() == first._values.vector.tobytes()
+
+
+# --------------------------------------------------------------------------- end
+
+
+def test_stop_finishes_complete_pushes_and_snapshots_then_halts() -> None:
+    alone = Alone()
+    alone.hello(host="here")
+    alone.hello(OTHER)
+    applying = alone.receive(said(1))
+    alone.receive(said(2))
+    alone.receive(Save(label="1"), TEST)
+    assert alone.receive(Stop(reason="enough"), TEST) == []
+    assert alone.receive(said(3)) == []
+    assert alone.hello(life=2) == []
+    actions = alone.work_all(applying)
+    assert len(sent(actions, Acknowledge)) == 2
+    assert len(sent(actions, Saved)) == 1
+    (finished,) = sent(actions, Finished)
+    assert finished.counters["clock"] == 2
+    assert actions[-1] == Halt()
+    with pytest.raises(Exception, match="no region"):
+        alone.memory.attach("shard-0.1.values")
+    assert alone.shard.status()[0] == "stopping"
+
+
+def test_stop_ends_an_idle_shard_at_once_and_serves_no_waiting_fetch() -> None:
+    alone = large(n_copies=1)
+    copying = alone.receive(fetch())
+    alone.receive(Stop(reason="enough"), TEST)
+    actions = alone.work(copying)
+    assert actions[-1] == Halt()
+    idle = Alone()
+    assert idle.receive(Stop(reason="enough"), TEST)[-1] == Halt()
+
+
+def test_a_shard_told_to_stop_while_it_begins_ends_when_it_has_begun() -> None:
+    alone = Alone(ready=False)
+    assert alone.receive(Stop(reason="enough"), TEST) == []
+    assert alone.work(alone.started)[-1] == Halt()
+
+
+def test_sgd_is_what_the_shard_was_told_to_do() -> None:
+    """The shard, and not the client, multiplies by the rate (DB-7)."""
+    alone = Alone()
+    alone.shard = ParameterServerShard(
+        ShardConfig(index=0, layout=LAYOUT, rule=SGD(learning_rate=0.25)),
+        memory=PrivateMemory(),
+        initialise=lambda: np.zeros(N),
+    )
+    alone.work(alone.shard.handle(Started(incarnation=1), 0.0))
+    alone.hello()
+    alone.work(alone.push(1, value=4.0))
+    assert (alone.shard._values.vector == -1.0).all()

@@ -1,0 +1,710 @@
+"""Lives of roles in a simulated cluster: start, end, launch, pause."""
+
+import numpy as np
+import pytest
+
+from distbelief.errors import (
+    JobError,
+    LocalProtocolError,
+    PeerLostError,
+    RemoteProtocolError,
+)
+from distbelief.memory import Memory
+from distbelief.messages import Acknowledge, Push, Stop
+from distbelief.roles import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Compute,
+    Connect,
+    Cost,
+    Event,
+    Halt,
+    Launch,
+    PeerJoined,
+    PeerLost,
+    Received,
+    Report,
+    Seconds,
+    Send,
+    SetTimer,
+    Started,
+    Terminate,
+    TimerFired,
+)
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.faults import Kill, Pause, Slow
+from distbelief.simulation.links import Link
+from distbelief.simulation.machines import Machine
+from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.trace import SimulationFailed
+from tests.distbelief.simulation.toys import (
+    STEADY,
+    TESTER,
+    A,
+    B,
+    C,
+    Counter,
+    Echo,
+    Pinger,
+    Scripted,
+    block,
+    cluster_of,
+    from_tester,
+    on_start,
+    push,
+)
+
+
+INTRODUCED = ClusterOptions(introduce=True, machine=STEADY)
+
+
+def counter(cluster: SimulatedCluster, name: Address) -> float:
+    return cluster.role(name).status()[1]["count"]
+
+
+# ----------------------------------------------------------------- determinism
+
+
+def ping(seed: int, *, faults: tuple[Kill, ...] = ()) -> SimulatedCluster:
+    cluster = SimulatedCluster(
+        {A: lambda _: Pinger(B, 20), B: lambda _: Echo()},
+        seed=seed,
+        options=ClusterOptions(introduce=True, faults=faults),
+    )
+    cluster.run()
+    return cluster
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
+    assert ping(1).trace.digest == ping(1).trace.digest
+    assert ping(1).trace.digest != ping(2).trace.digest
+
+
+def test_a_pinger_gets_through_to_an_echo_and_halts() -> None:
+    cluster = ping(1)
+    assert cluster.halted == {A: None}
+    assert cluster.alive == (B,)
+    assert cluster.counts.delivered == 40
+    assert cluster.now < 2.0
+
+
+def test_it_gets_through_although_the_echo_is_killed_on_the_way() -> None:
+    cluster = ping(1, faults=(Kill(at=0.0005, role=B, restart_after=3.0),))
+    assert cluster.halted == {A: None}
+    assert cluster.incarnation(B) == 2
+    assert cluster.now > 3.0
+
+
+def test_an_hour_of_silence_takes_no_events() -> None:
+    cluster = cluster_of({A: Scripted()})
+    cluster.run(until=3600.0, max_events=1)
+    assert cluster.now == 3600.0
+
+
+# ------------------------------------------------------------------- messages
+
+
+def test_every_message_arrives_as_a_copy() -> None:
+    values = np.ones(4, np.float32)
+
+    def answer(event: Event, _: Seconds) -> list[Action]:
+        if isinstance(event, Started):
+            return [Send(receiver=B, message=block(values)), SetTimer(name="t", at=0)]
+        values[:] = 7  # after the handling in which it was sent
+        return []
+
+    receiver = Scripted()
+    cluster_of({A: Scripted(answer), B: receiver}).run()
+    (message,) = [e.message for _, e in receiver.seen if isinstance(e, Received)]
+    assert getattr(message, "values").tolist() == [1, 1, 1, 1]  # noqa: B009
+    with pytest.raises(ValueError, match="read-only"):
+        getattr(message, "values")[0] = 2  # noqa: B009
+
+
+def test_messages_of_one_link_keep_their_order_though_latency_varies() -> None:
+    receiver = Scripted()
+    sends = [Send(receiver=B, message=push(n)) for n in range(1, 101)]
+    options = ClusterOptions(introduce=True, link=Link(jitter=50.0), machine=STEADY)
+    cluster_of({A: Scripted(on_start(*sends)), B: receiver}, options=options).run()
+    assert receiver.sequences == list(range(1, 101))
+
+
+def test_a_long_message_holds_up_the_next_one() -> None:
+    receiver = Scripted()
+    values = np.zeros(250_000, np.float32)  # 1 MB
+    machines = {A: Machine(host="one"), B: Machine(host="two")}
+    link = Link(latency_seconds=0.1, bytes_per_second=1e6, jitter=0.0)
+    options = ClusterOptions(introduce=True, machines=machines, link=link)
+    sends = [Send(receiver=B, message=m) for m in (push(1), block(values), push(2))]
+    cluster_of({A: Scripted(on_start(*sends)), B: receiver}, options=options).run()
+    arrivals = [now for now, event in receiver.seen if isinstance(event, Received)]
+    assert arrivals == pytest.approx([0.1, 1.1, 1.1], abs=1e-3)
+
+
+def test_what_goes_to_a_name_without_builder_waits_for_the_test() -> None:
+    sender = Scripted(on_start(Send(receiver=TESTER, message=push(3))))
+    cluster = cluster_of({A: sender})
+    cluster.run()
+    (received,) = cluster.sent_to(TESTER)
+    assert isinstance(received.message, Push)
+    assert (received.sender, received.incarnation) == (A, 1)
+    assert cluster.sent_to(Address("nobody")) == ()
+
+
+def test_the_test_can_play_a_peer() -> None:
+    cluster = SimulatedCluster({B: lambda _: Echo()}, seed=1, options=INTRODUCED)
+    cluster.run()
+    cluster.post(B, from_tester(push(5)))
+    cluster.run()
+    (received,) = cluster.sent_to(TESTER)
+    assert isinstance(received.message, Acknowledge)
+    assert received.message.sequence == 5
+
+
+def test_a_message_that_had_not_left_dies_with_its_sender() -> None:
+    receiver = Scripted()
+    machines = {A: Machine(host="one"), B: Machine(host="two")}
+    link = Link(latency_seconds=0.0, bytes_per_second=1e6, jitter=0.0)
+    options = ClusterOptions(
+        introduce=True,
+        machines=machines,
+        link=link,
+        faults=(Kill(at=0.5, role=A),),
+    )
+    values = np.zeros(250_000, np.float32)  # a second on its way out
+    sends = [Send(receiver=B, message=m) for m in (push(1), block(values))]
+    cluster = cluster_of({A: Scripted(on_start(*sends)), B: receiver}, options=options)
+    cluster.run()
+    assert receiver.sequences == [1]
+    assert receiver.kinds.count("Received") == 1
+    assert cluster.counts.lost == 1
+
+
+def test_a_message_to_an_earlier_life_reaches_nobody() -> None:
+    receiver = Scripted()
+    options = ClusterOptions(
+        introduce=True,
+        machine=STEADY,
+        link_within_host=Link(latency_seconds=1.0),
+        faults=(Kill(at=0.5, role=B, restart_after=0.1),),
+    )
+    cluster = cluster_of(
+        {A: Scripted(on_start(Send(receiver=B, message=push(1)))), B: receiver},
+        options=options,
+    )
+    cluster.run()
+    assert receiver.sequences == []
+    assert cluster.incarnation(B) == 2
+
+
+# ---------------------------------------------------------------- introduction
+
+
+def test_introduced_roles_hear_of_every_new_life_of_the_others() -> None:
+    a, b = Scripted(), Scripted()
+    cluster = cluster_of({A: a, B: b})
+    cluster.run()
+    cluster.restart(B)
+    cluster.run()
+    assert [e for _, e in a.seen if isinstance(e, PeerJoined)] == [
+        PeerJoined(peer=B, incarnation=1),
+        PeerJoined(peer=B, incarnation=2),
+    ]
+    assert b.seen[0][1] == Started(incarnation=1)
+    assert b.seen[2][1] == Started(incarnation=2)
+    assert b.seen[3][1] == PeerJoined(peer=A, incarnation=1)
+
+
+def test_without_introduction_only_connected_roles_and_the_supervisor_are_reached() -> (
+    None
+):
+    supervisor, b, c = Scripted(), Scripted(), Scripted()
+    connect = Connect(peer=B, incarnation=1, endpoint="", host="host-0")
+    a = Scripted(
+        on_start(
+            connect,
+            *(Send(receiver=peer, message=push(1)) for peer in (SUPERVISOR, B, C)),
+        )
+    )
+    roles = {SUPERVISOR: supervisor, A: a, B: b, C: c}
+    cluster = cluster_of(roles, options=ClusterOptions())
+    cluster.run()
+    assert [role.sequences for role in roles.values()] == [[1], [], [1], []]
+    assert cluster.counts.lost == 1
+    assert "not connected to c" in cluster.trace.table()
+
+
+def test_connecting_anew_to_the_same_life_keeps_the_order() -> None:
+    connect = Connect(peer=B, incarnation=1, endpoint="", host="host-0")
+    actions: list[Action] = []
+    for n in range(1, 31):
+        actions += [Send(receiver=B, message=push(n)), connect]
+    receiver = Scripted()
+    a = Scripted(on_start(connect, *actions))
+    cluster_of({A: a, B: receiver}, options=ClusterOptions()).run()
+    assert receiver.sequences == list(range(1, 31))
+
+
+# ------------------------------------------------------------ launch, terminate
+
+
+def supervising(
+    *actions: Action, launch_seconds: float = 0.5
+) -> tuple[SimulatedCluster, Scripted]:
+    supervisor = Scripted(on_start(*actions))
+    cluster = SimulatedCluster(
+        {SUPERVISOR: lambda _: supervisor, A: lambda _: Counter()},
+        seed=1,
+        options=ClusterOptions(start=(SUPERVISOR,), launch_seconds=launch_seconds),
+    )
+    return cluster, supervisor
+
+
+def test_a_launched_role_starts_later_with_the_incarnation_asked_for() -> None:
+    cluster, _ = supervising(Launch(name=A, incarnation=4))
+    cluster.run(until=0.4)
+    assert cluster.alive == (SUPERVISOR,)
+    cluster.run(until=0.6)
+    assert cluster.incarnation(A) == 4
+
+
+@pytest.mark.parametrize("how", ["killed", "halted"])
+def test_the_supervisor_learns_that_a_role_it_launched_is_gone(how: str) -> None:
+    cluster, supervisor = supervising(Launch(name=A, incarnation=1))
+    cluster.run()
+    if how == "killed":
+        cluster.kill(A)
+    else:
+        cluster.post(A, from_tester(Stop(reason="enough")))
+    cluster.run()
+    last = supervisor.seen[-1][1]
+    assert isinstance(last, PeerLost)
+    assert (last.peer, last.incarnation) == (A, 1)
+    assert how in last.reason
+
+
+def test_a_role_terminated_before_it_started_never_starts() -> None:
+    cluster, supervisor = supervising(Launch(name=A, incarnation=1), Terminate(name=A))
+    cluster.run()
+    assert cluster.alive == (SUPERVISOR,)
+    assert supervisor.kinds == ["Started", "PeerLost"]
+
+
+def test_terminate_ends_a_role_and_its_zombies() -> None:
+    def answer(event: Event, _: Seconds) -> list[Action]:
+        match event:
+            case Started():
+                return [
+                    Launch(name=A, incarnation=1),
+                    Launch(name=A, incarnation=2),
+                    SetTimer(name="end", at=5.0),
+                ]
+            case TimerFired():
+                return [Terminate(name=A)]
+            case _:
+                return []
+
+    supervisor = Scripted(answer)
+    cluster = SimulatedCluster(
+        {SUPERVISOR: lambda _: supervisor, A: lambda _: Counter()},
+        seed=1,
+        options=ClusterOptions(start=(SUPERVISOR,)),
+    )
+    cluster.run()
+    lost = [event for _, event in supervisor.seen if isinstance(event, PeerLost)]
+    assert [event.incarnation for event in lost] == [1, 2]
+    assert cluster.alive == (SUPERVISOR,)
+
+
+def test_an_incarnation_that_does_not_rise_ends_the_run() -> None:
+    cluster, _ = supervising(
+        Launch(name=A, incarnation=2), Launch(name=A, incarnation=2)
+    )
+    with pytest.raises(SimulationFailed, match="each start needs a higher one"):
+        cluster.run()
+
+
+def test_launching_a_name_without_builder_ends_the_run() -> None:
+    cluster, _ = supervising(Launch(name=Address("shrad-0"), incarnation=1))
+    with pytest.raises(SimulationFailed, match=r"build 'shrad-0'; there .* for .*, a"):
+        cluster.run()
+
+
+def no_data(_: Memory) -> Counter:
+    raise JobError("no data in ''")
+
+
+def test_a_role_that_cannot_be_built_is_lost_to_its_supervisor() -> None:
+    supervisor = Scripted(on_start(Launch(name=A, incarnation=1)))
+    cluster = SimulatedCluster(
+        {SUPERVISOR: lambda _: supervisor, A: no_data},
+        seed=1,
+        options=ClusterOptions(start=(SUPERVISOR,)),
+    )
+    cluster.run()
+    last = supervisor.seen[-1][1]
+    assert isinstance(last, PeerLost)
+    assert last.reason == "could not be built: no data in ''"
+
+
+def test_a_role_that_cannot_be_built_ends_a_run_without_supervisor() -> None:
+    cluster = SimulatedCluster({A: no_data}, seed=1)
+    with pytest.raises(SimulationFailed, match="a#1 could not be built: no data"):
+        cluster.run()
+
+
+# --------------------------------------------------------------- kill, restart
+
+
+def test_a_new_life_begins_with_nothing_of_the_old_one() -> None:
+    cluster = SimulatedCluster({A: lambda _: Counter()}, seed=1, options=INTRODUCED)
+    cluster.run()
+    cluster.post(A, from_tester(push(1)))
+    cluster.run()
+    assert counter(cluster, A) == 1
+    cluster.restart(A)
+    assert counter(cluster, A) == 0
+    assert cluster.incarnation(A) == 2
+
+
+def test_a_killed_role_gets_no_answer_and_no_timer() -> None:
+    role = Scripted(
+        on_start(
+            SetTimer(name="t", at=2.0),
+            Compute(name="c", work=lambda: None, cost=Cost(flops=2.0)),
+        )
+    )
+    cluster = cluster_of({A: role})
+    cluster.run(until=1.0)
+    cluster.kill(A)
+    cluster.kill(A)  # once more does nothing
+    cluster.run()
+    assert role.kinds == ["Started"]
+    assert cluster.alive == ()
+    assert cluster.halted == {}
+
+
+@pytest.mark.parametrize("n_performed", [0, 1, 2, 3])
+def test_a_role_can_be_killed_between_any_two_actions(n_performed: int) -> None:
+    def answer(event: Event, _: Seconds) -> list[Action]:
+        if isinstance(event, Received):
+            return [Send(receiver=B, message=push(n)) for n in (1, 2)]
+        return []
+
+    receiver = Scripted()
+    kill = Kill(at=1.0, role=A, after_actions=n_performed)
+    options = ClusterOptions(introduce=True, machine=STEADY, faults=(kill,))
+    cluster = cluster_of({A: Scripted(answer), B: receiver}, options=options)
+    cluster.run()
+    cluster.post(A, from_tester(push(1)))
+    cluster.run()
+    assert cluster.alive == (B,)
+    # What it sent had not left the process when it died.
+    assert receiver.sequences == []
+    assert cluster.counts.lost == min(n_performed, 2)
+
+
+def test_a_kill_in_mid_event_is_called_off_if_there_is_no_event() -> None:
+    kill = Kill(at=1.0, role=A, after_actions=0, restart_after=2.0)
+    options = ClusterOptions(introduce=True, faults=(kill,))
+    cluster = cluster_of({A: Scripted(on_start())}, options=options)
+    cluster.run()
+    cluster.post(A, from_tester(push(1)))
+    cluster.run()
+    assert cluster.incarnation(A) == 1
+    assert cluster.alive == (A,)
+
+
+def test_a_kill_of_whoever_is_gone_or_not_yet_there_does_nothing() -> None:
+    faults = (Kill(at=1.0, role=A, restart_after=1.0), Kill(at=1.0, role=B))
+    options = ClusterOptions(start=(A,), faults=faults)
+    roles = {A: Scripted(on_start(Halt())), B: Scripted()}
+    cluster = cluster_of(roles, options=options)
+    cluster.run()
+    assert cluster.halted == {A: None}
+    assert cluster.incarnation(A) == 1
+
+
+def test_a_kill_does_not_restart_what_was_restarted_meanwhile() -> None:
+    options = ClusterOptions(faults=(Kill(at=1.0, role=A, restart_after=1.0),))
+    cluster = cluster_of({A: Scripted()}, options=options)
+    cluster.run(until=1.5)
+    cluster.restart(A)
+    cluster.run()
+    assert cluster.incarnation(A) == 2
+
+
+def test_asking_for_a_role_that_has_not_begun_names_those_that_have() -> None:
+    cluster = cluster_of({A: Scripted(), B: Scripted()}, options=ClusterOptions())
+    with pytest.raises(KeyError, match="'a' has not begun; nobody has"):
+        cluster.role(A)
+    cluster.run()
+    with pytest.raises(KeyError, match="'c' has not begun; a, b has"):
+        cluster.kill(C)
+
+
+# ----------------------------------------------------------------------- pause
+
+
+def test_a_paused_role_gets_everything_later_and_in_order() -> None:
+    role = Scripted(on_start(SetTimer(name="t", at=2.0)))
+    sends = [Send(receiver=A, message=push(n)) for n in range(1, 6)]
+
+    def answer(event: Event, _: Seconds) -> list[Action]:
+        match event:
+            case Started():
+                return [SetTimer(name="t", at=1.5)]
+            case TimerFired():
+                return list(sends)
+            case _:
+                return []
+
+    options = ClusterOptions(
+        introduce=True, machine=STEADY, faults=(Pause(at=1.0, role=A, seconds=4.0),)
+    )
+    cluster = cluster_of({A: role, B: Scripted(answer)}, options=options)
+    cluster.run(until=4.9)
+    assert role.kinds == ["Started", "PeerJoined"]
+    cluster.run()
+    assert {now for now, _ in role.seen[2:]} == {5.0}
+    assert role.kinds[2:] == ["Received"] * 5 + ["TimerFired"]
+    assert role.sequences == [1, 2, 3, 4, 5]
+
+
+def test_what_arrives_at_the_end_of_a_pause_comes_after_what_waited() -> None:
+    options = ClusterOptions(
+        introduce=True,
+        link_within_host=Link(latency_seconds=1.0, bytes_per_second=1e12, jitter=0),
+        faults=(Pause(at=1.5, role=B, seconds=1.5),),
+    )
+
+    def answer(event: Event, now: Seconds) -> list[Action]:
+        if isinstance(event, (Started, TimerFired)) and now < 5:
+            return [
+                Send(receiver=B, message=push(int(now) + 1)),
+                SetTimer(name="t", at=now + 1),
+            ]
+        return []
+
+    receiver = Scripted()
+    cluster_of({A: Scripted(answer), B: receiver}, options=options).run()
+    assert receiver.sequences == [1, 2, 3, 4, 5]
+    assert receiver.seen[3][0] == 3.0
+
+
+def test_work_under_way_stands_still_during_a_pause() -> None:
+    work = Compute(name="c", work=lambda: None, cost=Cost(flops=2.0))
+    role = Scripted(on_start(work, work))
+    faults = (Pause(at=1.0, role=A, seconds=3.0), Pause(at=2.0, role=A, seconds=4.0))
+    options = ClusterOptions(machine=STEADY, faults=faults)
+    cluster_of({A: role}, options=options).run()
+    assert [now for now, _ in role.seen] == [0.0, 7.0, 9.0]
+
+
+def test_a_pause_within_a_pause_changes_nothing() -> None:
+    role = Scripted(on_start(SetTimer(name="t", at=2.0)))
+    faults = (Pause(at=1.0, role=A, seconds=3.0), Pause(at=2.0, role=A, seconds=1.0))
+    options = ClusterOptions(
+        faults=(*faults, Pause(at=1.0, role=B, seconds=1.0)), start=(A,)
+    )
+    cluster_of({A: role, B: Scripted()}, options=options).run()
+    assert role.seen[-1] == (4.0, TimerFired(name="t"))
+
+
+def test_a_zombie_wakes_beside_its_successor_and_still_speaks() -> None:
+    """A paused role is taken for dead; its messages carry the old incarnation."""
+
+    def supervise(event: Event, _: Seconds) -> list[Action]:
+        match event:
+            case Started():
+                return [
+                    Launch(name=A, incarnation=1),
+                    SetTimer(name="impatience", at=3.0),
+                ]
+            case TimerFired():
+                return [Launch(name=A, incarnation=2)]
+            case _:
+                return []
+
+    def live(event: Event, now: Seconds) -> list[Action]:
+        if isinstance(event, (Started, TimerFired)):
+            return [
+                Send(receiver=SUPERVISOR, message=push(int(now))),
+                SetTimer(name="beat", at=now + 1),
+            ]
+        return []
+
+    supervisor = Scripted(supervise)
+    cluster = SimulatedCluster(
+        {SUPERVISOR: lambda _: supervisor, A: lambda _: Scripted(live)},
+        seed=1,
+        options=ClusterOptions(
+            start=(SUPERVISOR,), faults=(Pause(at=1.0, role=A, seconds=5.0),)
+        ),
+    )
+    cluster.run(until=6.2)
+    heard = [event.incarnation for _, event in supervisor.seen
+             if isinstance(event, Received)]  # fmt: skip
+    assert heard == [1, 2, 2, 2, 1]
+
+
+# ------------------------------------------------------------------------ slow
+
+
+def test_slow_work_takes_longer_while_it_lasts() -> None:
+    work = Compute(name="c", work=lambda: None, cost=Cost(flops=1.0))
+    role = Scripted(on_start(work, work, work))
+    faults = (
+        Slow(at=0.5, role=A, factor=4.0, seconds=2.0),
+        Slow(at=0.5, role=B, factor=9.0, seconds=9.0),
+    )
+    options = ClusterOptions(machine=STEADY, faults=faults)
+    cluster_of({A: role, B: Scripted()}, options=options).run()
+    assert [now for now, _ in role.seen] == [0.0, 1.0, 5.0, 6.0]
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def raising(error: Exception) -> Scripted:
+    def answer(event: Event, _: Seconds) -> list[Action]:
+        if isinstance(event, Received):
+            raise error
+        return []
+
+    return Scripted(answer)
+
+
+def poked(role: Scripted) -> SimulatedCluster:
+    cluster = cluster_of({A: role}, seed=17)
+    cluster.run()
+    cluster.post(A, from_tester(push(1)))
+    cluster.run()
+    return cluster
+
+
+def test_a_remote_protocol_error_drops_the_event_and_the_role_goes_on() -> None:
+    cluster = poked(raising(RemoteProtocolError("'tester' pushed to a toy")))
+    assert cluster.alive == (A,)
+    assert cluster.counts.refused == 1
+    assert "refused: 'tester' pushed to a toy" in cluster.trace.table()
+
+
+def test_any_other_error_of_ours_halts_the_role() -> None:
+    cluster = poked(raising(PeerLostError("shard-0 is silent for 60 s")))
+    assert cluster.halted == {A: "PeerLostError: shard-0 is silent for 60 s"}
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError("n < 0"), KeyError("x"), LocalProtocolError("illegal")]
+)
+def test_a_bug_in_a_role_ends_the_run_and_names_the_seed(error: Exception) -> None:
+    with pytest.raises(SimulationFailed, match="seed 17") as caught:
+        poked(raising(error))
+    assert caught.value.seed == 17
+    assert f"a#1 raised {type(error).__name__}" in str(caught.value)
+    assert caught.value.__cause__ is error
+
+
+def test_an_array_that_cannot_be_sent_ends_the_run() -> None:
+    values = np.zeros((2, 2), np.float32)
+    sender = Scripted(on_start(Send(receiver=B, message=block(values))))
+    with pytest.raises(SimulationFailed, match=r"a#1 .*cannot send an array"):
+        cluster_of({A: sender, B: Scripted()}).run()
+
+
+def test_a_timer_at_no_time_ends_the_run() -> None:
+    role = Scripted(on_start(SetTimer(name="t", at=float("nan"))))
+    with pytest.raises(SimulationFailed, match="due at time NaN"):
+        cluster_of({A: role}).run()
+
+
+def test_reports_are_kept() -> None:
+    line = Report(text="a slot is late", level="warning")
+    cluster = cluster_of({A: Scripted(on_start(line))})
+    cluster.run()
+    assert cluster.reports == ((A, line),)
+    assert "warning: a slot is late" in cluster.trace.table()
+
+
+# ---------------------------------------------------------------------- bounds
+
+
+def beat(_: Event, now: Seconds) -> list[Action]:
+    return [SetTimer(name="beat", at=now + 1)]
+
+
+def test_a_run_without_end_ends_at_max_events() -> None:
+    with pytest.raises(SimulationFailed, match="not over after 50 events"):
+        cluster_of({A: Scripted(beat)}).run(max_events=50)
+
+
+def test_a_condition_that_never_holds_ends_the_run() -> None:
+    cluster = cluster_of({A: Scripted(beat)})
+    with pytest.raises(SimulationFailed, match=r"not come about by 10\.0 s"):
+        cluster.run_until(lambda: False, within=10.0)
+    with pytest.raises(SimulationFailed, match="nor has it after 5 events"):
+        cluster.run_until(lambda: False, max_events=5)
+    with pytest.raises(SimulationFailed, match="not come about"):
+        cluster_of({A: Scripted()}).run_until(lambda: False, within=float("inf"))
+
+
+def test_a_condition_is_asked_after_every_event() -> None:
+    role = Scripted(beat)
+    cluster = cluster_of({A: role})
+    cluster.run_until(lambda: len(role.seen) == 4)
+    assert cluster.now == 3.0
+
+
+def test_roles_that_answer_each_other_in_no_time_are_stopped() -> None:
+    role = Scripted(lambda _, now: [SetTimer(name="again", at=now)])
+    with pytest.raises(SimulationFailed, match="no time has passed"):
+        cluster_of({A: role}).run()
+
+
+def test_a_broken_invariant_ends_the_run() -> None:
+    role = Scripted(beat)
+    cluster = cluster_of({A: role}, seed=9)
+
+    def few_events() -> None:
+        assert len(role.seen) < 3, "too many events"
+
+    cluster.watch(few_events)
+    with pytest.raises(SimulationFailed, match=r"seed 9 .*broken: too many events"):
+        cluster.run()
+
+
+def test_the_users_stream_is_the_tests_own() -> None:
+    one, two = cluster_of({A: Scripted()}), cluster_of({A: Scripted()})
+    assert one.streams.user.random() == two.streams.user.random()
+
+
+def test_what_happens_to_the_dead_is_not_heard() -> None:
+    """A killed role is told nothing, and nobody is introduced to it."""
+    a, b = Scripted(), Scripted()
+    cluster = cluster_of({A: a, B: b})
+    cluster.run()
+    cluster.kill(A)
+    cluster.post(A, from_tester(push(1)))
+    cluster.restart(B)
+    cluster.run()
+    assert a.kinds == ["Started", "PeerJoined"]
+    assert b.kinds == ["Started", "PeerJoined", "Started"]
+
+
+def test_links_can_be_chosen_by_their_ends() -> None:
+    b, c = Scripted(), Scripted()
+    sends = [Send(receiver=peer, message=push(1)) for peer in (B, C)]
+    slow = Link(latency_seconds=2.0, jitter=0.0)
+    options = ClusterOptions(introduce=True, links={(A, C): slow})
+    cluster_of({A: Scripted(on_start(*sends)), B: b, C: c}, options=options).run()
+    assert b.seen[-1][0] < 0.01
+    assert c.seen[-1][0] == pytest.approx(2.0, abs=1e-3)
+
+
+def test_impossible_options_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"launch_seconds is -1\.0, below 0"):
+        ClusterOptions(launch_seconds=-1.0)
+    with pytest.raises(ValueError, match="n_lines_kept is 0, below 1"):
+        ClusterOptions(n_lines_kept=0)

@@ -1,0 +1,196 @@
+"""The trace: the same in every process, short, and printed when a run fails."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distbelief.messages import Failed, Peers
+from distbelief.roles import (
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Event,
+    PeerLost,
+    Persisted,
+    Received,
+    Seconds,
+    Started,
+    TimerFired,
+)
+from distbelief.simulation.brief import TEXT_MAX, brief, event_text
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.faults import random_faults
+from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.trace import SimulationFailed
+from tests.distbelief.simulation.toys import (
+    A,
+    B,
+    C,
+    Counter,
+    Echo,
+    Pinger,
+    Scripted,
+    Summer,
+    block,
+    cluster_of,
+    counted,
+    from_tester,
+    on_start,
+    push,
+)
+
+
+ROOT = Path(__file__).parents[3]
+D = Address("d")
+
+
+def busy_run(seed: int) -> SimulatedCluster:
+    """Everything at once: messages, work, snapshots, faults."""
+    cluster = SimulatedCluster(
+        {
+            A: lambda _: Pinger(B, 50),
+            B: lambda _: Echo(),
+            C: lambda _: Summer(seed=seed, n_wanted=50),
+            D: lambda _: Pinger(C, 3),
+            Address("e"): lambda _: Counter(),
+        },
+        seed=seed,
+        options=ClusterOptions(
+            introduce=True,
+            full_trace=True,
+            faults=random_faults(seed, (A, B, C), horizon=5.0, intensity=2.0),
+        ),
+    )
+    cluster.run(until=20.0)
+    return cluster
+
+
+def test_the_trace_is_the_same_whatever_the_hash_seed() -> None:
+    """FoundationDB's check: same seed, same digest, in two fresh processes."""
+    program = (
+        "from tests.distbelief.simulation.test_trace import busy_run\n"
+        "print([busy_run(seed).trace.digest for seed in range(5)])"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert outputs == {f"{[busy_run(seed).trace.digest for seed in range(5)]}\n"}
+
+
+def test_a_full_trace_has_every_line_and_its_digest_is_that_of_the_lines() -> None:
+    trace = busy_run(1).trace
+    assert trace.n_lines == len(trace.lines) > 100
+    assert trace.lines[0] == "0.0 a#1 Started None"
+
+
+def test_without_a_full_trace_only_the_last_lines_are_kept() -> None:
+    options = ClusterOptions(n_lines_kept=3)
+    cluster = cluster_of({A: Scripted()}, options=options)
+    cluster.run()
+    for n in range(10):
+        cluster.post(A, from_tester(push(n)))
+    cluster.run()
+    (lines,) = cluster.trace.last().values()
+    assert len(lines) == 3
+    assert "sequence=9" in lines[-1]
+    with pytest.raises(AssertionError, match="full_trace"):
+        _ = cluster.trace.lines
+
+
+def test_a_failure_shows_the_seed_and_the_last_events_of_every_role() -> None:
+    def answer(event: Event, now: Seconds) -> list[Action]:
+        assert not isinstance(event, Computed), "the sum is wrong"
+        return list(on_start(Compute(name="sum", work=lambda: 3))(event, now))
+
+    cluster = cluster_of({A: Scripted(), B: Scripted(answer)}, seed=41)
+    with pytest.raises(SimulationFailed) as caught:
+        cluster.run()
+    text = str(caught.value)
+    assert "seed 41" in text
+    assert "b#1 raised AssertionError: the sum is wrong" in text
+    assert [line.split() for line in text[text.index("  time") :].splitlines()] == [
+        ["time", "role", "event"],
+        ["0.000000", "a#1", "Started", "None"],
+        ["0.000000", "b#1", "Started", "None"],
+        ["0.000000", "a#1", "PeerJoined", "b#1"],
+        ["0.000000", "b#1", "PeerJoined", "a#1"],
+        ["0.000000", "b#1", "Computed", "sum", "3"],
+    ]
+    assert caught.value.last[B][-1] == "0.0 b#1 Computed sum 3"
+
+
+def test_texts_of_events_are_short_and_hold_no_addresses() -> None:
+    values = np.arange(3, dtype=np.float32)
+    texts = [
+        event_text(event)
+        for event in (
+            Received(sender=A, incarnation=2, message=block(values)),
+            TimerFired(name="retry"),
+            Computed(name="step", result=(1.5, None, values, {"k": b"v"})),
+            Computed(name="step", result=object()),
+            Computed(name="step", error=ValueError("no")),
+            Persisted(label="00003"),
+            Persisted(label="00003", error="disk full"),
+            PeerLost(peer=A, incarnation=1, reason="killed"),
+            Started(incarnation=2, restored=counted(1)),
+        )
+    ]
+    assert texts == [
+        (
+            "Received a#2 ParameterBlock(request=1, shard_incarnation=1, "
+            "block_index=0, clock=0, values=float32[3]:30c8bc70)"
+        ),
+        "TimerFired retry",
+        "Computed step 4[1.5, None, float32[3]:30c8bc70, {k: b'v'}]",
+        "Computed step object",
+        "Computed step ValueError('no')",
+        "Persisted 00003",
+        "Persisted 00003 disk full",
+        "PeerLost a#1 killed",
+        (
+            "Started Snapshot(label='00001', arrays={count: int64[1]:a988dff7}, "
+            "facts={what: 'a count'})"
+        ),
+    ]
+
+
+def test_arrays_of_other_content_have_other_texts() -> None:
+    one, two = np.zeros(4), np.zeros(4)
+    two[3] = 1e-300
+    assert brief(one) != brief(two)
+    assert brief(np.float64(0.5)) == "0.5"
+    assert brief(np.zeros(0)) == "float64[0]:00000000"
+
+
+def test_long_texts_are_cut_but_still_told_apart() -> None:
+    long = "x" * 10_000
+    texts = {
+        event_text(Received(sender=A, incarnation=1, message=message))
+        for message in (
+            Failed(error=long + "1", culprit_is_job=True),
+            Failed(error=long + "2", culprit_is_job=True),
+            Peers(entries=()),
+        )
+    }
+    assert len(texts) == 3
+    assert max(len(text) for text in texts) < TEXT_MAX + 20
+
+
+def test_nesting_has_a_bottom() -> None:
+    deep: list[object] = []
+    for _ in range(50):
+        deep = [deep, set()]
+    assert brief(deep) == "2[2[2[list, set], set], set]"

@@ -1,0 +1,234 @@
+"""Small roles that do one thing each, and remember what happened to them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from distbelief.memory import Memory
+from distbelief.messages import (
+    Acknowledge,
+    Heartbeat,
+    ParameterBlock,
+    Push,
+    Stop,
+)
+from distbelief.roles import (
+    Action,
+    Address,
+    Compute,
+    Cost,
+    Event,
+    Halt,
+    Persist,
+    Received,
+    Seconds,
+    Send,
+    SetTimer,
+    Snapshot,
+    Started,
+    TimerFired,
+)
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.machines import Machine
+from distbelief.simulation.options import ClusterOptions
+from distbelief.vectors import Vector
+
+
+A, B, C = Address("a"), Address("b"), Address("c")
+TESTER = Address("tester")  # no role: the test itself
+
+STEADY = Machine(jitter=0.0, overhead_seconds=0.0, flops_per_second=1.0)
+
+Handler = Callable[[Event, Seconds], Sequence[Action]]
+
+
+@dataclass
+class Scripted:
+    """Answers every event as a function says; remembers (time, event)."""
+
+    answer: Handler = lambda *_: ()
+    seen: list[tuple[Seconds, Event]] = field(default_factory=list)
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        self.seen.append((now, event))
+        return self.answer(event, now)
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        return "scripted", {"events": len(self.seen)}
+
+    @property
+    def kinds(self) -> list[str]:
+        return [type(event).__name__ for _, event in self.seen]
+
+    @property
+    def sequences(self) -> list[int]:
+        """Of every numbered message received."""
+        return [
+            event.message.sequence
+            for _, event in self.seen
+            if isinstance(event, Received) and isinstance(event.message, Push)
+        ]
+
+
+@dataclass
+class Echo:
+    """Sends every push back as an acknowledgement."""
+
+    n_received: int = 0
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        del now
+        if not (isinstance(event, Received) and isinstance(event.message, Push)):
+            return ()
+        self.n_received += 1
+        return [
+            Send(
+                receiver=event.sender,
+                message=Acknowledge(
+                    sequence=event.message.sequence,
+                    shard_incarnation=1,
+                    clock=self.n_received,
+                    staleness=0,
+                ),
+            )
+        ]
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        return "echoing", {"received": self.n_received}
+
+
+@dataclass
+class Pinger:
+    """Sends push after push to a peer, each when the one before is acknowledged.
+
+    Retries every half second, so that it gets through whatever is lost.
+    """
+
+    peer: Address
+    n_wanted: int
+    sequence: int = 1
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        match event:
+            case Started() | TimerFired():
+                return self._ping(now)
+            case Received(message=message) if isinstance(message, Acknowledge):
+                if message.sequence == self.sequence:
+                    self.sequence += 1
+                    return self._ping(now)
+        return ()
+
+    def _ping(self, now: Seconds) -> Sequence[Action]:
+        if self.sequence > self.n_wanted:
+            return [Halt()]
+        return [
+            Send(receiver=self.peer, message=push(self.sequence)),
+            SetTimer(name="retry", at=now + 0.5),
+        ]
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        return "pinging", {"sequence": self.sequence}
+
+
+class Counter:
+    """Counts the pushes it gets; saves the count at every third; restores it."""
+
+    def __init__(self) -> None:
+        self.count = np.zeros(1, np.int64)
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        del now
+        match event:
+            case Started(restored=Snapshot(arrays=arrays)):
+                self.count[:] = arrays["count"]
+            case Received(message=message) if isinstance(message, Push):
+                self.count += 1
+                if self.count[0] % 3 == 0:
+                    return [Persist(snapshot=counted(int(self.count[0])))]
+            case Received(message=message) if isinstance(message, Stop):
+                return [Halt()]
+        return ()
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        return "counting", {"count": float(self.count[0])}
+
+
+def counted(count: int) -> Snapshot:
+    return Snapshot(
+        label=f"{count:05}",
+        arrays={"count": np.array([count], np.int64)},
+        facts={"what": "a count"},
+    )
+
+
+@dataclass
+class Summer:
+    """Sums random numbers in its compute lane, again and again."""
+
+    seed: int
+    n_wanted: int
+    total: float = 0.0
+    n_done: int = 0
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        del now
+        if isinstance(event, TimerFired) or self.n_done == self.n_wanted:
+            return ()
+        if not isinstance(event, Started):
+            self.n_done += 1
+        return [Compute(name="sum", work=self._add, cost=Cost(flops=1e6))]
+
+    def _add(self) -> float:
+        stream = np.random.default_rng([self.seed, self.n_done])
+        self.total += float(stream.standard_normal(100).sum())
+        return self.total
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        return "summing", {"done": self.n_done}
+
+
+def push(sequence: int) -> Push:
+    return Push(
+        sequence=sequence,
+        shard_incarnation=1,
+        fetched_clock=0,
+        n_gradients=1,
+        samples=sequence,
+    )
+
+
+def block(values: Vector) -> ParameterBlock:
+    return ParameterBlock(
+        request=1, shard_incarnation=1, block_index=0, clock=0, values=values
+    )
+
+
+def heartbeat(state: str) -> Heartbeat:
+    return Heartbeat(state=state, counters={})
+
+
+def from_tester(message: Push | Stop | Heartbeat) -> Received:
+    return Received(sender=TESTER, incarnation=1, message=message)
+
+
+def on_start(*actions: Action) -> Handler:
+    """Answer `Started` with these actions, anything else with nothing."""
+    return lambda event, _: actions if isinstance(event, Started) else ()
+
+
+def cluster_of(
+    roles: Mapping[Address, Scripted],
+    *,
+    seed: int = 1,
+    options: ClusterOptions | None = None,
+) -> SimulatedCluster:
+    """Return a cluster whose roles are these objects, in every life the same one."""
+
+    def always(role: Scripted) -> Callable[[Memory], Scripted]:
+        return lambda _: role
+
+    if options is None:
+        options = ClusterOptions(introduce=True, machine=STEADY)
+    builders = {name: always(role) for name, role in roles.items()}
+    return SimulatedCluster(builders, seed=seed, options=options)

@@ -1,0 +1,271 @@
+"""Memory shared by the processes of one host."""
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distbelief.errors import LocalProtocolError, MemoryGoneError, StorageError
+from distbelief.memory import Memory
+from distbelief.transport import shared_memory
+from distbelief.transport.shared_memory import FileMemory
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[FileMemory]:
+    """The memory of one run, as the process that runs the job has it."""
+    made = FileMemory.make(root=tmp_path)
+    yield made
+    made.remove_all()
+
+
+@contextmanager
+def process(program: str, *arguments: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Another process, once it has said that it is ready; then it waits."""
+    program = f"import sys\nfrom pathlib import Path\n{program}\n"
+    program += "print('ready', flush=True)\nsys.stdin.read()\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+CREATE = """
+from distbelief.transport.shared_memory import FileMemory
+memory = FileMemory(Path(sys.argv[1]))
+region = memory.create("theirs", n_bytes=4096)
+region[7] = 42
+"""
+ATTACH = """
+from distbelief.transport.shared_memory import FileMemory
+FileMemory(Path(sys.argv[1])).attach("mine")[7] += 1
+"""
+MAKE = """
+from distbelief.transport.shared_memory import FileMemory
+memory = FileMemory.make(root=Path(sys.argv[1]))
+region = memory.create("theirs", n_bytes=4096)
+"""
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, 4096, 1 << 20])
+def test_a_new_region_is_zeroed_aligned_and_writable(
+    memory: FileMemory, n_bytes: int
+) -> None:
+    region = memory.create("a", n_bytes=n_bytes)
+    assert region.shape == (n_bytes,)
+    assert region.dtype == np.uint8
+    assert not region.any()
+    region[:] = 1
+    assert region.ctypes.data % 64 == 0 or n_bytes == 0
+
+
+def test_whoever_attaches_sees_what_is_written(memory: FileMemory) -> None:
+    other: Memory = FileMemory(memory.directory)
+    region = memory.create("shard-0.1.values", n_bytes=100)
+    seen = other.attach("shard-0.1.values")
+    region[99] = 7
+    assert seen.shape == (100,)
+    assert seen[99] == 7
+    assert other.host == memory.host
+    assert other.attach("shard-0.1.values") is seen
+    other.release("shard-0.1.values")
+
+
+def test_roles_of_different_runs_share_no_host_name(tmp_path: Path) -> None:
+    one, two = FileMemory.make(root=tmp_path), FileMemory.make(root=tmp_path)
+    assert one.host != two.host
+    assert len(one.host) <= 128  # it must fit a message
+    one.remove_all()
+    two.remove_all()
+
+
+def test_nobody_else_may_enter_the_directory(memory: FileMemory) -> None:
+    memory.create("a", n_bytes=8)
+    assert stat.S_IMODE(memory.directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE((memory.directory / "a").stat().st_mode) == 0o600
+
+
+def test_a_name_is_used_once(memory: FileMemory) -> None:
+    region = memory.create("a", n_bytes=8)
+    region[0] = 5
+    for other in (memory, FileMemory(memory.directory)):
+        with pytest.raises(LocalProtocolError, match="'a' exists already"):
+            other.create("a", n_bytes=8)
+    assert FileMemory(memory.directory).attach("a")[0] == 5
+    assert [path.name for path in memory.directory.iterdir()] == ["a"]
+
+
+NO_NAMES = ["", ".", "..", "../a", "/etc/passwd", "a/b", ".a", "-a", "a\0b", "a" * 201]
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_a_name_cannot_be_a_path(memory: FileMemory, name: str) -> None:
+    with pytest.raises(LocalProtocolError, match="cannot name a region"):
+        memory.create(name, n_bytes=8)
+    with pytest.raises(MemoryGoneError, match="no region can have the name"):
+        memory.attach(name)
+    memory.release(name)
+
+
+def test_a_link_out_of_the_directory_is_not_followed(
+    memory: FileMemory, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"secret")
+    (memory.directory / "a").symlink_to(outside)
+    with pytest.raises(MemoryGoneError):
+        memory.attach("a")
+
+
+def test_what_cannot_be_mapped_cannot_be_attached(memory: FileMemory) -> None:
+    (memory.directory / "a").mkdir()
+    with pytest.raises(MemoryGoneError):
+        memory.attach("a")
+    (memory.directory / "a").rmdir()
+    os.mkfifo(memory.directory / "a")
+    FileMemory(memory.directory)
+    assert memory.attach("a").shape == (0,)  # what has no size has no bytes
+
+
+def test_without_room_the_error_names_place_bytes_and_mend(memory: FileMemory) -> None:
+    with pytest.raises(StorageError) as caught:
+        memory.create("a", n_bytes=1 << 50)
+    text = str(caught.value)
+    assert str(memory.directory.parent) in text
+    assert "1,125,899,906,842,624 bytes wanted" in text
+    assert "free" in text
+    assert "--shm-size" in text
+    assert list(memory.directory.iterdir()) == []
+    memory.create("a", n_bytes=8)  # the name is not used up
+
+
+def test_a_directory_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot create .*/nowhere/a: No such file"):
+        FileMemory(tmp_path / "nowhere").create("a", n_bytes=8)
+    with pytest.raises(StorageError, match="cannot make .*: No such file"):
+        FileMemory.make(root=tmp_path / "nowhere")
+
+
+def test_a_released_region_is_gone_but_who_has_it_may_look(memory: FileMemory) -> None:
+    memory.create("a", n_bytes=8)
+    other = FileMemory(memory.directory)
+    seen = other.attach("a")
+    memory.release("a")
+    memory.release("a")
+    assert not seen.any()
+    with pytest.raises(MemoryGoneError, match="no region 'a'"):
+        FileMemory(memory.directory).attach("a")
+
+
+def test_who_only_attached_removes_nothing(memory: FileMemory) -> None:
+    memory.create("a", n_bytes=8)
+    other = FileMemory(memory.directory)
+    other.attach("a")
+    other.close()
+    assert FileMemory(memory.directory).attach("a").shape == (8,)
+
+
+def test_retired_values_stay_as_they_are(memory: FileMemory) -> None:
+    values = np.ones(3, np.float32)
+    memory.retire(values)
+    assert values.all()
+
+
+def test_the_end_of_a_run_removes_its_directory(tmp_path: Path) -> None:
+    memory = FileMemory.make(root=tmp_path)
+    memory.create("a", n_bytes=8)
+    FileMemory(memory.directory).create("b", n_bytes=8)
+    memory.remove_all()
+    memory.remove_all()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_by_default_memory_files_lie_in_memory_or_where_temporary_files_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shared_memory.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(shared_memory.os, "access", lambda *_: False)
+    memory = FileMemory.make()
+    assert memory.directory.parent == tmp_path
+    assert FileMemory.sweep() == []
+    memory.remove_all()
+    monkeypatch.undo()
+    memory = FileMemory.make()
+    assert str(memory.directory.parent) in {
+        "/dev/shm",
+        shared_memory.tempfile.gettempdir(),
+    }
+    memory.remove_all()
+
+
+def test_without_posix_fallocate_a_region_is_made_all_the_same(
+    memory: FileMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(shared_memory.os, "posix_fallocate", raising=False)  # macOS
+    assert memory.create("a", n_bytes=100).shape == (100,)
+
+
+def test_a_sweep_removes_no_run_that_lives_and_nothing_foreign(
+    memory: FileMemory, tmp_path: Path
+) -> None:
+    (tmp_path / "distbelief-no-directory").write_text("a file")
+    (tmp_path / "distbelief-a-link").symlink_to(tmp_path)
+    (tmp_path / "distbelief-nowhere-link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "other").mkdir()
+    before = sorted(tmp_path.iterdir())
+    assert FileMemory.sweep(root=tmp_path) == []
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.processes
+def test_a_process_that_attached_and_ended_leaves_the_region_in_place(
+    memory: FileMemory,
+) -> None:
+    region = memory.create("mine", n_bytes=8)
+    with process(ATTACH, memory.directory) as child:
+        child.communicate("")
+        assert child.returncode == 0
+    assert region[7] == 1
+    with process(ATTACH, memory.directory):
+        assert region[7] == 2
+
+
+@pytest.mark.processes
+def test_regions_of_a_role_that_was_killed_can_be_removed_and_others_not(
+    memory: FileMemory,
+) -> None:
+    memory.create("mine", n_bytes=8)
+    with process(CREATE, memory.directory) as child:
+        seen = FileMemory(memory.directory).attach("theirs")
+        assert seen[7] == 42
+        assert memory.remove_orphans() == []
+        child.kill()
+        child.wait()
+        assert memory.remove_orphans() == ["theirs"]
+    assert seen[7] == 42  # who has it may look
+    assert memory.attach("mine").shape == (8,)
+
+
+@pytest.mark.processes
+def test_a_sweep_removes_what_a_killed_run_left(tmp_path: Path) -> None:
+    with process(MAKE, tmp_path) as child:
+        (directory,) = tmp_path.iterdir()
+        assert FileMemory.sweep(root=tmp_path) == []
+        child.kill()
+        child.wait()
+        assert FileMemory.sweep(root=tmp_path) == [directory]
+    assert list(tmp_path.iterdir()) == []

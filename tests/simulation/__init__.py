@@ -1,0 +1,1 @@
+"""Whole systems in virtual time: many roles, one seed, faults included."""

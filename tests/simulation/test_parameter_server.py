@@ -1,0 +1,215 @@
+"""Shards and clients under faults: every push is applied once, and all get through."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from distbelief.memory import Memory
+from distbelief.messages import Save
+from distbelief.roles import Address, Received
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.faults import (
+    CutOff,
+    Delay,
+    Drop,
+    Duplicate,
+    Fault,
+    Kill,
+    Pause,
+    random_faults,
+)
+from distbelief.simulation.machines import Machine
+from distbelief.simulation.options import ClusterOptions
+from tests.simulation.invariants import (
+    Invariants,
+    assert_applied_once_or_never,
+    times_applied,
+)
+from tests.simulation.workers import (
+    N_MARKS,
+    Ledger,
+    Worker,
+    layout_of,
+    shard_of,
+)
+
+
+SHARDS = tuple(Address(f"shard-{k}") for k in range(2))
+WORKERS = tuple(Address(f"worker-{k}") for k in range(3))
+N_WANTED = 12
+SHARD_BYTES = 4 * N_MARKS * 8  # values, and two slots for each of few clients
+
+
+class Run:
+    """Three workers, two shards; on one host, or each on its own."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        shared: bool,
+        faults: Sequence[Fault] = (),
+        n_wanted: int = N_WANTED,
+    ) -> None:
+        self.ledger = Ledger()
+        layout = layout_of(len(SHARDS))
+
+        def build_worker(memory: Memory) -> Worker:
+            return Worker(SHARDS, layout, memory, ledger=self.ledger, n_wanted=n_wanted)
+
+        builders = {
+            name: partial(shard_of, index, layout) for index, name in enumerate(SHARDS)
+        } | dict.fromkeys(WORKERS, build_worker)
+        machine = Machine(host="one" if shared else "", jitter=0.5)
+        self.cluster = SimulatedCluster(
+            builders,
+            seed=seed,
+            options=ClusterOptions(
+                introduce=True, machine=machine, faults=tuple(faults)
+            ),
+        )
+        self.cluster.watch(
+            Invariants(
+                cluster=self.cluster,
+                shards=SHARDS,
+                n_clients=len(WORKERS),
+                host_bytes_max=20 * SHARD_BYTES,
+            )
+        )
+        self.cluster.watch(self.check_marks)
+
+    def check_marks(self) -> None:
+        for name in SHARDS:
+            if name in self.cluster.alive:
+                state = self.cluster.role(name).status()[0]
+                if state not in {"starting", "applying"}:
+                    assert_applied_once_or_never(self.cluster, name)
+
+    def finish(self, *, within: float = 300.0) -> None:
+        self.cluster.run_until(self.done, within=within)
+
+    def done(self) -> bool:
+        return all(
+            name in self.cluster.alive and self.cluster.role(name).status()[0] == "done"
+            for name in WORKERS
+        )
+
+    def worker(self, name: Address) -> Worker:
+        role = self.cluster.role(name)
+        assert isinstance(role, Worker)
+        return role
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_without_faults_every_push_is_applied_on_every_shard(*, shared: bool) -> None:
+    run = Run(1, shared=shared)
+    run.finish()
+    assert run.ledger.n_issued == N_WANTED * len(WORKERS)
+    for name in SHARDS:
+        assert times_applied(run.cluster, name).sum() == run.ledger.n_issued
+    assert run.cluster.counts.lost == 0
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=25)
+def test_dead_workers_and_a_bad_network_lose_no_acknowledged_push(
+    *, shared: bool, seed: int
+) -> None:
+    faults = random_faults(seed, WORKERS, horizon=2.0, intensity=1.0)
+    run = Run(seed, shared=shared, faults=faults)
+    run.finish()
+    for name in SHARDS:
+        times = times_applied(run.cluster, name)
+        assert times[run.ledger.settled].all(), "an acknowledged push is missing"
+    for name in WORKERS:
+        assert run.worker(name).client.counters()["pushes_lost"] == 0
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=25)
+def test_whatever_dies_what_is_missing_was_counted_as_lost(
+    *, shared: bool, seed: int
+) -> None:
+    """Shards restart from snapshots, taken now and then; workers stay."""
+    faults = [
+        fault
+        for fault in random_faults(seed, SHARDS, horizon=2.0, intensity=2.0)
+        if not (isinstance(fault, Kill) and fault.role in WORKERS)
+    ]
+    run = Run(seed, shared=shared, faults=faults)
+    for n in range(1, 8):
+        run.cluster.run(until=0.1 * n)
+        for name in SHARDS:
+            run.cluster.post(name, save(f"{n:05}"))
+    run.finish()
+    counted = sum(run.worker(name).client.counters()["pushes_lost"] for name in WORKERS)
+    missing = sum(
+        run.ledger.n_issued - int(times_applied(run.cluster, name).sum())
+        for name in SHARDS
+    )
+    assert counted == missing
+
+
+@pytest.mark.slow
+@given(seed=st.integers(0, 2**32), shared=st.booleans())
+@settings(max_examples=40)
+def test_whoever_dies_nothing_is_applied_twice_and_all_workers_end(
+    seed: int, *, shared: bool
+) -> None:
+    faults = random_faults(seed, (*SHARDS, *WORKERS), horizon=3.0, intensity=1.5)
+    run = Run(seed, shared=shared, faults=faults)
+    for n in range(1, 4):
+        run.cluster.run(until=0.3 * n)
+        for name in SHARDS:
+            run.cluster.post(name, save(f"{n:05}"))
+    run.finish()
+
+
+def test_a_torn_or_late_network_changes_nothing_but_the_time() -> None:
+    faults = (
+        Drop(probability=0.2, seconds=1.0),
+        Duplicate(probability=0.3, seconds_max=0.5, seconds=1.0),
+        Delay(probability=0.2, seconds_max=0.3, overtaken=True, seconds=1.0),
+        CutOff(at=0.1, a=SHARDS[0], seconds=0.2),
+        Pause(at=0.05, role=WORKERS[1], seconds=0.5),
+    )
+    run = Run(5, shared=False, faults=faults)
+    run.finish()
+    for name in SHARDS:
+        assert times_applied(run.cluster, name).sum() == N_WANTED * len(WORKERS)
+
+
+def test_a_paused_worker_holds_up_nobody() -> None:
+    """DB-12: all other replicas continue."""
+    run = Run(2, shared=True, faults=[Pause(at=0.02, role=WORKERS[0], seconds=50.0)])
+    others = WORKERS[1:]
+    run.cluster.run_until(
+        lambda: all(run.cluster.role(name).status()[0] == "done" for name in others),
+        within=5.0,
+    )
+    assert run.worker(WORKERS[0]).state != "done"
+    run.finish()
+
+
+def test_the_same_seed_gives_the_same_trace_and_the_same_bits() -> None:
+    faults = random_faults(11, (*SHARDS, *WORKERS), horizon=2.0)
+    runs = [Run(11, shared=True, faults=faults) for _ in range(2)]
+    for run in runs:
+        run.finish()
+    one, two = runs
+    assert one.cluster.trace.digest == two.cluster.trace.digest
+    for name in SHARDS:
+        assert np.array_equal(
+            times_applied(one.cluster, name), times_applied(two.cluster, name)
+        )
+
+
+def save(label: str) -> Received:
+    return Received(
+        sender=Address("supervisor"), incarnation=1, message=Save(label=label)
+    )
