@@ -1,12 +1,13 @@
 """Train networks larger, and data more, than one machine holds.
 
-DistBelief (Dean et al. 2012) rebuilt: many model replicas train asynchronously against a
-sharded parameter server, on ordinary, unequal, failing machines.
+DistBelief (Dean et al. 2012) rebuilt: many model replicas train asynchronously against
+a sharded parameter server, on ordinary, unequal, failing machines.
 
     run = distbelief.train("job.toml")           # what `distbelief train` does
     run.model                                    # the trained torch module
 
-    with distbelief.ParameterServer(net, rule=distbelief.Adagrad(learning_rate=0.02)) as server:
+    rule = distbelief.Adagrad(learning_rate=0.02)
+    with distbelief.ParameterServer(net.parameters(), rule=rule) as server:
         optimizer = distbelief.DownpourSGD(net.parameters(), server=server.address)
 
 Names are imported when first used: `import distbelief` alone does not load torch.

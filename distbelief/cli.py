@@ -9,7 +9,6 @@ Rules:
 """
 
 import datetime as dt
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -194,10 +193,7 @@ def _told(*, show_traceback: bool) -> Iterator[None]:
         raise typer.Exit(code) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:  # the reader of our output had enough
-        sys.stderr.close()
-        raise typer.Exit(FAILED) from None
-    except (typer.Exit, typer.Abort):
+    except (typer.Exit, typer.Abort, BrokenPipeError):  # typer knows what to do
         raise
     except Exception as error:
         if show_traceback:
@@ -270,7 +266,7 @@ def _show_status(
     if last is not None:
         console.print(Screen(last.view, name=last.name, whole=True))
     remark, style = _remark(run, last, pid=pid, age=age)
-    console.print(Text(remark, style))
+    console.print(Text(remark, style), soft_wrap=True)  # it may hold a command
 
 
 def _remark(

@@ -12,7 +12,8 @@ from typing import Final, final
 import msgspec
 
 from distbelief.data.subset import DataShard
-from distbelief.downpour.replica import DownpourConfig, ModelReplica
+from distbelief.downpour.config import DownpourConfig
+from distbelief.downpour.replica import ModelReplica
 from distbelief.downpour.steps import Trainer
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.parameter_server.client import ClientConfig, ParameterClient

@@ -23,24 +23,23 @@ The place in the data is the one thing that outlives a replica: the shards know 
 samples the pushes they applied amount to, and a new incarnation goes on from there.
 """
 
-import math
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import final
 
-from distbelief.data.subset import BatchCursor, DataShard
+from distbelief.data.subset import DataShard
+from distbelief.downpour.config import DownpourConfig
+from distbelief.downpour.reading import BatchReader
 from distbelief.downpour.steps import Attempt, Batch, Outcome, Trainer
+from distbelief.downpour.tally import Counters, Tally
 from distbelief.errors import (
     DistBeliefError,
     JobError,
     LocalProtocolError,
     RemoteProtocolError,
 )
-from distbelief.messages import Begin, Finished, Message, Progress, Stop
+from distbelief.messages import Begin, Finished, Message, Stop
 from distbelief.parameter_server.client import Installed, ParameterClient, Staged
-from distbelief.parameter_server.schedules import Constant, Schedule
 from distbelief.roles import (
     SUPERVISOR,
     Action,
@@ -50,9 +49,7 @@ from distbelief.roles import (
     Cost,
     Event,
     Halt,
-    Lane,
     Received,
-    Report,
     Seconds,
     Send,
     SetTimer,
@@ -63,85 +60,6 @@ from distbelief.roles import (
 
 TORN_RETRY_SECONDS = 1e-3
 """After a fetch that met an update half done."""
-
-N_BATCHES_HELD = 2
-"""That of the present step, and the next."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DownpourConfig:
-    """How a replica trains.
-
-    Attributes:
-        batch_size: Samples of one step.
-        n_fetch: Steps between fetches.
-        n_push: Steps between pushes.
-        blocking: Fetch only once every push is applied.
-        learning_rate: Of the shards' rule, for messages and local steps.
-        local_learning_rate: Of local steps; None: `learning_rate`.
-        schedule: Of the shards' rule; local steps follow it.
-        clip_norm: Bound of each gradient's 2-norm; None: no bound.
-        max_steps: Steps of one life; None: until told to stop.
-        progress_seconds: Between reports to the supervisor, at least.
-        non_finite_limit: Gradients in a row that may be NaN or infinite.
-        seed: Of the order of samples and of the model's own randomness.
-    """
-
-    batch_size: int
-    n_fetch: int = 1
-    n_push: int = 1
-    blocking: bool = False
-    learning_rate: float = 0.0
-    local_learning_rate: float | None = None
-    schedule: Schedule = field(default_factory=Constant)
-    clip_norm: float | None = None
-    max_steps: int | None = None
-    progress_seconds: Seconds = 0.5
-    non_finite_limit: int = 10
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "n_fetch", "n_push", "non_finite_limit"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; use 1 or more")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ValueError(
-                f"max_steps is {self.max_steps}; use 1 or more, or leave it out"
-            )
-        if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
-            raise ValueError(
-                f"clip_norm is {self.clip_norm}; use a number above 0, or leave it out"
-            )
-        if self.progress_seconds < 0.0:
-            raise ValueError(
-                f"progress_seconds is {self.progress_seconds}; use 0 or more"
-            )
-
-    @property
-    def checks_every_gradient(self) -> bool:
-        """A bad gradient must not spoil a sum, or the local copy of the parameters."""
-        return self.n_fetch > 1 or self.n_push > 1
-
-    def local_rate(self, clock: int) -> float:
-        """Return the rate of a local step on parameters of this clock."""
-        rate = self.local_learning_rate
-        if rate is None:
-            rate = self.learning_rate
-        return rate * self.schedule.factor(clock)
-
-
-@dataclass(slots=True, kw_only=True)
-class Counters:
-    """What a replica has done in this life."""
-
-    steps: int = 0
-    fetches: int = 0
-    pushes: int = 0
-    local_steps: int = 0
-    gradients: int = 0  # accrued
-    gradients_pushed: int = 0
-    non_finite: int = 0  # gradients skipped
-    torn: int = 0  # attempts given up because a fetch met an update
 
 
 @final
@@ -168,32 +86,31 @@ class ModelReplica:
         self._config = config
         self._client = client
         self._trainer = trainer
-        self._cursor = BatchCursor(data_shard)
+        self._reader = BatchReader(
+            data_shard,
+            trainer,
+            batch_size=config.batch_size,
+            n_batches_max=config.max_steps,
+        )
+        self._tally = Tally(config)
         self._begun = not await_begin
-        self._begun_at: Seconds | None = None
+        self._placed = False  # does it know where in the data to begin?
         self._stopped_by: Address | None = None
-        self._position = -1  # samples consumed; known once the shards have told
-        self._step = 0
-        self._clock = 0  # of the parameters in use
-        self._batches: deque[Batch] = deque()  # the first is that of the next step
-        self._read_to = 0  # position after the last batch asked for
-        self._reading = False
-        self._bytes_per_sample = 0.0
+        self._ended = False
+        self._step = 0  # the next, or the one under way
+        self._attempt: Attempt | None = None  # at the step under way
         self._fetching = False  # begun, and not yet installed
-        self._attempt: Attempt | None = None  # the step under way
-        self._staging = False  # a push by itself is under way
         self._torn_wait = False
+        self._clock = 0  # of the parameters in use
         self._push_due = False
+        self._staging = False
         self._n_accrued = 0
         self._accrued_clocks: tuple[int, ...] = ()  # when the oldest was computed
-        self._n_bad_in_row = 0
-        self._seconds_computing = 0.0
-        self._loss = 0.0  # of the last step
-        self._unreported_loss = 0.0  # sum over the samples since the last report
-        self._n_unreported = 0  # samples
-        self._reported_at: Seconds = -math.inf
-        self._ended = False
-        self.counters = Counters()
+
+    @property
+    def counters(self) -> Counters:
+        """What it has done in this life."""
+        return self._tally.counters
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for.
@@ -220,15 +137,8 @@ class ModelReplica:
         return [*actions, *self._advance(now)]
 
     def status(self) -> tuple[str, Mapping[str, float]]:
-        """Return what it is doing, and: its counters, and the client's."""
-        own = self.counters
-        counters: dict[str, float] = dict(self._client.counters())
-        counters |= {
-            name: float(getattr(own, name)) for name in own.__dataclass_fields__
-        }
-        counters["samples"] = float(max(self._position, 0))
-        counters["seconds_computing"] = self._seconds_computing
-        return self._state(), counters
+        """Return what it is doing, and: the client's counters, and its own."""
+        return self._state(), {**self._client.counters(), **self._tally.figures()}
 
     def _state(self) -> str:
         if self._attempt is not None:
@@ -240,11 +150,9 @@ class ModelReplica:
             return f"waiting for {waited}"
         if self._is_over:
             return "finishing"
-        if not self._begun:
-            return "waiting for begin"
-        return "fetching"
+        return "fetching" if self._begun else "waiting for begin"
 
-    # ------------------------------------------------------------------- messages
+    # ---------------------------------------------------------------------- events
 
     def _receive(self, sender: Address, message: Message) -> None:
         if isinstance(message, Begin):
@@ -262,12 +170,13 @@ class ModelReplica:
             raise _failure(event.error, step=self._step)
         match event.name:
             case "replica:read":
-                return self._have_read(event.result)
+                self._reader.have_read(event.result)
+                return []
             case "replica:install":
-                self._seconds_computing += event.seconds
+                self._tally.seconds_computing += event.seconds
                 return self._installed(event.result, now)
             case "replica:step":
-                self._seconds_computing += event.seconds
+                self._tally.seconds_computing += event.seconds
                 return self._stepped(event.result, now)
             case "replica:push":
                 return self._pushed(event.result, now)
@@ -279,8 +188,7 @@ class ModelReplica:
     @property
     def _is_over(self) -> bool:
         """Whether no further step is to begin."""
-        done = self._config.max_steps
-        return self._stopped_by is not None or (done is not None and self._step >= done)
+        return self._stopped_by is not None or self._config.is_over_at(self._step)
 
     def _advance(self, now: Seconds) -> Sequence[Action]:
         """Begin what can begin; the compute lane has one step or push at a time."""
@@ -297,28 +205,61 @@ class ModelReplica:
             return self._push()
         if not self._begun:
             return []
-        if self._position < 0:
-            self._position = self._read_to = self._client.samples
-            self._begun_at = now
+        if not self._placed:
+            self._placed = True
+            self._reader.start(self._client.samples)
+            self._tally.begin(self._client.samples, now)
         return self._take_step(now)
 
     def _take_step(self, now: Seconds) -> Sequence[Action]:
         """Take the next step, or do whatever it still lacks."""
-        actions = [*self._read(), *self._fetch(now)]
-        fetches = self._is_fetch_due(self._step)
+        actions = [*self._reader.read_ahead(), *self._fetch(now)]
+        fetches = self._config.fetches_at(self._step)
         fetched = self._fetching and self._client.fetch_complete
-        if not self._batches or (fetches and not fetched):
+        batch = self._reader.next
+        if batch is None or (fetches and not fetched):
             return actions
         self._attempt = Attempt()
         if fetches:
             actions.append(self._install(self._attempt))
-        actions.append(self._compute(self._batches[0], self._attempt))
+        actions.append(self._compute(batch, self._attempt))
         if not fetches:
             actions += self._fetch_ahead(now)
-        return [*actions, *self._read()]
+        return actions
 
-    def _is_fetch_due(self, step: int) -> bool:
-        return step % self._config.n_fetch == 0
+    def _end(self, now: Seconds) -> Sequence[Action]:
+        """End once every push is known to be applied."""
+        if self._client.unacknowledged:
+            return []
+        self._ended = True
+        _, counters = self.status()
+        finished = Finished(counters=dict(counters))
+        return [
+            *self._tally.progress(now),
+            Send(receiver=self._stopped_by or SUPERVISOR, message=finished),
+            Halt(),
+        ]
+
+    # ----------------------------------------------------------------------- fetch
+
+    def _fetch(self, now: Seconds) -> Sequence[Action]:
+        """Begin the fetch of the next step, unless it is under way or must wait."""
+        if self._fetching or not self._config.fetches_at(self._step):
+            return []
+        if self._config.blocking and self._client.unacknowledged:
+            return []
+        self._fetching = True
+        return self._client.begin_fetch(now)
+
+    def _fetch_ahead(self, now: Seconds) -> Sequence[Action]:
+        """Begin the fetch of the step after the present one (DB-10)."""
+        config, after = self._config, self._step + 1
+        if config.blocking or self._fetching or self._stopped_by is not None:
+            return []
+        if config.is_over_at(after) or not config.fetches_at(after):
+            return []
+        self._fetching = True
+        return self._client.begin_fetch(now)
 
     def _install(self, attempt: Attempt) -> Compute:
         model = self._trainer.model
@@ -328,6 +269,18 @@ class ModelReplica:
             work=partial(self._trainer.install, work, attempt),
             cost=Cost(n_bytes=2.0 * model.n_bytes),
         )
+
+    def _installed(self, result: object, now: Seconds) -> Sequence[Action]:
+        assert isinstance(result, Installed), result
+        actions = list(self._client.installed(result, now))
+        if result.torn:
+            return actions
+        self._fetching = False
+        self._clock = max(result.clocks, default=0)
+        self.counters.fetches += 1
+        return [*actions, *self._fetch_ahead(now)]
+
+    # ------------------------------------------------------------------------ step
 
     def _compute(self, batch: Batch, attempt: Attempt) -> Compute:
         model, rate = self._trainer.model, self._local_rate()
@@ -342,78 +295,7 @@ class ModelReplica:
         )
 
     def _local_rate(self) -> float | None:
-        """Return the rate of this step's local step; None if a fetch overwrites it."""
-        if self._is_fetch_due(self._step + 1):
-            return None
-        return self._config.local_rate(self._clock)
-
-    def _read(self) -> Sequence[Action]:
-        """Read a batch in advance, unless enough are there or on their way."""
-        n_held = len(self._batches) + self._reading
-        last = self._config.max_steps
-        if (
-            self._reading
-            or n_held >= N_BATCHES_HELD
-            or self._is_over
-            or (last is not None and self._step + n_held >= last)
-        ):
-            return []
-        self._reading = True
-        indices = self._cursor.batch(self._read_to, self._config.batch_size)
-        position, self._read_to = self._read_to, self._read_to + len(indices)
-        return [
-            Compute(
-                name="replica:read",
-                work=partial(self._trainer.read, position, indices),
-                cost=Cost(n_bytes=2.0 * self._bytes_per_sample * len(indices)),
-                lane=Lane.DATA,
-            )
-        ]
-
-    def _have_read(self, result: object) -> Sequence[Action]:
-        assert isinstance(result, Batch), result
-        self._reading = False
-        self._batches.append(result)
-        self._bytes_per_sample = result.n_bytes / result.n_samples
-        return []
-
-    # ----------------------------------------------------------------------- fetch
-
-    def _fetch(self, now: Seconds) -> Sequence[Action]:
-        """Begin the fetch of the next step, unless it is under way or must wait."""
-        if self._fetching or not self._is_fetch_due(self._step):
-            return []
-        if self._config.blocking and self._client.unacknowledged:
-            return []
-        self._fetching = True
-        return self._client.begin_fetch(now)
-
-    def _fetch_ahead(self, now: Seconds) -> Sequence[Action]:
-        """Begin the fetch of the step after the present one (DB-10)."""
-        last = self._config.max_steps
-        after = self._step + 1
-        if (
-            self._config.blocking
-            or self._fetching
-            or self._is_over
-            or not self._is_fetch_due(after)
-            or (last is not None and after >= last)
-        ):
-            return []
-        self._fetching = True
-        return self._client.begin_fetch(now)
-
-    def _installed(self, result: object, now: Seconds) -> Sequence[Action]:
-        assert isinstance(result, Installed), result
-        actions = list(self._client.installed(result, now))
-        if result.torn:
-            return actions
-        self._fetching = False
-        self._clock = max(result.clocks, default=0)
-        self.counters.fetches += 1
-        return [*actions, *self._fetch_ahead(now)]
-
-    # ------------------------------------------------------------------------ step
+        return self._config.local_rate(self._step, clock=self._clock)
 
     def _stepped(self, result: object, now: Seconds) -> Sequence[Action]:
         """Account for a step that has been computed, or could not be."""
@@ -423,59 +305,27 @@ class ModelReplica:
             self.counters.torn += 1
             self._torn_wait = True
             return [SetTimer(name="replica:retry", at=now + TORN_RETRY_SECONDS)]
-        batch = self._batches.popleft()
+        batch = self._reader.take()
+        self._tally.stepped(n_samples=batch.n_samples, loss=result.loss)
         actions: list[Action] = []
-        self.counters.steps += 1
         if result.is_finite:
             self._accrued()
         else:
-            actions += self._bad(1, result.loss, self._warning(result.loss))
-        # Nothing to push if all was skipped.
-        self._push_due = self._step % self._config.n_push == 0 and self._n_accrued > 0
+            actions += self._tally.skip()
+        # There is nothing to push if all was skipped.
+        self._push_due = self._config.pushes_at(self._step) and self._n_accrued > 0
         self._step += 1
-        self._position += batch.n_samples
-        self._loss = result.loss
-        self._unreported_loss += batch.n_samples * result.loss
-        self._n_unreported += batch.n_samples
-        if now - self._reported_at >= self._config.progress_seconds:
-            actions += self._progress(now)
-        return actions
+        return [*actions, *self._tally.progress_if_due(now)]
 
     def _accrued(self) -> None:
-        """Count the gradient of the step just taken; remember how old the oldest is."""
+        """Count the gradient of the present step; remember how old the oldest is."""
         if not self._n_accrued:
             self._accrued_clocks = self._client.clocks
         self._n_accrued += 1
         self.counters.gradients += 1
         self.counters.local_steps += self._local_rate() is not None
         if self._config.checks_every_gradient:
-            self._n_bad_in_row = 0
-
-    def _bad(
-        self, n_gradients: int, loss: float, warning: Sequence[Action]
-    ) -> Sequence[Action]:
-        """Count gradients that were not finite; give up after too many in a row."""
-        is_first = self._n_bad_in_row == 0
-        self.counters.non_finite += n_gradients
-        self._n_bad_in_row += n_gradients
-        config = self._config
-        if self._n_bad_in_row < config.non_finite_limit:
-            return warning if is_first else []  # once for each row of them
-        clip = config.clip_norm
-        raise JobError(
-            f"{self._n_bad_in_row} gradients in a row were NaN or infinite (step "
-            f"{self.counters.steps}, loss {loss:g}, learning_rate "
-            f"{config.learning_rate:g}): the training has diverged. Use a lower "
-            "learning_rate, or "
-            + ("a clip_norm" if clip is None else f"a clip_norm below {clip:g}")
-        )
-
-    def _warning(self, loss: float) -> Sequence[Action]:
-        text = (
-            f"step {self.counters.steps}: the gradient is NaN or infinite (loss "
-            f"{loss:g}); it is skipped"
-        )
-        return [Report(text=text, level="warning")]
+            self._tally.good()
 
     # ------------------------------------------------------------------------ push
 
@@ -504,44 +354,14 @@ class ModelReplica:
         self._staging = self._push_due = False
         n_gradients, self._n_accrued = self._n_accrued, 0
         actions = self._client.staged(
-            result, n_gradients=n_gradients, samples=self._position, now=now
+            result, n_gradients=n_gradients, samples=self._tally.position, now=now
         )
         if not result.finite:  # the client's report names the tensors
-            return self._bad(n_gradients, self._loss, actions)
+            return self._tally.bad(n_gradients, actions)
         self.counters.pushes += 1
         self.counters.gradients_pushed += n_gradients
-        self._n_bad_in_row = 0
+        self._tally.good()
         return actions
-
-    # ------------------------------------------------------------------------- end
-
-    def _progress(self, now: Seconds) -> Sequence[Action]:
-        if not self._n_unreported or self._begun_at is None:
-            return []
-        message = Progress(
-            step=self._step,
-            samples=self._position,
-            loss=self._unreported_loss / self._n_unreported,
-            seconds_computing=self._seconds_computing,
-            seconds_waiting=max(now - self._begun_at - self._seconds_computing, 0.0),
-        )
-        self._reported_at, self._unreported_loss, self._n_unreported = now, 0.0, 0
-        return [Send(receiver=SUPERVISOR, message=message)]
-
-    def _end(self, now: Seconds) -> Sequence[Action]:
-        """End once every push is known to be applied."""
-        if self._client.unacknowledged:
-            return []
-        self._ended = True
-        _, counters = self.status()
-        return [
-            *self._progress(now),
-            Send(
-                receiver=self._stopped_by or SUPERVISOR,
-                message=Finished(counters=dict(counters)),
-            ),
-            Halt(),
-        ]
 
 
 def _failure(error: BaseException, *, step: int) -> DistBeliefError:

@@ -28,6 +28,15 @@ _WORDS = {
     "array": "a list: [...]",
     "object": "a table: { ... }",
 }
+_JSON_TYPES: dict[type[inspect.Type], str] = {
+    inspect.IntType: "int",
+    inspect.FloatType: "float",
+    inspect.StrType: "str",
+    inspect.BoolType: "bool",
+    inspect.ListType: "array",
+    inspect.DictType: "object",
+    inspect.StructType: "object",
+}
 _BOUNDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
 _EXPECTED = re.compile(
     r"Expected `(?P<type>[^`]*)`"
@@ -114,20 +123,9 @@ def header(path: Path) -> str:
 
 def wanted(kind: inspect.Type) -> str:
     """Return in words what a value of this type looks like."""
-    match kind:
-        case inspect.IntType():
-            return _WORDS["int"]
-        case inspect.FloatType():
-            return _WORDS["float"]
-        case inspect.StrType():
-            return _WORDS["str"]
-        case inspect.BoolType():
-            return _WORDS["bool"]
-        case inspect.UnionType():
-            structs = _tags(kind)
-            return f"a table with name = {_either(structs)}" if structs else "a value"
-        case _:
-            return "a table" if isinstance(kind, inspect.StructType) else "a value"
+    if isinstance(kind, inspect.UnionType) and _tags(kind):
+        return f"a table with name = {_either(_tags(kind))}"
+    return _WORDS.get(_JSON_TYPES.get(type(kind), ""), "a value")
 
 
 def _check_keys(table: dict[str, object], kind: inspect.Type, path: Path) -> None:

@@ -127,7 +127,7 @@ class Fetches:
         actions: list[Action] = []
         lease = self._leases.get(name)
         if lease is not None:
-            for index, values in self._leases.blocks(name, bounds=self._bounds):
+            for index, values in lease.blocks(self._bounds):
                 self._bytes_out += values.nbytes
                 actions.append(self._replies.block(name, lease, index, values))
         return actions

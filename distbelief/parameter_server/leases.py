@@ -55,6 +55,14 @@ class Lease:
     received: int = 0  # blocks [0, received) have arrived
     sent: int = 0  # blocks [0, sent) were sent
 
+    def blocks(self, bounds: Bounds) -> Iterator[tuple[int, Vector]]:
+        """Yield (block index, values) of each block that may be sent now."""
+        limit = min(self.limit, self.received + CREDIT_BLOCKS_MAX, len(bounds))
+        while self.sent < limit:
+            start, stop = bounds[self.sent]
+            yield self.sent, self.copy.values[start:stop]
+            self.sent += 1
+
 
 @final
 class Leases:
@@ -161,19 +169,6 @@ class Leases:
         lease = self._leases[client]
         if lease.received == 0:
             lease.sent = 0
-
-    def blocks(
-        self, client: Address, *, bounds: Bounds
-    ) -> Iterator[tuple[int, Vector]]:
-        """Yield (block index, values) of each block that may be sent now."""
-        lease = self._leases.get(client)
-        if lease is None:
-            return
-        limit = min(lease.limit, lease.received + CREDIT_BLOCKS_MAX, len(bounds))
-        while lease.sent < limit:
-            start, stop = bounds[lease.sent]
-            yield lease.sent, lease.copy.values[start:stop]
-            lease.sent += 1
 
     def end(self, client: Address) -> None:
         """End this client's lease or wait, if it has one."""

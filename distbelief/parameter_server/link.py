@@ -255,9 +255,9 @@ class Link:
         if begins:
             self._heard_at = self._progress_at = self._sent_at = now
             self._delay = self._config.retry_seconds
-        if not self._awaited or self._timer_at is not None:
-            return []
-        return [self._set_timer(now + self._delay)]
+        due = now + self._delay
+        runs = self._timer_at is not None and (not begins or self._timer_at <= due)
+        return [] if runs or not self._awaited else [self._set_timer(due)]
 
     def timer(self, now: Seconds) -> list[Action]:
         """Ask again for what does not come; give the shard up at last."""
@@ -285,8 +285,8 @@ class Link:
         """The timer is over; if it came late, the shard is not to blame."""
         if self._timer_at is not None:
             late = max(0.0, now - self._timer_at)
-            self._heard_at += late
-            self._progress_at += late
+            self._heard_at = min(now, self._heard_at + late)
+            self._progress_at = min(now, self._progress_at + late)
         self._timer_at = None
 
     def _give_up_if_due(self, now: Seconds) -> None:

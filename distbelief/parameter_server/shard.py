@@ -82,8 +82,6 @@ __all__ = ["ParameterServerShard", "ShardConfig"]
 N_SAVES_MAX = 8
 """Snapshots that may wait to be taken."""
 
-_ClientMessage = Fetch | Credit | PushBlock | Push
-
 
 class _Work(Enum):
     """What may run; one at a time."""

@@ -6,14 +6,13 @@ order in which data meets it: inputs, layers, outputs, targets, loss, gradient.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import final
 
 import torch
 from torch import nn
 
 from distbelief.errors import JobError
+from distbelief.runtime.layers import Watch, dtype_name
 from distbelief.runtime.losses import CLASS_LOSSES, LOSSES, Loss, Metric
 
 
@@ -106,7 +105,7 @@ def evaluate(
             raise JobError(
                 f"[evaluation] metric {names.metric} failed on outputs of shape "
                 f"{tuple(outputs.shape)} and targets of shape {tuple(targets.shape)} "
-                f"and {_dtype(targets)}: {type(error).__name__}: {error}"
+                f"and {dtype_name(targets)}: {type(error).__name__}: {error}"
             ) from error
     if not isinstance(figure, torch.Tensor | float | int) or (
         isinstance(figure, torch.Tensor) and figure.numel() != 1
@@ -132,35 +131,13 @@ def shown(value: object) -> str:
 # -------------------------------------------------------------------- forward
 
 
-@final
-class _LastEntered:
-    """Remembers which innermost module was entered last, and with what."""
-
-    def __init__(self, module: nn.Module, stack: ExitStack) -> None:
-        self.name = ""
-        self.layer: nn.Module = module
-        self.received: torch.Tensor | None = None
-        for name, layer in module.named_modules():
-            if next(layer.children(), None) is None:
-                handle = layer.register_forward_pre_hook(self._hook_of(name))
-                stack.callback(handle.remove)
-
-    def _hook_of(self, name: str):  # type: ignore[no-untyped-def]  # noqa: ANN202
-        def hook(layer: nn.Module, inputs: tuple[object, ...]) -> None:
-            self.name, self.layer = name, layer
-            first = inputs[0] if inputs else None
-            self.received = first if isinstance(first, torch.Tensor) else None
-
-        return hook
-
-
 def _forward(module: nn.Module, inputs: torch.Tensor, *, names: Names) -> torch.Tensor:
-    with ExitStack() as stack:
-        last = _LastEntered(module, stack)
+    with Watch(module) as watch:
         try:
             outputs: object = module(inputs)
         except Exception as error:  # the model is the user's
-            raise JobError(_why_forward(error, last, inputs, names=names)) from error
+            reason = watch.explain(error, inputs, data=names.data)
+            raise JobError(f"[model] {names.model}, {reason}") from error
     if not isinstance(outputs, torch.Tensor):
         raise JobError(
             f"[model] {names.model}: the model returned {shown(outputs)}, not a "
@@ -173,74 +150,6 @@ def _forward(module: nn.Module, inputs: torch.Tensor, *, names: Names) -> torch.
             f"{len(inputs)}"
         )
     return outputs
-
-
-def _why_forward(
-    error: Exception, last: _LastEntered, inputs: torch.Tensor, *, names: Names
-) -> str:
-    layer, received = last.layer, last.received
-    where = (
-        f"layer {last.name!r} ({type(layer).__name__})" if last.name else "the model"
-    )
-    if received is None:
-        received = inputs
-    if _same(received, inputs):
-        giver, mend = f"[{names.data}] gives", "change the data set or the model"
-    else:
-        giver, mend = "the layers before it give", "make them agree"
-    shape = tuple(received.shape)
-    reason = f"{type(error).__name__}: {error}"
-    if (needed := _width(layer)) is not None:
-        size, axis = needed
-        axis = axis if received.ndim > abs(axis) or axis < 0 else -1
-        if received.ndim == 0 or shape[axis] != size:
-            width = shape[axis] if shape else 0
-            reason = (
-                f"it takes inputs of width {size}, but {giver} width {width} "
-                f"(shape {shape}): {mend}"
-            )
-    if isinstance(layer, nn.Embedding):
-        reason = _why_embedding(layer, received, giver=giver) or reason
-    else:
-        weight = next(layer.parameters(), None)
-        if weight is not None and weight.dtype != received.dtype:
-            reason = (
-                f"its parameters are {_dtype(weight)}, but {giver} {_dtype(received)}: "
-                f"let the data set return {_dtype(weight)}"
-            )
-    return f"[model] {names.model}, {where}: {reason}"
-
-
-def _width(layer: nn.Module) -> tuple[int, int] | None:
-    """Return the size that a layer needs of its input, and along which axis."""
-    match layer:
-        case nn.Linear():
-            return layer.in_features, -1
-        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
-            return layer.in_channels, 1
-        case nn.BatchNorm1d() | nn.BatchNorm2d() | nn.BatchNorm3d():
-            return layer.num_features, 1
-        case nn.LayerNorm() if layer.normalized_shape:
-            return layer.normalized_shape[-1], -1
-        case nn.RNNBase():
-            return layer.input_size, -1
-        case _:
-            return None
-
-
-def _why_embedding(
-    layer: nn.Embedding, received: torch.Tensor, *, giver: str
-) -> str | None:
-    if received.is_floating_point():
-        return f"it takes whole numbers (int64), but {giver} {_dtype(received)}"
-    if received.numel() and not 0 <= int(received.min()) <= int(received.max()) < (
-        layer.num_embeddings
-    ):
-        return (
-            f"it takes numbers from 0 to {layer.num_embeddings - 1}, but {giver} "
-            f"{int(received.min())} to {int(received.max())}"
-        )
-    return None
 
 
 # ----------------------------------------------------------------------- loss
@@ -267,8 +176,8 @@ def _loss(
     except Exception as error:  # the loss may be the user's
         raise JobError(
             f"[algorithm] loss {names.loss} failed on outputs of shape "
-            f"{tuple(outputs.shape)} and {_dtype(outputs)}, targets of shape "
-            f"{tuple(targets.shape)} and {_dtype(targets)}: "
+            f"{tuple(outputs.shape)} and {dtype_name(outputs)}, targets of shape "
+            f"{tuple(targets.shape)} and {dtype_name(targets)}: "
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
@@ -278,8 +187,9 @@ def _loss(
         )
     if value.dtype != outputs.dtype and targets.is_floating_point():
         raise JobError(
-            f"[{names.data}] targets are {_dtype(targets)}, but the model gives "
-            f"{_dtype(outputs)}: let the data set return {_dtype(outputs)} targets"
+            f"[{names.data}] targets are {dtype_name(targets)}, but the model gives "
+            f"{dtype_name(outputs)}: let the data set return targets of "
+            f"{dtype_name(outputs)}"
         )
     return value
 
@@ -293,7 +203,7 @@ def _check_labels(
     """Refuse targets that are no labels of these outputs."""
     if targets.is_floating_point() or targets.dtype != torch.int64:
         raise JobError(
-            f"[{names.data}] targets are {_dtype(targets)} of shape "
+            f"[{names.data}] targets are {dtype_name(targets)} of shape "
             f"{tuple(targets.shape)}, but loss {names.loss} needs labels: let the data "
             "set return them as int64"
         )
@@ -361,13 +271,3 @@ def _check_gradient(module: nn.Module, *, names: Names) -> None:
                 "though the loss is finite: check square roots, divisions and norms "
                 "at zero"
             )
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or (
-        one.data_ptr() == other.data_ptr() and one.shape == other.shape
-    )
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -95,12 +95,10 @@ class FileMemory:
                 f"(not first), 200 characters at the most"
             )
         path = self.directory / name
-        draft = path.with_name(f".{name}")
+        draft = path.with_name(f".{secrets.token_hex(8)}")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             file = os.open(draft, flags, 0o600)
-        except FileExistsError:
-            raise LocalProtocolError(f"region {name!r} is being created") from None
         except OSError as error:
             raise StorageError(f"cannot create {path}: {error.strerror}") from None
         try:
@@ -187,7 +185,7 @@ class FileMemory:
         return sorted(
             path
             for path in (root or _default_root()).glob(f"{_PREFIX}*-*")
-            if _is_own_directory(path) and _remove_if_free(path)
+            if path.is_dir() and _remove_if_free(path)
         )
 
     def _no_room(self, n_bytes: int, error: OSError) -> str:
@@ -241,26 +239,17 @@ def _lock(path: Path) -> int:
 
 
 def _remove_if_free(path: Path) -> bool:
-    """Remove a file or directory unless a living process holds it."""
+    """Remove a file or directory of this user, unless a living process holds it."""
     try:
         lock = _lock(path)
     except OSError:
         return False
     try:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
+        is_own = os.fstat(lock).st_uid == os.geteuid()
+        if is_own and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif is_own:
             path.unlink(missing_ok=True)
-    except OSError:
-        return False
     finally:
         os.close(lock)
-    return True
-
-
-def _is_own_directory(path: Path) -> bool:
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    return path.is_dir() and not path.is_symlink() and status.st_uid == os.geteuid()
+    return not path.exists()

@@ -46,7 +46,7 @@ from distbelief.wire import (
 Log = Callable[[str, str], None]  # level, text
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by ZeroMQ's RFC 27
-_TOKEN_BYTES_MAX = 255  # of a password in the PLAIN mechanism, RFC 24
+_PLAIN_BYTES_MAX = 255  # of a name or password in the PLAIN mechanism, RFC 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +101,11 @@ class ZmqTransport:
         options: TransportOptions | None = None,
         log: Log = lambda _level, _text: None,
     ) -> None:
-        if not 1 <= len(token.encode()) <= _TOKEN_BYTES_MAX:
-            raise ValueError(
-                f"a token of {len(token.encode())} bytes: 1 to {_TOKEN_BYTES_MAX}"
-            )
+        for what, text in (("name", name), ("token", token)):
+            if not 1 <= len(text.encode()) <= _PLAIN_BYTES_MAX:
+                raise ValueError(
+                    f"a {what} of {len(text.encode())} bytes: 1 to {_PLAIN_BYTES_MAX}"
+                )
         self.name = name
         self.incarnation = incarnation
         self.counters = TransportCounters()
@@ -190,7 +191,7 @@ class ZmqTransport:
         self.disconnect(peer)
         socket = self._running_context().socket(zmq.PUSH)
         socket.linger = 0
-        socket.plain_username = self.name.encode()[:_TOKEN_BYTES_MAX]
+        socket.plain_username = self.name.encode()
         socket.plain_password = self._token.encode()
         socket.sndhwm = self._options.messages_max
         socket.reconnect_ivl = 50

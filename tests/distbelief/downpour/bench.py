@@ -8,7 +8,8 @@ from torch import nn
 
 from distbelief.data.dataset import Dataset
 from distbelief.data.subset import DataShard
-from distbelief.downpour.replica import DownpourConfig, ModelReplica
+from distbelief.downpour.config import DownpourConfig
+from distbelief.downpour.replica import ModelReplica
 from distbelief.downpour.steps import Trainer
 from distbelief.memory import PrivateMemory
 from distbelief.messages import (
@@ -121,7 +122,6 @@ class Bench:
         computes: Work asked for and not yet run.
         told: What the supervisor was told.
         reports: Its log.
-        halted: Whether it has ended.
         now: The time, for the test to set.
     """
 
@@ -170,7 +170,7 @@ class Bench:
         self.told: list[Message] = []
         self.reports: list[Report] = []
         self.to_shard: list[Message] = []  # sent, not yet arrived
-        self.halted = False
+        self._halted = False
         self.now = 0.0
 
     def feed(self, event: Event) -> list[Action]:
@@ -187,7 +187,7 @@ class Bench:
                 case Report():
                     self.reports.append(action)
                 case Halt():
-                    self.halted = True
+                    self._halted = True
                 case _:
                     raise AssertionError(action)
         return actions
@@ -236,10 +236,14 @@ class Bench:
         """Let everything happen until it halts."""
         for _ in range(1000):
             self.deliver()
-            if self.halted:
+            if self._halted:
                 return
             self.compute()
         raise AssertionError(f"it never halted: {self.replica.status()}")
+
+    def has_halted(self) -> bool:
+        """Return whether it has ended."""
+        return self._halted
 
     @property
     def pending(self) -> list[str]:

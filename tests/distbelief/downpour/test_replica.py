@@ -1,13 +1,12 @@
 """The replica's state machine: events in, actions out."""
 
-import math
-
 import pytest
 import torch
 from torch import nn
+from typing_extensions import override
 
 from distbelief.data.subset import BatchCursor
-from distbelief.downpour.replica import DownpourConfig
+from distbelief.downpour.config import DownpourConfig
 from distbelief.errors import JobError, RemoteProtocolError
 from distbelief.messages import (
     Alive,
@@ -19,7 +18,6 @@ from distbelief.messages import (
     Push,
     Stop,
 )
-from distbelief.parameter_server.schedules import InverseTime
 from distbelief.roles import Lane
 from tests.distbelief.downpour.bench import Bench
 from tests.distbelief.runtime.examples import Frames, dropout_net, net
@@ -54,7 +52,7 @@ def test_one_step_is_fetch_install_gradient_push() -> None:
     bench.deliver()
     assert bench.pending == ["replica:read"]
     bench.compute()
-    assert bench.pending == ["replica:install", "replica:step", "replica:read"]
+    assert bench.pending == ["replica:read", "replica:install", "replica:step"]
     assert bench.state == "computing"
     bench.compute("install")
     bench.compute("step")
@@ -115,7 +113,7 @@ def test_work_is_priced() -> None:
     bench = Bench().start()
     bench.deliver()
     bench.compute("read")
-    install, step, read = bench.computes
+    read, install, step = bench.computes
     assert install.cost.n_bytes == 2 * bench.model.n_bytes
     assert step.cost.flops == 6 * bench.model.n_parameters * 4
     assert read.cost.n_bytes == 2 * 4 * (4 * 4 + 8)
@@ -221,6 +219,7 @@ def test_an_infinite_sum_of_finite_losses_is_named_by_its_tensors() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(4, 2))
 
+        @override
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x @ self.weight) * 1e38 * 1e38
 
@@ -267,6 +266,7 @@ def test_a_failure_that_does_not_repeat_is_told_as_it_was() -> None:
             self.layer = nn.Linear(4, 2)
             self.n_calls = 0
 
+        @override
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.n_calls += 1
             if self.n_calls == 1:
@@ -274,9 +274,7 @@ def test_a_failure_that_does_not_repeat_is_told_as_it_was() -> None:
             outputs: torch.Tensor = self.layer(x)
             return outputs
 
-    with pytest.raises(
-        JobError, match=r"net failed on samples .*OSError: a cold cache"
-    ):
+    with pytest.raises(JobError, match=r"net failed on .*OSError: a cold cache"):
         Bench(module=Once()).start().run_until_step(1)
 
 
@@ -286,8 +284,9 @@ def test_running_out_of_memory_is_told_with_the_batch_size() -> None:
             super().__init__()
             self.layer = nn.Linear(4, 2)
 
+        @override
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise MemoryError
+            raise MemoryError(x.shape)
 
     with pytest.raises(JobError, match="a step of 4 samples: use a smaller batch_size"):
         Bench(module=Huge()).start().run_until_step(1)
@@ -295,10 +294,11 @@ def test_running_out_of_memory_is_told_with_the_batch_size() -> None:
 
 def test_data_that_fails_is_named() -> None:
     class Torn(Frames):
+        @override
         def __getitems__(self, indices: list[int]) -> object:
             raise OSError("disk gone")
 
-    with pytest.raises(JobError, match="reading samples .* failed: OSError: disk gone"):
+    with pytest.raises(JobError, match=r"reading samples .* OSError: disk gone"):
         Bench(dataset=Torn()).start().run_until_step(1)
 
 
@@ -323,7 +323,7 @@ def test_it_waits_for_begin() -> None:
 def test_stop_before_begin_ends_it_at_once() -> None:
     bench = Bench(await_begin=True).start()
     bench.tell(Stop(reason="enough"))
-    assert bench.halted
+    assert bench.has_halted()
     assert isinstance(bench.told[-1], Finished)
 
 
@@ -331,16 +331,16 @@ def test_stop_finishes_the_step_and_pushes_what_accrued() -> None:
     bench = Bench(config=config(n_push=4)).start()
     bench.run_until_step(2)
     bench.tell(Stop(reason="enough"))
-    assert not bench.halted
+    assert not bench.has_halted()
     bench.shard.acknowledges = False
     while bench.computes:
         bench.compute()
         bench.deliver()
     assert bench.state == "finishing"
-    assert not bench.halted  # not before the shard has it
+    assert not bench.has_halted()  # not before the shard has it
     for message in bench.shard.acknowledge():
         bench.tell(message, sender="shard-0")
-    assert bench.halted
+    assert bench.has_halted()
     assert sum(push.n_gradients for push, _ in bench.shard.pushed) == (
         bench.replica.counters.gradients
     )
@@ -366,34 +366,3 @@ def test_seconds_computing_are_those_of_the_work() -> None:
     bench.run_to_the_end()
     progress = [m for m in bench.told if isinstance(m, Progress)][-1]
     assert progress.seconds_computing == 2 * (0.25 + 0.25)
-
-
-# ----------------------------------------------------------------------- configuration
-
-
-def test_local_steps_follow_the_schedule() -> None:
-    own = DownpourConfig(
-        batch_size=1, learning_rate=0.5, schedule=InverseTime(n_pushes=10)
-    )
-    assert own.local_rate(0) == 0.5
-    assert own.local_rate(10) == 0.25
-    stated = DownpourConfig(batch_size=1, learning_rate=0.5, local_learning_rate=0.1)
-    assert stated.local_rate(10) == 0.1
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("batch_size", 0),
-        ("n_fetch", 0),
-        ("n_push", -1),
-        ("max_steps", 0),
-        ("clip_norm", 0.0),
-        ("clip_norm", math.inf),
-        ("progress_seconds", -1.0),
-        ("non_finite_limit", 0),
-    ],
-)
-def test_a_bad_value_is_named(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"{field} is {value}; use"):
-        DownpourConfig(**{"batch_size": 1, field: value})  # type: ignore[arg-type]

@@ -221,6 +221,10 @@ def test_a_mistake_names_table_key_value_and_mend(override: str, message: str) -
     ("gone", "message"),
     [
         ('loss = "cross_entropy"', "[algorithm] lacks the key 'loss': give it text"),
+        (
+            'rule = { name = "adagrad", learning_rate = 0.02 }',
+            "[algorithm] lacks the key 'rule': give it a table with name = \"sgd\" or ",
+        ),
         ("batch_size = 256", "[algorithm] lacks the key 'batch_size': give it a whole"),
         ('factory = "speech.model:net"', "[model] lacks the key 'factory'"),
         ('name = "downpour"', "[algorithm] lacks the key 'name'"),

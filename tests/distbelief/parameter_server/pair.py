@@ -65,14 +65,18 @@ def layout_of(
     """Return a layout in float64; the last `n_buffers` tensors given are buffers."""
     n_parameters = len(tensors) - n_buffers
     specs = [
-        TensorSpec(name=t.name, shape=t.shape, kind="buffer") if i >= n_parameters else t
+        TensorSpec(name=t.name, shape=t.shape, kind="buffer")
+        if i >= n_parameters
+        else t
         for i, t in enumerate(tensors)
     ]
     return Layout.of(specs, n_shards=n_shards, dtype="float64")
 
 
 def zeros_of(layout: Layout) -> list[torch.Tensor]:
-    return [torch.zeros(spec.n_elements, dtype=torch.float64) for spec in layout.tensors]
+    return [
+        torch.zeros(spec.n_elements, dtype=torch.float64) for spec in layout.tensors
+    ]
 
 
 def full_of(layout: Layout, value: float) -> list[torch.Tensor]:
@@ -167,6 +171,7 @@ class Bench:
         n_copies: int = 2,
         lease_seconds_max: Seconds = 10.0,
         n_clients_max: int = 4096,
+        initialise: Callable[[], Vector] | None = None,
     ) -> ParameterServerShard:
         shard = shard_of(
             self.layout,
@@ -176,6 +181,7 @@ class Bench:
             n_copies=n_copies,
             lease_seconds_max=lease_seconds_max,
             n_clients_max=n_clients_max,
+            initialise=initialise,
         )
         self.start(name, shard, restored=restored)
         return shard
@@ -255,7 +261,7 @@ class Bench:
         else:
             try:
                 event = Computed(name=work.name, result=work.work())
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - told to the role
                 event = Computed(name=work.name, error=error)
         self.deliver(name, event)
 
@@ -275,7 +281,7 @@ class Bench:
             self.run_work()
             self.pass_messages()
 
-    def advance(self, seconds: Seconds) -> None:
+    def advance(self, seconds: Seconds, *, settle: bool = True) -> None:
         """Let time pass: fire what comes due, and settle after each."""
         end = self.now + seconds
         while True:
@@ -286,7 +292,8 @@ class Bench:
             del self.timers[key]
             self.now = max(self.now, at)
             self.deliver(key[0], TimerFired(name=key[1]))
-            self.settle()
+            if settle:
+                self.settle()
         self.now = end
 
     # -------------------------------------------------------------- what a role does

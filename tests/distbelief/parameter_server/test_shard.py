@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from distbelief.errors import (
     LocalProtocolError,
@@ -121,9 +122,7 @@ class Alone:
         (work,) = [a for a in actions if isinstance(a, Compute | Persist)]
         if isinstance(work, Persist):
             return self.shard.handle(Persisted(label=work.snapshot.label), self.now)
-        return self.shard.handle(
-            Computed(name=work.name, result=work.work()), self.now
-        )
+        return self.shard.handle(Computed(name=work.name, result=work.work()), self.now)
 
     def work_all(self, actions: Sequence[Action]) -> list[Action]:
         """Run work until there is none; return all actions, these included."""
@@ -325,6 +324,7 @@ class Full(PrivateMemory):
         super().__init__()
         self.n_left = n_regions
 
+    @override
     def create(self, name: str, *, n_bytes: int) -> Region:
         if not self.n_left:
             raise StorageError("no room")
@@ -428,6 +428,17 @@ def test_a_complete_push_of_an_older_life_is_never_applied() -> None:
     actions = alone.work(applying)
     assert not any(isinstance(a, Compute) for a in actions)
     assert alone.counters()["clock"] == 1
+
+
+def test_a_new_life_that_only_reads_does_not_apply_the_last_ones_push() -> None:
+    alone = Alone()
+    alone.hello()
+    alone.hello(OTHER)
+    applying = alone.push(1, sender=OTHER)
+    alone.push(1)
+    alone.hello(life=2, pushes=False)
+    actions = alone.work(applying)
+    assert not any(isinstance(a, Compute) for a in actions)
 
 
 def test_a_new_life_waits_until_the_push_of_the_last_one_is_applied() -> None:
@@ -543,8 +554,8 @@ def test_staleness_is_the_clock_at_application_minus_that_at_fetch() -> None:
     alone.push(1, sender=OTHER)
     actions = alone.work_all(applying)
     assert [a.staleness for a in sent(actions, Acknowledge)] == [0, 1]
-    actions = alone.work(alone.push(2, fetched_clock=2))
-    assert only(actions, Acknowledge).staleness == 0
+    fresh = alone.work(alone.push(2, fetched_clock=2))
+    assert only(fresh, Acknowledge).staleness == 0
     assert alone.counters()["staleness_max"] == 1
 
 
@@ -652,9 +663,9 @@ def test_buffers_of_several_clients_are_averaged_and_the_gone_do_not_count() -> 
 # ----------------------------------------------------------------------- fetches
 
 
-def large(**options: int) -> Alone:
+def large(*, n_copies: int = 2) -> Alone:
     """A shard of three blocks and a client elsewhere."""
-    alone = Alone(layout_of(LARGE), **options)
+    alone = Alone(layout_of(LARGE), n_copies=n_copies)
     alone.hello()
     return alone
 

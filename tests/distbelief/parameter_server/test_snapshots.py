@@ -16,6 +16,7 @@ from distbelief.parameter_server.snapshots import (
 )
 from distbelief.parameter_server.update_rules import SGD, Adam, Momentum
 from distbelief.roles import Address, Snapshot
+from distbelief.vectors import Vector
 from tests.distbelief.parameter_server.pair import CLIENT, OTHER, layout_of
 
 
@@ -112,7 +113,6 @@ def test_a_foreign_or_damaged_header_is_named_with_its_mend(
         restore(snapshot, identity=IDENTITY, incarnation=3)
 
 
-
 @pytest.mark.parametrize(
     ("name", "array", "message"),
     [
@@ -125,14 +125,16 @@ def test_a_foreign_or_damaged_header_is_named_with_its_mend(
     ],
 )
 def test_arrays_that_do_not_fit_are_named(
-    name: str, array: np.ndarray[tuple[int, ...], np.dtype[np.float64]], message: str
+    name: str, array: Vector | None, message: str
 ) -> None:
     snapshot = snapshot_of()
     state_name = next(key for key in snapshot.arrays if key.startswith("state."))
     key = state_name if name == "state.first_moment" else name
-    changed = {**snapshot.arrays, key: array}
+    changed = dict(snapshot.arrays)
     if array is None:
         del changed[key]
+    else:
+        changed[key] = array
     with pytest.raises(StorageError, match=message):
         restore(replace(snapshot, arrays=changed), identity=IDENTITY, incarnation=3)
 
@@ -153,8 +155,6 @@ def test_a_rule_without_state_has_only_values() -> None:
 
 
 def test_clients_have_any_name() -> None:
-    state = replace(
-        state_of(), clients=(Client(name=Address('a"b\n'), incarnation=1),)
-    )
+    state = replace(state_of(), clients=(Client(name=Address('a"b\n'), incarnation=1),))
     back = restore(snapshot_of(state), identity=IDENTITY, incarnation=3)
     assert [client.name for client in back.clients] == ['a"b\n']

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 import torch
 from torch import nn
+from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.runtime import trial
@@ -223,7 +224,10 @@ def test_a_factory_of_no_data_is_told_what_it_returned() -> None:
             task(model="wrapped", kind="detached"),
             "does not depend on the model's param",
         ),
-        (task(model="wrapped", kind="bug"), "RuntimeError: a bug of the user's"),
+        (
+            task(model="wrapped", kind="bug"),
+            "after layer 'layer' (Linear): RuntimeError: a bug of the user's",
+        ),
         (
             task(model="embedding_net", train="tokens"),
             "takes numbers from 0 to 9, but [data.train] gives 0 to 12",
@@ -280,6 +284,85 @@ def test_a_check_leaves_no_gradient_behind() -> None:
         names=trial.Names(model="m", loss="cross_entropy", data="data.train"),
     )
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def forward_fails(module: nn.Module, inputs: torch.Tensor) -> str:
+    with pytest.raises(JobError) as caught:
+        trial.train(
+            module,
+            inputs,
+            torch.zeros(len(inputs), dtype=torch.int64),
+            loss=nn.functional.cross_entropy,
+            names=trial.Names(model="m", loss="cross_entropy", data="data.train"),
+        )
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "claim"),
+    [
+        (
+            nn.Linear(5, 2),
+            (2, 4),
+            "m, the Linear: it takes inputs of width 5, but",
+        ),
+        (
+            nn.Conv1d(3, 2, 1),
+            (2, 4, 5),
+            "takes inputs of width 3, but [data",
+        ),
+        (nn.Conv2d(3, 2, 1), (2, 1, 5, 5), "gives width 1 (shape (2, 1, 5, 5))"),
+        (nn.Conv3d(3, 2, 1), (2, 1, 5, 5, 5), "inputs of width 3, but"),
+        (nn.Conv2d(3, 2, 1), (2, 5), "inputs of width 3, but [data.train] gives width"),
+        (
+            nn.BatchNorm1d(3),
+            (2, 4),
+            "of width 3, but [data.train] gives width 4",
+        ),
+        (nn.LayerNorm(3), (2, 4), "of width 3, but [data.train] gives width 4"),
+        (nn.GRU(3, 2), (2, 2, 4), "of width 3, but [data.train] gives width 4"),
+        (nn.BatchNorm1d(4), (1, 4), "the BatchNorm1d: ValueError: Expected more than"),
+        (nn.Conv2d(3, 2, 9), (2, 3, 5, 5), "the Conv2d: RuntimeError: Calculated pad"),
+        (nn.Embedding(3, 2), (2, 4), "takes whole numbers (int64), but [data.train]"),
+    ],
+)
+def test_the_layer_that_fails_is_named_with_both_widths(
+    module: nn.Module, shape: tuple[int, ...], claim: str
+) -> None:
+    assert claim in forward_fails(module, torch.zeros(shape))
+
+
+def test_a_gradient_that_reaches_no_parameter_is_told() -> None:
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[:, :2].clone().requires_grad_()
+
+    assert "no parameter received a gradient" in forward_fails(
+        Beside(), torch.zeros(2, 4)
+    )
+
+
+def test_a_backward_that_fails_is_told() -> None:
+    class Overwritten(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.layer(x).exp()
+            outputs: torch.Tensor = hidden * 1.0
+            hidden.zero_()
+            return outputs
+
+    assert "the backward pass of m failed" in forward_fails(
+        Overwritten(), torch.zeros(2, 4)
+    )
 
 
 # -------------------------------------------------------------------- metrics

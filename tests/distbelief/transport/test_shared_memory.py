@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 
 from distbelief.errors import LocalProtocolError, MemoryGoneError, StorageError
 from distbelief.memory import Memory
-from distbelief.transport import shared_memory
 from distbelief.transport.shared_memory import FileMemory
 
 
@@ -137,7 +137,6 @@ def test_what_cannot_be_mapped_cannot_be_attached(memory: FileMemory) -> None:
         memory.attach("a")
     (memory.directory / "a").rmdir()
     os.mkfifo(memory.directory / "a")
-    FileMemory(memory.directory)
     assert memory.attach("a").shape == (0,)  # what has no size has no bytes
 
 
@@ -154,9 +153,9 @@ def test_without_room_the_error_names_place_bytes_and_mend(memory: FileMemory) -
 
 
 def test_a_directory_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="cannot create .*/nowhere/a: No such file"):
+    with pytest.raises(StorageError, match=r"cannot create .*/nowhere/a: No such file"):
         FileMemory(tmp_path / "nowhere").create("a", n_bytes=8)
-    with pytest.raises(StorageError, match="cannot make .*: No such file"):
+    with pytest.raises(StorageError, match=r"cannot make .*: No such file"):
         FileMemory.make(root=tmp_path / "nowhere")
 
 
@@ -194,34 +193,29 @@ def test_the_end_of_a_run_removes_its_directory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_by_default_memory_files_lie_in_memory_or_where_temporary_files_do(
+def test_memory_files_lie_in_memory_or_where_temporary_files_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(shared_memory.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(shared_memory.os, "access", lambda *_: False)
+    memory = FileMemory.make()
+    assert memory.directory.parent in {Path("/dev/shm"), Path(tempfile.gettempdir())}
+    memory.remove_all()
+    monkeypatch.setattr("os.access", lambda *_: False)  # as if there were no /dev/shm
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     memory = FileMemory.make()
     assert memory.directory.parent == tmp_path
     assert FileMemory.sweep() == []
-    memory.remove_all()
-    monkeypatch.undo()
-    memory = FileMemory.make()
-    assert str(memory.directory.parent) in {
-        "/dev/shm",
-        shared_memory.tempfile.gettempdir(),
-    }
     memory.remove_all()
 
 
 def test_without_posix_fallocate_a_region_is_made_all_the_same(
     memory: FileMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(shared_memory.os, "posix_fallocate", raising=False)  # macOS
+    monkeypatch.delattr("os.posix_fallocate", raising=False)  # macOS
     assert memory.create("a", n_bytes=100).shape == (100,)
 
 
-def test_a_sweep_removes_no_run_that_lives_and_nothing_foreign(
-    memory: FileMemory, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("memory")
+def test_a_sweep_removes_no_run_that_lives_and_nothing_foreign(tmp_path: Path) -> None:
     (tmp_path / "distbelief-no-directory").write_text("a file")
     (tmp_path / "distbelief-a-link").symlink_to(tmp_path)
     (tmp_path / "distbelief-nowhere-link").symlink_to(tmp_path / "nowhere")
@@ -229,6 +223,15 @@ def test_a_sweep_removes_no_run_that_lives_and_nothing_foreign(
     before = sorted(tmp_path.iterdir())
     assert FileMemory.sweep(root=tmp_path) == []
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.root
+def test_a_sweep_removes_nothing_of_another_user(tmp_path: Path) -> None:
+    theirs = tmp_path / "distbelief-1-theirs"
+    theirs.mkdir()
+    os.chown(theirs, 12345, -1)
+    assert FileMemory.sweep(root=tmp_path) == []
+    assert theirs.exists()
 
 
 @pytest.mark.processes

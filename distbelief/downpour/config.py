@@ -1,0 +1,88 @@
+"""How a replica trains: the numbers of Algorithm 1.1, and bounds."""
+
+import math
+from dataclasses import dataclass, field
+
+from distbelief.parameter_server.schedules import Constant, Schedule
+from distbelief.roles import Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownpourConfig:
+    """How a replica trains.
+
+    Attributes:
+        batch_size: Samples of one step.
+        n_fetch: Steps between fetches.
+        n_push: Steps between pushes.
+        blocking: Fetch only once every push is applied.
+        learning_rate: Of the shards' rule, for messages and local steps.
+        local_learning_rate: Of local steps; None: `learning_rate`.
+        schedule: Of the shards' rule; local steps follow it.
+        clip_norm: Bound of each gradient's 2-norm; None: no bound.
+        max_steps: Steps of one life; None: until told to stop.
+        progress_seconds: Between reports to the supervisor, at least.
+        non_finite_limit: Gradients in a row that may be NaN or infinite.
+        seed: Of the order of samples and of the model's own randomness.
+    """
+
+    batch_size: int
+    n_fetch: int = 1
+    n_push: int = 1
+    blocking: bool = False
+    learning_rate: float = 0.0
+    local_learning_rate: float | None = None
+    schedule: Schedule = field(default_factory=Constant)
+    clip_norm: float | None = None
+    max_steps: int | None = None
+    progress_seconds: Seconds = 0.5
+    non_finite_limit: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "n_fetch", "n_push", "non_finite_limit"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; use 1 or more")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ValueError(
+                f"max_steps is {self.max_steps}; use 1 or more, or leave it out"
+            )
+        if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
+            raise ValueError(
+                f"clip_norm is {self.clip_norm}; use a number above 0, or leave it out"
+            )
+        if self.progress_seconds < 0.0:
+            raise ValueError(
+                f"progress_seconds is {self.progress_seconds}; use 0 or more"
+            )
+
+    @property
+    def checks_every_gradient(self) -> bool:
+        """A bad gradient must not spoil a sum, or the local copy of the parameters."""
+        return self.n_fetch > 1 or self.n_push > 1
+
+    def fetches_at(self, step: int) -> bool:
+        """Return whether this step begins with a fetch: 0, n_fetch, ... (DB-6)."""
+        return step % self.n_fetch == 0
+
+    def pushes_at(self, step: int) -> bool:
+        """Return whether this step ends with a push: 0, n_push, ... (DB-6)."""
+        return step % self.n_push == 0
+
+    def is_over_at(self, step: int) -> bool:
+        """Return whether this step is one too many."""
+        return self.max_steps is not None and step >= self.max_steps
+
+    def local_rate(self, step: int, *, clock: int) -> float | None:
+        """Return the rate of this step's local step; None if a fetch overwrites it.
+
+        Args:
+            step: The step.
+            clock: Of the parameters in use.
+        """
+        if self.fetches_at(step + 1):
+            return None
+        rate = self.local_learning_rate
+        if rate is None:
+            rate = self.learning_rate
+        return rate * self.schedule.factor(clock)

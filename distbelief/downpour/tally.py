@@ -1,0 +1,133 @@
+"""What a replica has done: counters, progress to report, gradients gone bad.
+
+A gradient with NaN or infinity is skipped: neither it nor anything computed from it
+reaches the shards. Now and then one may come; many in a row mean that training has
+diverged, and that going on would only waste the machines.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from distbelief.downpour.config import DownpourConfig
+from distbelief.errors import JobError
+from distbelief.messages import Progress
+from distbelief.roles import SUPERVISOR, Action, Report, Seconds, Send
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """Counts of one life."""
+
+    steps: int = 0
+    fetches: int = 0
+    pushes: int = 0
+    local_steps: int = 0
+    gradients: int = 0  # accrued
+    gradients_pushed: int = 0
+    non_finite: int = 0  # gradients skipped
+    torn: int = 0  # attempts given up because a fetch met an update
+
+
+@final
+class Tally:
+    """Counts and sums of one life of a replica.
+
+    Attributes:
+        counters: Counts.
+        position: Samples consumed since the first life of this replica began.
+        seconds_computing: Of fetches copied and steps computed.
+    """
+
+    def __init__(self, config: DownpourConfig) -> None:
+        self._config = config
+        self.counters = Counters()
+        self.position = 0
+        self.seconds_computing: Seconds = 0.0
+        self._begun_at: Seconds = 0.0
+        self._n_bad_in_row = 0
+        self._loss = 0.0  # of the last step
+        self._unreported_loss = 0.0  # sum over the samples since the last report
+        self._n_unreported = 0  # samples
+        self._reported_at: Seconds = -math.inf
+
+    def figures(self) -> dict[str, float]:
+        """Return counts and sums by name."""
+        counters = self.counters
+        figures = {
+            name: float(getattr(counters, name))
+            for name in counters.__dataclass_fields__
+        }
+        figures["samples"] = float(self.position)
+        figures["seconds_computing"] = self.seconds_computing
+        return figures
+
+    def begin(self, position: int, now: Seconds) -> None:
+        """Training begins after so many samples."""
+        self.position, self._begun_at = position, now
+
+    # -------------------------------------------------------------------- progress
+
+    def stepped(self, *, n_samples: int, loss: float) -> None:
+        """One more step was taken, its gradient good or bad."""
+        self.counters.steps += 1
+        self.position += n_samples
+        self._loss = loss
+        self._unreported_loss += n_samples * loss
+        self._n_unreported += n_samples
+
+    def progress_if_due(self, now: Seconds) -> Sequence[Action]:
+        """Report to the supervisor, unless that was done a moment ago."""
+        if now - self._reported_at < self._config.progress_seconds:
+            return []
+        return self.progress(now)
+
+    def progress(self, now: Seconds) -> Sequence[Action]:
+        """Report to the supervisor, if anything was done since the last report."""
+        if not self._n_unreported:
+            return []
+        message = Progress(
+            step=self.counters.steps,
+            samples=self.position,
+            loss=self._unreported_loss / self._n_unreported,
+            seconds_computing=self.seconds_computing,
+            seconds_waiting=max(now - self._begun_at - self.seconds_computing, 0.0),
+        )
+        self._reported_at, self._unreported_loss, self._n_unreported = now, 0.0, 0
+        return [Send(receiver=SUPERVISOR, message=message)]
+
+    # ----------------------------------------------------------- good and bad gradients
+
+    def good(self) -> None:
+        """What was looked at is finite: a row of bad gradients, if any, is over."""
+        self._n_bad_in_row = 0
+
+    def skip(self) -> Sequence[Action]:
+        """Count the gradient of the last step, which is not finite."""
+        text = (
+            f"step {self.counters.steps}: the gradient is NaN or infinite (loss "
+            f"{self._loss:g}); it is skipped"
+        )
+        return self.bad(1, [Report(text=text, level="warning")])
+
+    def bad(self, n_gradients: int, warning: Sequence[Action]) -> Sequence[Action]:
+        """Count gradients that were not finite; return the warning, once for each row.
+
+        Raises:
+            JobError: there were too many in a row.
+        """
+        is_first = self._n_bad_in_row == 0
+        self.counters.non_finite += n_gradients
+        self._n_bad_in_row += n_gradients
+        config = self._config
+        if self._n_bad_in_row < config.non_finite_limit:
+            return warning if is_first else []
+        clip = config.clip_norm
+        raise JobError(
+            f"{self._n_bad_in_row} gradients in a row were NaN or infinite (step "
+            f"{self.counters.steps}, loss {self._loss:g}, learning_rate "
+            f"{config.learning_rate:g}): the training has diverged. Use a lower "
+            "learning_rate, or "
+            + ("a clip_norm" if clip is None else f"a clip_norm below {clip:g}")
+        )

@@ -1,0 +1,270 @@
+"""A role as a member of a job: it joins, is introduced to its peers, and says it lives.
+
+    member                        supervisor
+      | Heartbeat --------------->  |   twice a second, from the first moment on
+      | Join -------------------->  |   again with every heartbeat, until Peers comes
+      | <-------------------- Alive |   the answer to every heartbeat
+      | <-------------------- Peers |   connect to these; those no longer named are gone
+      |      (the role within now starts)
+      | Failed ------------------>  |   the role within cannot go on
+
+The role within is built as work, since that may take long: model, data. Until it is
+built and introduced, what is sent to it waits here. A member that has not heard of its
+supervisor for a while ends: a job that has lost its head leaves no process behind.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from distbelief.errors import (
+    DistBeliefError,
+    JobError,
+    LocalProtocolError,
+    RemoteProtocolError,
+)
+from distbelief.messages import (
+    Alive,
+    Failed,
+    Finished,
+    Heartbeat,
+    Join,
+    PeerEntry,
+    Peers,
+    Stop,
+)
+from distbelief.roles import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Connect,
+    Event,
+    Halt,
+    PeerJoined,
+    PeerLost,
+    Received,
+    Role,
+    Seconds,
+    Send,
+    SetTimer,
+    Started,
+    TimerFired,
+)
+
+
+TIMER = "member:heartbeat"
+BUILD = "member:build"
+N_EARLY_MAX = 4096
+"""Messages kept for a role that is not there yet; whoever loses one sends it again."""
+
+_TEXT_MAX = 8192
+"""Characters of an error told to the supervisor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberConfig:
+    """How a member keeps in touch.
+
+    Attributes:
+        name: Of the role.
+        endpoint: Where the driver can be reached ("" in a simulation).
+        host: Roles of equal host share memory; "" shares with nobody.
+        pid: Of the process.
+        heartbeat_seconds: Between two signs of life.
+        silence_seconds_max: Without a word of the supervisor, after which it ends.
+    """
+
+    name: str
+    endpoint: str = ""
+    host: str = ""
+    pid: int = 0
+    heartbeat_seconds: Seconds = 0.5
+    silence_seconds_max: Seconds = 15.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.heartbeat_seconds < self.silence_seconds_max:
+            raise ValueError(
+                f"heartbeat_seconds is {self.heartbeat_seconds} and "
+                f"silence_seconds_max {self.silence_seconds_max}; use more than 0, and "
+                "several heartbeats to a silence"
+            )
+
+
+@final
+class Member:
+    """Wraps any role.
+
+    Args:
+        config: Who it is, and how it keeps in touch.
+        build: Returns the role within; called once, as work.
+    """
+
+    def __init__(self, config: MemberConfig, *, build: Callable[[], Role]) -> None:
+        self._config = config
+        self._build = build
+        self._role: Role | None = None
+        self._started: Started | None = None  # kept until the role within gets it
+        self._runs = False  # the role within: it has been started
+        self._peers: dict[str, PeerEntry] | None = None
+        self._early: deque[Event] = deque(maxlen=N_EARLY_MAX)
+        self._heard_at: Seconds = 0.0
+        self._beat_at: Seconds = 0.0  # when the timer is due
+        self._told_failure = False
+
+    @property
+    def role(self) -> Role | None:
+        """The role within, once it is built."""
+        return self._role
+
+    @property
+    def told_failure(self) -> bool:
+        """Whether the supervisor has been told that this member cannot go on."""
+        return self._told_failure
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Return the actions that `event` calls for."""
+        match event:
+            case Started():
+                return self._start(event, now)
+            case TimerFired(name=name) if name == TIMER:
+                return self._beat(now)
+            case Computed(name=name) if name == BUILD:
+                return self._built(event, now)
+            case Received(sender=sender) if sender == SUPERVISOR:
+                return self._supervised(event, now)
+            case _:
+                return self._pass_on(event, now)
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        """Return that of the role within, if it runs."""
+        if self._role is None:
+            return "building", {}
+        if not self._runs:
+            return "joining", {}
+        return self._role.status()
+
+    # ------------------------------------------------------------------ in touch
+
+    def _start(self, event: Started, now: Seconds) -> list[Action]:
+        self._started = event
+        self._heard_at = self._beat_at = now
+        return [Compute(name=BUILD, work=self._build), *self._beat(now)]
+
+    def _beat(self, now: Seconds) -> list[Action]:
+        """Say that this role lives; end if nobody has answered for too long."""
+        # Time in which the whole process stood still is nobody's silence.
+        self._heard_at += max(0.0, now - self._beat_at)
+        silent = now - self._heard_at
+        if silent > self._config.silence_seconds_max:
+            return [
+                Halt(
+                    error=f"no word from the supervisor for {silent:.1f} s: it is gone, "
+                    "and nothing is to be left behind"
+                )
+            ]
+        self._beat_at = now + self._config.heartbeat_seconds
+        state, counters = self.status()
+        beat = Heartbeat(state=state[:128], counters=dict(counters))
+        joins = [] if self._peers is not None else [self._join()]
+        return [*joins, _tell(beat), SetTimer(name=TIMER, at=self._beat_at)]
+
+    def _join(self) -> Send:
+        config = self._config
+        return _tell(Join(endpoint=config.endpoint, host=config.host, pid=config.pid))
+
+    def _supervised(self, event: Received, now: Seconds) -> Sequence[Action]:
+        self._heard_at = max(self._heard_at, now)
+        match event.message:
+            case Alive():
+                return []
+            case Peers():
+                return self._introduced(event.message, now)
+            case Stop() if not self._runs:  # there is nothing to finish
+                return [_tell(Finished(counters={})), Halt()]
+            case _:
+                return self._pass_on(event, now)
+
+    def _introduced(self, message: Peers, now: Seconds) -> Sequence[Action]:
+        """Connect to whoever is new, and tell the role within of changes."""
+        before = self._peers or {}
+        after = {entry.name: entry for entry in message.entries}
+        self._peers = after
+        connects: list[Action] = []
+        events: list[Event] = [
+            PeerLost(
+                peer=Address(name),
+                incarnation=entry.incarnation,
+                reason="it is no longer a member of the job",
+            )
+            for name, entry in before.items()
+            if name not in after
+        ]
+        for name, entry in after.items():
+            known = before.get(name)
+            if known is not None and known.incarnation >= entry.incarnation:
+                continue
+            peer = Address(name)
+            connects.append(
+                Connect(
+                    peer=peer,
+                    incarnation=entry.incarnation,
+                    endpoint=entry.endpoint,
+                    host=entry.host,
+                )
+            )
+            events.append(PeerJoined(peer=peer, incarnation=entry.incarnation))
+        actions = [*connects, *self._run_role(now)]
+        for event in events:
+            actions += self._pass_on(event, now)
+        return actions
+
+    # ----------------------------------------------------------- the role within
+
+    def _built(self, event: Computed, now: Seconds) -> Sequence[Action]:
+        if event.error is not None:
+            return self._failed(event.error)
+        if not hasattr(event.result, "handle"):
+            raise LocalProtocolError(f"build returned {event.result!r}, no role")
+        self._role = event.result
+        return self._run_role(now)
+
+    def _run_role(self, now: Seconds) -> Sequence[Action]:
+        """Start the role within once it is built and introduced."""
+        if self._runs or self._role is None or self._peers is None:
+            return []
+        assert self._started is not None
+        self._runs = True
+        started, self._started = self._started, None  # it may hold a large snapshot
+        early, self._early = self._early, deque()
+        actions: list[Action] = []
+        for event in (started, *early):
+            actions += self._pass_on(event, now)
+        return actions
+
+    def _pass_on(self, event: Event, now: Seconds) -> Sequence[Action]:
+        if not self._runs or self._role is None:
+            self._early.append(event)
+            return []
+        try:
+            return self._role.handle(event, now)
+        except (RemoteProtocolError, LocalProtocolError):
+            raise  # the first is the driver's to log, the second a bug
+        except DistBeliefError as error:
+            return self._failed(error)
+
+    def _failed(self, error: BaseException) -> Sequence[Action]:
+        self._told_failure = True
+        text = str(error)
+        if not isinstance(error, JobError):
+            text = f"{type(error).__name__}: {text}"
+        failed = Failed(
+            error=text[:_TEXT_MAX], culprit_is_job=isinstance(error, JobError)
+        )
+        return [_tell(failed), Halt(error=text)]
+
+
+def _tell(message: Join | Heartbeat | Finished | Failed) -> Send:
+    return Send(receiver=SUPERVISOR, message=message)

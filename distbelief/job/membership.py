@@ -1,0 +1,241 @@
+"""The members of a job as the supervisor knows them: a row each, and who needs whom.
+
+                launched ----------> present <-----> away       (away: guests only)
+                   ^                    |
+    a new life     |                    +----------> finished   it said so, and is gone
+                   +-------- lost <-----+
+                               |
+                               +-------------------> left out   it died too often
+
+Clients (replicas, the evaluator, guests) need the shards, and the shards need all
+clients; no shard needs another (DB-5).
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, final
+
+from distbelief.messages import Join, PeerEntry
+from distbelief.roles import Address, Seconds
+
+
+Kind = Literal["shard", "replica", "evaluator", "guest"]
+
+N_GUESTS_MAX = 4096
+RATE_SECONDS = 5.0
+"""Rates are means over about so long."""
+
+_SUMMED = (
+    "pushes_applied",
+    "pushes_refused",
+    "pushes_lost",
+    "bytes_in",
+    "bytes_out",
+)
+"""Counters that begin at 0 in each life, and are shown for all lives together."""
+
+
+class Presence(Enum):
+    """What the supervisor knows of a role's present life."""
+
+    LAUNCHED = "starting"  # its process was asked for; it has not said a word
+    PRESENT = "present"
+    AWAY = "away"  # a guest that has been silent for long
+    FINISHED = "done"
+    LEFT_OUT = "lost, left out"
+
+
+@final
+class Rate:
+    """How fast a counter rises, over the last few seconds."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[Seconds, float]] = deque()
+
+    def add(self, now: Seconds, value: float) -> None:
+        """Note the counter's value; one that has fallen begins anew."""
+        points = self._points
+        if points and value < points[-1][1]:
+            points.clear()
+        points.append((now, value))
+        while len(points) > 2 and points[1][0] <= now - RATE_SECONDS:
+            points.popleft()
+
+    @property
+    def per_second(self) -> float | None:
+        """The mean; None before there are two values."""
+        if len(self._points) < 2:
+            return None
+        (first, low), (last, high) = self._points[0], self._points[-1]
+        return (high - low) / (last - first) if last > first else None
+
+
+@final
+@dataclass(slots=True, kw_only=True, eq=False)
+class RoleRecord:
+    """One role, in its present life unless it says otherwise."""
+
+    name: Address
+    kind: Kind
+    index: int  # among those of its kind
+    incarnation: int
+    presence: Presence = Presence.LAUNCHED
+    launched_at: Seconds = 0.0
+    heard_at: Seconds = 0.0  # launched_at, before its first word
+    state: str = ""  # its own word
+    counters: dict[str, float] = field(default_factory=dict)
+    past: dict[str, float] = field(default_factory=dict)  # of former lives, summed
+    restarts: int = 0
+    silence_named: bool = False
+    failure: str | None = None  # its own last words
+    entry: PeerEntry | None = None  # once it has joined
+    rate: Rate = field(default_factory=Rate)
+    introduced_at: Seconds | None = None  # when it was last told of its peers
+    stopped: bool = False  # it was told to end
+    begun: bool = False  # a replica: it was told to begin
+    progressed: bool = False  # and has
+    step: int = 0
+
+    @property
+    def label(self) -> str:
+        """How messages name it: "shard 1"."""
+        return self.name.replace("-", " ")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may still do something."""
+        return self.presence in {
+            Presence.LAUNCHED,
+            Presence.PRESENT,
+            Presence.AWAY,
+        }
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether it can be spoken to."""
+        return self.entry is not None and self.presence is Presence.PRESENT
+
+    def total(self, counter: str) -> float:
+        """Return a counter over all lives."""
+        return self.past.get(counter, 0.0) + self.counters.get(counter, 0.0)
+
+    def hear(self, now: Seconds) -> Seconds:
+        """Note a sign of life; return how long there was none."""
+        silence = now - self.heard_at
+        self.heard_at = now
+        self.presence = Presence.PRESENT
+        return silence
+
+    def join(self, message: Join) -> bool:
+        """Note where it is; return whether that is news."""
+        entry = PeerEntry(
+            name=self.name,
+            incarnation=self.incarnation,
+            endpoint=message.endpoint,
+            host=message.host,
+        )
+        news = entry != self.entry
+        self.entry = entry
+        return news
+
+    def begin_life(self, incarnation: int, now: Seconds) -> None:
+        """Forget all that ended with the life before."""
+        for counter in _SUMMED:
+            if counter in self.counters:
+                self.past[counter] = self.total(counter)
+        self.incarnation = incarnation
+        self.presence = Presence.LAUNCHED
+        self.launched_at = self.heard_at = now
+        self.state, self.counters = "", {}
+        self.silence_named = self.begun = self.progressed = False
+        self.failure = self.entry = self.introduced_at = None
+        self.stopped = False
+        self.step = 0
+        self.rate = Rate()
+
+
+@final
+class Membership:
+    """All roles of a job, in roster order, then guests.
+
+    Args:
+        roster: Name and kind of each role.
+        incarnation: Of their first lives; a resumed run goes on where it ended.
+        admits_guests: Whether names that are not in the roster may join.
+    """
+
+    def __init__(
+        self,
+        roster: Iterable[tuple[str, Kind]],
+        *,
+        incarnation: int = 1,
+        admits_guests: bool = False,
+    ) -> None:
+        self._records: dict[Address, RoleRecord] = {}
+        self._admits_guests = admits_guests
+        for name, kind in roster:
+            self._add(Address(name), kind, incarnation=incarnation)
+
+    def __iter__(self) -> Iterator[RoleRecord]:
+        return iter(self._records.values())
+
+    def get(self, name: Address) -> RoleRecord | None:
+        """Return the role of this name."""
+        return self._records.get(name)
+
+    def of(self, kind: Kind) -> list[RoleRecord]:
+        """Return the roles of this kind."""
+        return [record for record in self if record.kind == kind]
+
+    @property
+    def evaluator(self) -> RoleRecord | None:
+        """The evaluator, if the job has one."""
+        return next(iter(self.of("evaluator")), None)
+
+    @property
+    def shards_are_there(self) -> bool:
+        """Whether every shard has joined."""
+        return all(shard.has_joined for shard in self.of("shard"))
+
+    def admit(
+        self, name: Address, incarnation: int, now: Seconds
+    ) -> RoleRecord | None:
+        """Return the record of a guest, made now if it may come; else None."""
+        record = self.get(name)
+        if record is None:
+            if not self._admits_guests or len(self.of("guest")) >= N_GUESTS_MAX:
+                return None
+            record = self._add(name, "guest", incarnation=incarnation)
+            record.begin_life(incarnation, now)
+        elif record.kind == "guest" and incarnation > record.incarnation:
+            record.begin_life(incarnation, now)
+        return record
+
+    def leave(self, record: RoleRecord) -> None:
+        """Forget a guest that is gone."""
+        del self._records[record.name]
+
+    def entries_for(self, record: RoleRecord) -> tuple[PeerEntry, ...]:
+        """Return those whom this role needs, as far as they are there."""
+        return tuple(
+            other.entry
+            for other in self
+            if (other.kind == "shard") != (record.kind == "shard")
+            and other.entry is not None
+            and other.presence is Presence.PRESENT
+        )
+
+    def excuse(self, seconds: Seconds) -> None:
+        """The supervisor itself stood still: nobody is to blame for this silence."""
+        for record in self:
+            record.heard_at += seconds
+            record.launched_at += seconds
+
+    def _add(self, name: Address, kind: Kind, *, incarnation: int) -> RoleRecord:
+        record = RoleRecord(
+            name=name, kind=kind, index=len(self.of(kind)), incarnation=incarnation
+        )
+        self._records[name] = record
+        return record

@@ -1,0 +1,319 @@
+"""`DownpourSGD`: one's own training loop as a Downpour worker.
+
+    rule = distbelief.Adagrad(learning_rate=0.02)
+    with distbelief.ParameterServer(net.parameters(), rule=rule) as server:
+        optimizer = distbelief.DownpourSGD(net.parameters(), server=server.address)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss_function(net(inputs), targets).backward()
+            optimizer.step()
+        optimizer.finish()
+
+Any number of loops, in any number of processes, may use one server, each with a model
+of the same shapes. The call `step()` of Algorithm 1.1 (Dean et al. 2012): accrue the
+gradient, push every n_push steps, fetch every n_fetch steps, step locally in between.
+
+The role runs only inside these calls: there is no thread. What arrives meanwhile waits
+in the socket.
+"""
+
+import atexit
+import secrets
+import weakref
+from collections.abc import Callable, Iterable
+from itertools import chain
+from pathlib import Path
+from typing import final
+
+import torch
+from typing_extensions import override
+
+from distbelief.downpour.worker import FETCH, INSTALLED, PUSHED, StagedPush, Worker
+from distbelief.errors import JobError, PeerLostError
+from distbelief.memory import Memory, PrivateMemory
+from distbelief.messages import Join
+from distbelief.node import Node
+from distbelief.parameter_server.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.layout import Layout
+from distbelief.roles import SUPERVISOR, Address, Computed
+from distbelief.server import ServerAddress, parameter_specs
+from distbelief.transport.shared_memory import FileMemory
+from distbelief.transport.zmq_transport import ZmqTransport
+
+
+TORN_WAIT_SECONDS = 1e-3
+EXIT_SECONDS_MAX = 5.0  # what leaving the interpreter waits for unfinished pushes
+
+
+@final
+class DownpourSGD(torch.optim.Optimizer):
+    """Pushes gradients to a parameter server, and fetches parameters from it.
+
+    Args:
+        params: The model's parameters, in the order that the server was given them.
+        server: `ParameterServer.address`.
+        n_fetch: Steps between fetches.
+        n_push: Steps between pushes.
+        learning_rate: Of this worker's own steps between fetches (the server's rule
+            has its own); needed if n_fetch > 1.
+        blocking: Wait until each push is applied before the next fetch: one worker
+            then trains exactly as plain sequential SGD does.
+        timeout_seconds: How long a step may wait for the server.
+
+    Raises:
+        JobError: the address, the parameters or the options make no sense.
+        PeerLostError: the server does not answer in time.
+    """
+
+    def __init__(  # noqa: PLR0913 -- the options of one algorithm
+        self,
+        params: Iterable[torch.nn.Parameter],
+        *,
+        server: str,
+        n_fetch: int = 1,
+        n_push: int = 1,
+        learning_rate: float | None = None,
+        blocking: bool = False,
+        timeout_seconds: float = 60.0,
+    ) -> None:
+        for name, value in (("n_fetch", n_fetch), ("n_push", n_push)):
+            if value < 1:
+                raise JobError(f"DownpourSGD: {name} is {value}; use 1 or more")
+        if n_fetch > 1 and (learning_rate is None or learning_rate <= 0):
+            raise JobError(
+                f"DownpourSGD: learning_rate is {learning_rate} with n_fetch {n_fetch};"
+                " between fetches a worker steps by itself: give it a rate above 0"
+            )
+        super().__init__(params, {"learning_rate": learning_rate or 0.0})
+        self._parameters = list(
+            chain.from_iterable(group["params"] for group in self.param_groups)
+        )
+        self._n_fetch, self._n_push = n_fetch, n_push
+        self._blocking, self._timeout_seconds = blocking, timeout_seconds
+        self._n_steps = 0
+        self._n_accrued = 0
+        self._samples = 0
+        self._accrued: list[torch.Tensor | None] = [None] * len(self._parameters)
+        self._accrued_clocks: tuple[int, ...] = ()
+        self._session = _Session(self._parameters, ServerAddress.parse(server))
+        # Not a method: it must not keep this object alive.
+        weakref.finalize(self, _Session.close, self._session)
+        _finish_at_exit(self)
+        try:
+            self._fetch()
+        except BaseException:
+            self._session.close()
+            raise
+
+    @override
+    def step(  # type: ignore[override]  # torch's are overloads; this is their union
+        self, closure: Callable[[], float] | None = None, *, samples: int = 1
+    ) -> float | None:
+        """Push the gradients in `.grad`, and fetch parameters, as they fall due.
+
+        Args:
+            closure: Computes the loss and the gradients anew, as in torch.
+            samples: How many samples the gradient is of, for the server's count.
+
+        Raises:
+            PeerLostError: the server does not answer in time, or has ended.
+            JobError: a gradient is NaN or infinite.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._take_step(samples)
+        return loss
+
+    def _take_step(self, samples: int) -> None:
+        self._samples += samples
+        self._accrue()
+        fetch_next = (self._n_steps + 1) % self._n_fetch == 0
+        if self._n_steps % self._n_push == 0:
+            self._push()
+        if fetch_next:
+            self._fetch()
+        else:
+            self._step_locally()
+        self._n_steps += 1
+
+    def finish(self) -> None:
+        """Push what has accrued, and wait until the server has applied everything.
+
+        Raises:
+            PeerLostError: the server does not answer in time.
+        """
+        if self._session.closed:
+            return
+        if self._n_accrued:
+            self._push()
+        client = self._session.client
+        self._wait(lambda: client.unacknowledged == 0, "an acknowledgement")
+
+    def close(self) -> None:
+        """Finish, then leave the server."""
+        try:
+            self.finish()
+        finally:
+            self._session.close()
+
+    def counters(self) -> dict[str, float]:
+        """Return figures: pushes sent, acknowledged and lost, staleness, bytes."""
+        return self._session.client.counters()
+
+    # ------------------------------------------------------------------------ steps
+
+    def _accrue(self) -> None:
+        """Add the gradients to those since the last push (raw, as a sum: DB-7)."""
+        if not self._n_accrued:
+            self._accrued_clocks = self._session.client.clocks
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is None:
+                continue
+            gradient = parameter.grad.reshape(-1)
+            so_far = self._accrued[index]
+            if so_far is not None:
+                so_far += gradient
+            elif self._n_push == 1:
+                self._accrued[index] = gradient  # staged before step() returns
+            else:
+                self._accrued[index] = gradient.clone()
+        self._n_accrued += 1
+
+    def _step_locally(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["learning_rate"])
+
+    def _push(self) -> None:
+        session = self._session
+        self._wait(lambda: session.client.can_push, "room for a push")
+        outcome = session.client.stage(
+            self._accrued, session.values, fetched_clocks=self._accrued_clocks
+        )()
+        push = StagedPush(
+            outcome=outcome, n_gradients=self._n_accrued, samples=self._samples
+        )
+        self._n_accrued = 0
+        self._accrued = [None] * len(self._parameters)
+        session.command(Computed(name=PUSHED, result=push), self._timeout_seconds)
+        if not outcome.finite:
+            raise JobError(
+                f"DownpourSGD: step {self._n_steps}: NaN or infinity in the gradient, "
+                "which is not pushed: use a lower learning rate, or clip"
+            )
+
+    def _fetch(self) -> None:
+        session, client = self._session, self._session.client
+        self._wait(lambda: client.ready, "a welcome")
+        if self._blocking:
+            self._wait(lambda: client.unacknowledged == 0, "an acknowledgement")
+        session.command(Computed(name=FETCH), self._timeout_seconds)
+        while True:
+            self._wait(lambda: client.fetch_complete, "parameters")
+            outcome = client.install(session.values)()
+            session.command(
+                Computed(name=INSTALLED, result=outcome), self._timeout_seconds
+            )
+            if not outcome.torn:
+                return
+            session.node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)
+
+    def _wait(self, until: Callable[[], bool], what: str) -> None:
+        self._session.wait(until, what, self._timeout_seconds)
+
+
+@final
+class _Session:
+    """A worker's links to its server, from the first word to the last."""
+
+    def __init__(
+        self, parameters: list[torch.nn.Parameter], address: ServerAddress
+    ) -> None:
+        name = f"worker-{secrets.token_hex(6)}"
+        self.address = address
+        self.closed = False
+        self.values = [_flat(parameter) for parameter in parameters]
+        layout = Layout.of(parameter_specs(parameters), n_shards=address.n_shards)
+        memory = _memory(address)
+        self.client = ParameterClient(
+            ClientConfig(pushes=True),
+            layout=layout,
+            shards=[Address(f"shard-{k}") for k in range(address.n_shards)],
+            memory=memory,
+        )
+        self._transport = ZmqTransport(name=name, incarnation=1, token=address.token)
+        self._transport.start()
+        self._transport.connect(SUPERVISOR, 1, address.endpoint)
+        join = Join(endpoint=self._transport.endpoint, host=memory.host, pid=0)
+        self._worker = Worker(client=self.client, join=join)
+        self._log: list[str] = []
+        self.node = Node(self._worker, transport=self._transport, log=self._note)
+        self._n_commands = 0
+
+    def _note(self, level: str, text: str) -> None:
+        if level in {"warning", "error"}:
+            self._log = [*self._log[-9:], text]
+
+    def command(self, command: Computed, timeout_seconds: float) -> None:
+        """Let the role perform one command."""
+        self._n_commands += 1
+        self.node.post(command)
+        until = self._n_commands
+        self.wait(lambda: self._worker.n_done >= until, command.name, timeout_seconds)
+
+    def wait(
+        self, until: Callable[[], bool], what: str, timeout_seconds: float
+    ) -> None:
+        """Run the role until `until()`."""
+        if self.closed:
+            raise PeerLostError("DownpourSGD: it is closed, and cannot step any more")
+        if self.node.pump(until, timeout_seconds=timeout_seconds):
+            return
+        reason = self.node.error or (
+            f"no answer within {timeout_seconds:g} s (waiting for {what})"
+        )
+        raise PeerLostError(
+            f"DownpourSGD: server {self.address.endpoint}: {reason}. Is it running? "
+            + " ".join(self._log[-1:])
+        )
+
+    def close(self) -> None:
+        """Leave; what is unsent is sent, within a second."""
+        if not self.closed:
+            self.closed = True
+            self.node.close()
+            self._transport.close()
+
+
+def _flat(parameter: torch.nn.Parameter) -> torch.Tensor:
+    if not parameter.is_contiguous():
+        parameter.data = parameter.data.contiguous()
+    return parameter.detach().view(-1)
+
+
+def _memory(address: ServerAddress) -> Memory:
+    """Return the server's shared memory if this process sees it."""
+    directory = Path(address.memory)
+    if address.memory and directory.is_dir():
+        return FileMemory(directory)
+    return PrivateMemory(host="")
+
+
+def _finish_at_exit(optimizer: DownpourSGD) -> None:
+    """Let a script that forgets `finish` lose nothing, if the server still answers."""
+    reference = weakref.ref(optimizer)
+
+    def finish() -> None:
+        alive = reference()
+        if alive is not None:
+            alive._timeout_seconds = EXIT_SECONDS_MAX  # noqa: SLF001 -- of this module
+            try:
+                alive.close()
+            except (PeerLostError, JobError) as error:
+                print(f"DownpourSGD: at exit: {error}")  # noqa: T201 -- the last word
+
+    atexit.register(finish)

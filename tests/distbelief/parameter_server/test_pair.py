@@ -1,0 +1,426 @@
+"""Clients and shards together: the laws of the parameter server, on a small bench.
+
+`test_chaos` breaks them at random; `tests/simulation` whole clusters, in virtual time.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from distbelief.memory import PrivateMemory
+from distbelief.messages import (
+    Acknowledge,
+    Message,
+    ParameterBlock,
+    Push,
+    Save,
+    Stop,
+)
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.update_rules import SGD
+from distbelief.roles import Address, PeerLost
+from tests.distbelief.parameter_server.pair import (
+    CLIENT,
+    LARGE,
+    OTHER,
+    READER,
+    SHARD,
+    SMALL,
+    TEST,
+    Bench,
+    layout_of,
+)
+
+
+def memory_of(*, shared: bool) -> PrivateMemory:
+    return PrivateMemory(host="here" if shared else "", poison=True)
+
+
+def bench_of(
+    layout: Layout, *, shared: bool, clients: Sequence[Address] = (CLIENT,)
+) -> Bench:
+    bench = Bench(layout=layout, memory=memory_of(shared=shared))
+    for k in range(layout.n_shards):
+        bench.add_shard(Address(f"shard-{k}"))
+    for name in clients:
+        bench.add_client(name)
+    bench.settle()
+    return bench
+
+
+both = pytest.mark.parametrize("shared", [True, False])
+
+
+# ------------------------------------------------------------------- without faults
+
+
+@both
+@pytest.mark.parametrize("tensors", [SMALL, LARGE])
+@pytest.mark.parametrize("n_shards", [1, 3])
+def test_what_is_fetched_is_the_sum_of_what_was_pushed(
+    *, shared: bool, tensors: Sequence[TensorSpec], n_shards: int
+) -> None:
+    bench = bench_of(layout_of(tensors, n_shards=n_shards), shared=shared)
+    for value in (-1.0, -2.0, -3.0):
+        bench.push(value)
+        bench.settle()
+    for tensor in bench.fetch():
+        assert tensor.unique().tolist() == [6.0]
+    assert bench.client().unacknowledged == 0
+    assert bench.client().clocks == (3,) * n_shards
+
+
+@both
+def test_shards_with_nothing_on_them_take_part(*, shared: bool) -> None:
+    tensors = (TensorSpec(name="w", shape=(3,)),)
+    bench = bench_of(layout_of(tensors, n_shards=2), shared=shared)
+    bench.push()
+    bench.settle()
+    assert bench.fetch()[0].tolist() == [1.0] * 3
+    assert bench.client().clocks == (1, 1)
+
+
+@both
+def test_one_client_and_one_shard_are_sequential_sgd(*, shared: bool) -> None:
+    """DB-11: blocking, n_fetch = n_push = 1, one replica: plain SGD, to the bit.
+
+    BatchNorm's statistics, which are buffers, included.
+    """
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
+    twin = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
+    twin.load_state_dict(net.state_dict())
+    named = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    names = sorted(named)
+    layout = Layout.of(
+        [
+            TensorSpec(
+                name=name,
+                shape=tuple(named[name].shape),
+                kind="parameter" if named[name].requires_grad else "buffer",
+            )
+            for name in names
+        ],
+        n_shards=2,
+        dtype="float64",
+    )
+    flat = [named[name].detach().reshape(-1) for name in names]
+
+    def initial(k: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        vector = np.zeros(layout.shard_size(k))
+        layout.gather(k, flat, vector)
+        return vector
+
+    bench = Bench(layout=layout, memory=memory_of(shared=shared))
+    for k in range(2):
+        bench.add_shard(
+            Address(f"shard-{k}"),
+            rule=SGD(learning_rate=0.1),
+            initialise=partial(initial, k),
+        )
+    bench.add_client()
+    bench.settle()
+
+    optimiser = torch.optim.SGD(twin.parameters(), lr=0.1, fused=True)
+    for _ in range(5):
+        inputs, targets = torch.randn(8, 6).double(), torch.randn(8, 2).double()
+        optimiser.zero_grad()
+        nn.functional.mse_loss(twin(inputs), targets).backward()
+        optimiser.step()
+
+        bench.begin_fetch()
+        bench.settle()
+        assert bench.install(flat).torn == ()
+        net.zero_grad()
+        nn.functional.mse_loss(net(inputs), targets).backward()
+        gradients = [
+            None if gradient is None else gradient.reshape(-1)
+            for gradient in (named[name].grad for name in names)
+        ]
+        work = bench.client().stage(gradients, flat)
+        actions = bench.client().staged(work(), n_gradients=1, samples=8, now=0.0)
+        bench.perform(CLIENT, actions)
+        bench.settle()
+    bench.begin_fetch()
+    bench.settle()
+    bench.install(flat)
+    for name, tensor in twin.state_dict().items():
+        assert torch.equal(named[name].detach(), tensor), name
+
+
+@both
+def test_each_side_measures_the_same_staleness(*, shared: bool) -> None:
+    bench = bench_of(layout_of(), shared=shared, clients=(CLIENT, OTHER))
+    bench.fetch(CLIENT)
+    for _ in range(3):
+        bench.fetch(OTHER)
+        bench.push(name=OTHER)
+        bench.settle()
+    bench.push(name=CLIENT)
+    bench.settle()
+    assert bench.counters(CLIENT)["staleness_mean"] == 3
+    assert bench.counters(OTHER)["staleness_mean"] == 0
+    assert bench.counters(SHARD)["staleness_max"] == 3
+
+
+@both
+def test_back_pressure_begins_with_the_third_push(*, shared: bool) -> None:
+    bench = bench_of(layout_of(), shared=shared)
+    bench.push()
+    bench.push()
+    bench.pass_messages()  # the shard computes
+    assert not bench.client().can_push
+    bench.run_work()
+    bench.pass_messages()
+    assert bench.client().can_push
+
+
+@both
+def test_a_client_fetches_while_its_push_is_applied(*, shared: bool) -> None:
+    """Torn from shared memory until the push is in; by blocks once it is."""
+    bench = bench_of(layout_of(), shared=shared)
+    bench.push()
+    bench.pass_messages()
+    bench.begin_fetch()
+    bench.pass_messages()
+    assert bench.client().fetch_complete == shared
+    tensors = [torch.zeros(100).double(), torch.zeros(3).double()][::-1]
+    if shared:
+        assert bench.install(tensors).torn == (0,)
+    bench.settle()
+    assert bench.client().fetch_complete
+    assert bench.install(tensors).clocks == (1,)
+    assert tensors[1].unique().tolist() == [1.0]
+
+
+def test_readers_of_shared_memory_are_not_starved_by_writers() -> None:
+    """Pushes without a pause: the values are never whole when the reader looks."""
+    bench = bench_of(layout_of(), shared=True, clients=(CLIENT, OTHER))
+    bench.add_client(READER)
+    bench.settle()
+    tensors = [torch.zeros(3).double(), torch.zeros(100).double()]
+    bench.begin_fetch(READER)
+    for n in range(200):
+        bench.now = 0.02 * n
+        for name in (CLIENT, OTHER):
+            if bench.client(name).can_push:
+                bench.push(name=name)
+        bench.pass_messages()
+        if bench.client(READER).fetch_complete:
+            outcome = bench.install(tensors, READER)
+            if not outcome.torn:
+                break
+        bench.pass_messages()
+        bench.run_work()
+    else:
+        pytest.fail("the reader is starved")
+    assert tensors[1].unique().tolist() == [float(outcome.clocks[0])]
+    assert bench.counters(READER)["torn_reads"] > 10
+
+
+def test_a_client_without_memory_to_share_and_one_with_push_to_one_shard() -> None:
+    bench = bench_of(layout_of(), shared=True)
+    bench.add_client(OTHER, memory=PrivateMemory(host="elsewhere"))
+    bench.settle()
+    bench.push(name=CLIENT)
+    bench.push(name=OTHER)
+    bench.settle()
+    for name in (CLIENT, OTHER):
+        assert bench.fetch(name)[0].unique().tolist() == [2.0]
+
+
+def test_another_model_is_refused_with_the_mend() -> None:
+    bench = bench_of(layout_of(), shared=True, clients=())
+    bench.add_client(layout=layout_of(LARGE))
+    with pytest.raises(Exception, match="use the same model and number of shards"):
+        bench.settle()
+
+
+# -------------------------------------------------------------------- losses
+
+
+@both
+@pytest.mark.parametrize("kind", ["Hello", "Welcome", "PushBlock", "Push", "Fetch"])
+def test_any_first_message_may_be_lost(*, shared: bool, kind: str) -> None:
+    bench = Bench(layout=layout_of(LARGE), memory=memory_of(shared=shared))
+    lost: set[str] = set()
+
+    def lose(_: Address, message: Message) -> bool:
+        name = type(message).__name__
+        if name == kind and name not in lost:
+            lost.add(name)
+            return True
+        return False
+
+    bench.lose = lose
+    bench.add_shard()
+    bench.add_client()
+    bench.settle()
+    bench.advance(5.0)
+    bench.push()
+    bench.settle()
+    bench.advance(5.0)
+    assert bench.client().unacknowledged == 0
+    bench.begin_fetch()
+    bench.settle()
+    bench.advance(5.0)
+    tensors = [torch.zeros(300_000).double()]
+    assert bench.install(tensors).torn == ()
+    assert tensors[0].unique().tolist() == [1.0]
+
+
+def test_acknowledgements_that_are_lost_do_not_apply_a_push_twice() -> None:
+    bench = bench_of(layout_of(), shared=True)
+    n_lost = 0
+
+    def lose(_: Address, message: Message) -> bool:
+        nonlocal n_lost
+        n_lost += isinstance(message, Acknowledge) and n_lost < 3
+        return isinstance(message, Acknowledge) and n_lost < 3
+
+    bench.lose = lose
+    bench.push()
+    bench.settle()
+    assert bench.client().unacknowledged == 1
+    bench.advance(10.0)
+    assert bench.client().unacknowledged == 0
+    assert bench.counters()["clock"] == 1
+    assert bench.counters()["duplicates"] >= 1
+
+
+def test_a_lease_that_runs_out_does_not_end_the_fetch() -> None:
+    """All blocks but the first are lost for longer than a lease lasts."""
+    bench = Bench(layout=layout_of(LARGE), memory=memory_of(shared=False))
+    bench.lose = lambda _, message: (
+        isinstance(message, ParameterBlock)
+        and message.block_index > 0
+        and bench.now < 14.0
+    )
+    bench.add_shard(n_copies=1)
+    bench.add_client()
+    bench.settle()
+    bench.begin_fetch()
+    bench.settle()
+    bench.push()
+    bench.settle()
+    bench.advance(30.0)
+    tensors = [torch.zeros(300_000).double()]
+    outcome = bench.install(tensors)
+    assert outcome.torn == ()
+    assert tensors[0].unique().tolist() == [float(outcome.clocks[0])]
+
+
+def test_many_readers_share_few_copies() -> None:
+    bench = Bench(layout=layout_of(LARGE), memory=memory_of(shared=False))
+    shard = bench.add_shard(n_copies=2)
+    readers = [Address(f"reader-{n}") for n in range(8)]
+    for name in (CLIENT, *readers):
+        bench.add_client(name)
+    bench.settle()
+    for _ in range(3):
+        for name in readers:
+            bench.begin_fetch(name)
+        bench.push()
+        bench.settle()
+        for name in readers:
+            tensors = [torch.zeros(300_000).double()]
+            outcome = bench.install(tensors, name)
+            assert tensors[0].unique().tolist() == [float(outcome.clocks[0])]
+    assert shard._service.fetches._leases.n_copies <= 2
+
+
+# -------------------------------------------------------------------- deaths
+
+
+@both
+def test_a_client_that_dies_and_lives_anew_goes_on(*, shared: bool) -> None:
+    bench = bench_of(layout_of(), shared=shared)
+    bench.push(samples=32)
+    bench.settle()
+    bench.push(samples=64)
+    bench.pass_messages()  # whole, and being applied when the client dies
+    bench.add_client()
+    bench.settle()
+    assert bench.client().samples == 64
+    bench.push(samples=96)
+    bench.settle()
+    assert bench.fetch()[0].unique().tolist() == [3.0]
+
+
+@both
+def test_a_push_that_is_not_whole_dies_with_its_client(*, shared: bool) -> None:
+    bench = bench_of(layout_of(LARGE), shared=shared)
+    bench.lose = lambda _, message: isinstance(message, Push)
+    bench.push()
+    bench.settle()
+    bench.lose = lambda *_: False
+    bench.add_client()
+    bench.settle()
+    bench.push()
+    bench.settle()
+    assert bench.fetch()[0].unique().tolist() == [1.0]
+
+
+@both
+def test_a_shard_that_restarts_loses_what_its_snapshot_lacks_and_says_so(
+    *, shared: bool
+) -> None:
+    bench = bench_of(layout_of(), shared=shared)
+    for _ in range(2):
+        bench.push(samples=10)
+        bench.settle()
+    bench.send(TEST, SHARD, Save(label="1"))
+    bench.settle()
+    for _ in range(3):
+        bench.push(samples=20)
+        bench.settle()
+    bench.push()  # in flight
+    bench.add_shard(restored=bench.snapshots[-1])
+    bench.deliver(CLIENT, PeerLost(peer=SHARD, incarnation=1, reason="killed"))
+    bench.settle()
+    bench.advance(5.0)
+    client = bench.client()
+    assert client.ready
+    assert client.samples == 10
+    assert client.counters()["pushes_lost"] == 4
+    bench.push()
+    bench.settle()
+    assert bench.fetch()[0].unique().tolist() == [3.0]
+
+
+@both
+def test_a_restart_between_two_acknowledgements_of_shards_loses_one_part(
+    *, shared: bool
+) -> None:
+    """Shards do not wait for each other: one has the push, the other never will."""
+    bench = bench_of(layout_of(LARGE, n_shards=2), shared=shared)
+    other = Address("shard-1")
+    bench.lose = lambda receiver, message: (
+        receiver == other and isinstance(message, Push)
+    )
+    bench.push()
+    bench.settle()
+    bench.lose = lambda *_: False
+    bench.add_shard(other)
+    bench.settle()
+    bench.advance(5.0)
+    assert bench.client().unacknowledged == 0
+    assert bench.client().counters()["pushes_lost"] == 1
+    bench.push()
+    bench.settle()
+    assert sorted(bench.fetch()[0].unique().tolist()) == [1.0, 2.0]
+
+
+def test_a_shard_that_is_stopped_leaves_its_memory_clean() -> None:
+    bench = bench_of(layout_of(), shared=True)
+    bench.push()
+    bench.pass_messages()
+    bench.send(TEST, SHARD, Stop(reason="enough"))
+    bench.settle()
+    assert bench.halted[SHARD].error is None
+    assert bench.client().unacknowledged == 0
+    assert not bench.memory.__dict__["_regions"]
