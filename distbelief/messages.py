@@ -26,7 +26,7 @@ import msgspec
 from distbelief.vectors import Vector
 
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Text = Annotated[str, msgspec.Meta(max_length=65536)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]
 

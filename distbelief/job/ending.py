@@ -90,9 +90,7 @@ class Ending:
         self.deadline: Seconds = math.inf
         self._bounds = USUAL
 
-    def begin(
-        self, reason: str, now: Seconds, *, error: str | None = None
-    ) -> None:
+    def begin(self, reason: str, now: Seconds, *, error: str | None = None) -> None:
         """The job is to end; only the first reason counts."""
         if self.stage is not Stage.RUN:
             return

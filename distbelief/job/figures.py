@@ -14,7 +14,7 @@ from distbelief.job.membership import Presence, Rate, RoleRecord
 from distbelief.job.stop_rules import Reached
 from distbelief.job.view import HISTORY_MAX, MESSAGES_MAX, Message, Point, RoleView
 from distbelief.messages import Measured, Progress
-from distbelief.roles import Seconds
+from distbelief.roles import Report, Seconds
 
 
 Level = Literal["info", "warning", "error"]
@@ -152,8 +152,8 @@ class Figures:
             del self.history[1:-1:2]  # every other one; first and last stay
         return point
 
-    def tell(self, text: str, now: Seconds, level: Level = "info") -> None:
-        """Keep a message for the user."""
+    def tell(self, text: str, now: Seconds, level: Level = "info") -> Report:
+        """Keep a message for the user; return it as a line of the log."""
         self._n_messages += 1
         self.messages.append(
             Message(
@@ -163,6 +163,7 @@ class Figures:
                 level=level,
             )
         )
+        return Report(text=text, level=level)
 
 
 def role_view(record: RoleRecord, now: Seconds) -> RoleView:

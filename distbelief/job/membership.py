@@ -199,9 +199,7 @@ class Membership:
         """Whether every shard has joined."""
         return all(shard.has_joined for shard in self.of("shard"))
 
-    def admit(
-        self, name: Address, incarnation: int, now: Seconds
-    ) -> RoleRecord | None:
+    def admit(self, name: Address, incarnation: int, now: Seconds) -> RoleRecord | None:
         """Return the record of a guest, made now if it may come; else None."""
         record = self.get(name)
         if record is None:

@@ -104,10 +104,16 @@ class Driver:
         if life is not None and life.alive:
             self._world.counts.delivered += 1
             self.deliver(life, event)
-        elif receiver in self._world.builders:
-            self._lose(packet, "nobody there")
-        else:
+        elif receiver not in self._world.builders:
             self._world.hand_out(receiver, event)
+        elif self._goes_astray():
+            self.lives.deliver_to_next(receiver, incarnation, event)
+        else:
+            self._lose(packet, "nobody there")
+
+    def _goes_astray(self) -> bool:
+        port_reuse = self._world.options.port_reuse
+        return bool(port_reuse and self._world.streams.faults.random() < port_reuse)
 
     def _lose(self, packet: Packet, reason: str) -> None:
         self._world.counts.lost += 1

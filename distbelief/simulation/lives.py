@@ -6,6 +6,7 @@ begins (its supervisor took it for dead, but it was only paused): its messages t
 carry the older incarnation.
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,9 @@ from distbelief.simulation.machines import Machine
 from distbelief.simulation.memory import HostMemory, LentMemory
 from distbelief.simulation.timers import Timers
 from distbelief.simulation.world import World
+
+
+N_ASTRAY_MAX = 1000  # messages for one life to come; ZeroMQ's queues end there as well
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -75,6 +79,7 @@ class Lives:
         self._deliver = deliver
         self._lives: dict[tuple[Address, int], Life] = {}
         self._launches: list[_Launch] = []
+        self._astray: dict[Address, deque[Event]] = {}  # for lives to come
         self._incarnations: dict[Address, int] = {}
         self._hosts: dict[str, HostMemory] = {}
 
@@ -126,6 +131,8 @@ class Lives:
         self.newest[name] = self._lives[name, number] = life
         restored = self._world.disk.newest(name)
         self._deliver(life, Started(incarnation=number, restored=restored))
+        for event in self._astray.pop(name, ()):
+            self._deliver(life, event)
         if self._world.options.introduce:
             self._introduce(life)
 
@@ -251,6 +258,15 @@ class Lives:
         )
 
     # --------------------------------------------------------------- connections
+
+    def deliver_to_next(self, name: Address, incarnation: int, event: Event) -> None:
+        """Deliver what was meant for a life that is over to the one that follows it."""
+        newest = self.newest.get(name)
+        if newest is not None and newest.alive and newest.incarnation > incarnation:
+            self._deliver(newest, event)
+        else:
+            held = self._astray.setdefault(name, deque(maxlen=N_ASTRAY_MAX))
+            held.append(event)
 
     def connect(self, life: Life, peer: Address, incarnation: int) -> Path:
         """Let what `life` sends to `peer` go to this incarnation of it."""

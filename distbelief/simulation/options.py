@@ -25,6 +25,9 @@ class ClusterOptions:
     # tells it of each (new life of a) peer: for tests without a supervisor. False:
     # every role is connected to the supervisor, and otherwise as it asks (`Connect`).
     introduce: bool = False
+    # How likely a message for a life that is over reaches the next one: ZeroMQ holds it
+    # and connects again, and the next process may have been given the same port.
+    port_reuse: float = 0.0
     launch_seconds: Seconds = 0.5  # from `Launch` to `Started`
     notice_seconds: Seconds = 0.01  # from the end of a process to `PeerLost`
     host_bytes_max: int = 1 << 34  # shared memory of one host
@@ -35,6 +38,8 @@ class ClusterOptions:
         for name in ("launch_seconds", "notice_seconds"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, below 0")
+        if not 0 <= self.port_reuse <= 1:
+            raise ValueError(f"port_reuse is {self.port_reuse}; it is a probability")
         for name in ("host_bytes_max", "n_lines_kept"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, below 1")

@@ -130,16 +130,14 @@ class FileMemory:
         try:
             flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
             file = os.open(self.directory / name, flags)
+            try:
+                region = _map(file, os.fstat(file).st_size)
+            finally:
+                os.close(file)
         except OSError as error:
             raise MemoryGoneError(
                 f"no region {name!r} in {self.directory}: {error.strerror}"
             ) from None
-        try:
-            region = _map(file, os.fstat(file).st_size)
-        except OSError as error:
-            raise MemoryGoneError(f"region {name!r}: {error.strerror}") from None
-        finally:
-            os.close(file)
         self._regions[name] = region
         return region
 

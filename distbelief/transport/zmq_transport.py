@@ -18,7 +18,8 @@ Rules this file keeps:
 * What a peer sends wrongly costs a counter and, now and then, a line in the log.
 * The token travels in the clear: beyond this machine only if `allow_remote` says so.
 
-What one link may hold in memory: `messages_max` blocks at either end.
+What one link may hold in memory: `messages_max` blocks at either end. A member that
+knows the token is trusted not to send a message whose parts never end.
 """
 
 import hmac

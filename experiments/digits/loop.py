@@ -1,16 +1,17 @@
 """An ordinary training loop as a Downpour worker; start it as often as you like.
 
-    python loop.py              # starts a parameter server, and trains
-    python loop.py ADDRESS      # helps the one that printed this address
+python loop.py              # starts a parameter server, and trains
+python loop.py ADDRESS      # helps the one that printed this address
 """
 
 import sys
 from contextlib import nullcontext
 
-import distbelief
 import torch
 from digits import images, net
 from torch.utils.data import DataLoader
+
+import distbelief
 
 
 def train(model: torch.nn.Module, address: str, *, epochs: int = 12) -> None:

@@ -68,7 +68,7 @@ class Run:
             builders,
             seed=seed,
             options=ClusterOptions(
-                introduce=True, machine=machine, faults=tuple(faults)
+                introduce=True, machine=machine, faults=tuple(faults), port_reuse=0.5
             ),
         )
         self.cluster.watch(

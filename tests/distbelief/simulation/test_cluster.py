@@ -198,6 +198,27 @@ def test_a_message_to_an_earlier_life_reaches_nobody() -> None:
     assert cluster.incarnation(B) == 2
 
 
+@pytest.mark.parametrize("restart_after", [0.1, 2.0])
+def test_a_message_to_an_earlier_life_reaches_the_next_if_it_has_its_port(
+    restart_after: float,
+) -> None:
+    """It arrives at time 1, and waits if need be."""
+    receiver = Scripted()
+    options = ClusterOptions(
+        introduce=True,
+        machine=STEADY,
+        link_within_host=Link(latency_seconds=1.0, jitter=0.0),
+        port_reuse=1.0,
+        faults=(Kill(at=0.5, role=B, restart_after=restart_after),),
+    )
+    sender = Scripted(on_start(Send(receiver=B, message=push(1))))
+    cluster_of({A: sender, B: receiver}, options=options).run()
+    last = [now for now, event in receiver.seen if isinstance(event, Received)]
+    assert last == [pytest.approx(max(1.0, 0.5 + restart_after), abs=1e-3)]
+    started = receiver.kinds.index("Started", 1)
+    assert "Received" in receiver.kinds[started:]
+
+
 # ---------------------------------------------------------------- introduction
 
 
@@ -706,5 +727,7 @@ def test_links_can_be_chosen_by_their_ends() -> None:
 def test_impossible_options_are_refused() -> None:
     with pytest.raises(ValueError, match=r"launch_seconds is -1\.0, below 0"):
         ClusterOptions(launch_seconds=-1.0)
+    with pytest.raises(ValueError, match=r"port_reuse is 1\.5; it is a prob"):
+        ClusterOptions(port_reuse=1.5)
     with pytest.raises(ValueError, match="n_lines_kept is 0, below 1"):
         ClusterOptions(n_lines_kept=0)
