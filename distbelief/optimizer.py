@@ -140,17 +140,21 @@ class DownpourSGD(torch.optim.Optimizer):
         self._n_steps += 1
 
     def finish(self) -> None:
-        """Push what has accrued, and wait until the server has applied everything.
+        """Push what has accrued, wait until it is applied, and fetch once more.
+
+        The model then holds the server's values, not those of this worker alone.
 
         Raises:
             PeerLostError: the server does not answer in time.
         """
         if self._session.closed:
             return
-        if self._n_accrued:
-            self._push()
+        with torch.no_grad():
+            if self._n_accrued:
+                self._push()
         client = self._session.client
         self._wait(lambda: client.unacknowledged == 0, "an acknowledgement")
+        self._fetch()
 
     def close(self) -> None:
         """Finish, then leave the server."""

@@ -1,14 +1,27 @@
 """A standing parameter server on this host, for loops that use `DownpourSGD`."""
 
+import select
+import subprocess
+import sys
 from collections.abc import Iterable
-from typing import Self
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Final, Self, final
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import msgspec
 import torch
+from safetensors.torch import save_file
+from typing_extensions import override
 
-from distbelief.errors import JobError
+from distbelief.errors import JobError, PeerLostError
+from distbelief.job.serving import Ready
 from distbelief.parameter_server.layout import TensorSpec
+from distbelief.parameter_server.update_rules import UpdateRule
+
+
+CLOSE_SECONDS_MAX: Final = 10.0
 
 
 class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +35,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
     n_shards: int
     memory: str  # the directory of shared memory, for workers of this host
 
+    @override
     def __str__(self) -> str:
         """Write it as one line."""
         query = {"token": self.token, "shards": self.n_shards, "memory": self.memory}
@@ -76,3 +90,161 @@ def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> list[TensorSpec
     if not specs:
         raise JobError("no parameters are given: is it net.parameters()?")
     return specs
+
+
+@final
+class ParameterServer:
+    """Shards on this host, as processes of their own, for any number of workers.
+
+    Args:
+        params: The model's parameters; their present values are the initial ones.
+        rule: How the shards apply a push: `distbelief.Adagrad(learning_rate=0.02)`, …
+        shards: How many processes keep them.
+        shared_memory: Whether workers on this host share memory with the shards.
+        directory: For snapshots and logs; by default one that goes with the server.
+        snapshot_every: Seconds between snapshots, from which a shard that dies returns.
+        start_seconds_max: How long the shards may take to be there.
+
+    Raises:
+        JobError: parameters, rule or number of shards make no sense.
+    """
+
+    def __init__(  # noqa: PLR0913 -- the options of one thing
+        self,
+        params: Iterable[torch.nn.Parameter],
+        *,
+        rule: UpdateRule,
+        shards: int = 1,
+        shared_memory: bool = True,
+        directory: str | Path | None = None,
+        snapshot_every: float = 30.0,
+        start_seconds_max: float = 60.0,
+    ) -> None:
+        if shards < 1:
+            raise JobError(f"ParameterServer: shards is {shards}; use 1 or more")
+        self._parameters = list(params)
+        self._specs = parameter_specs(self._parameters)
+        self._rule = rule
+        self._n_shards = shards
+        self._shared_memory = shared_memory
+        self._snapshot_every = snapshot_every
+        self._start_seconds_max = start_seconds_max
+        self._directory = None if directory is None else Path(directory)
+        self._own_directory: TemporaryDirectory[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._address = ""
+
+    @property
+    def address(self) -> str:
+        """Where workers find it; whoever knows it may push.
+
+        Raises:
+            JobError: the server is not running.
+        """
+        if not self._address:
+            raise JobError(
+                "the parameter server is not running: use it in a `with` statement, "
+                "or call start()"
+            )
+        return self._address
+
+    def start(self) -> Self:
+        """Start the shards, and wait until they are there.
+
+        Raises:
+            StorageError: there is no room for their values.
+            PeerLostError: they do not come up.
+        """
+        if self._process is not None:
+            raise JobError("the parameter server is running already")
+        if self._directory is None:
+            self._own_directory = TemporaryDirectory(prefix="distbelief-server-")
+            directory = Path(self._own_directory.name)
+        else:
+            directory = self._directory
+            directory.mkdir(parents=True, exist_ok=True)
+        request = directory / "request.json"
+        request.write_bytes(self._request(directory.absolute()))
+        self._process = subprocess.Popen(  # noqa: S603 -- our own program
+            [sys.executable, "-P", "-m", "distbelief.job.serving", str(request)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        try:
+            self._address = self._await_address(self._process)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """End the shards; nothing happens if they have ended already."""
+        process, self._process, self._address = self._process, None, ""
+        if process is not None:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.close()
+            try:
+                process.wait(CLOSE_SECONDS_MAX)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its shards end with it
+                process.wait()
+            process.stdout.close()
+        if self._own_directory is not None:
+            self._own_directory.cleanup()
+            self._own_directory = None
+
+    def __enter__(self) -> Self:
+        """Start."""
+        return self.start()
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def _request(self, directory: Path) -> bytes:
+        initial_file = directory / "initial.safetensors"
+        values = {
+            spec.name: parameter.detach().contiguous().clone()
+            for spec, parameter in zip(self._specs, self._parameters, strict=True)
+        }
+        save_file(values, initial_file)
+        return msgspec.json.encode(
+            {
+                "tensors": self._specs,
+                "initial_file": str(initial_file),
+                "rule": self._rule,
+                "n_shards": self._n_shards,
+                "shared_memory": self._shared_memory,
+                "snapshot_every": self._snapshot_every,
+                "directory": str(directory),
+            }
+        )
+
+    def _await_address(self, process: subprocess.Popen[bytes]) -> str:
+        assert process.stdout is not None
+        ready, _, _ = select.select([process.stdout], [], [], self._start_seconds_max)
+        line = process.stdout.readline() if ready else b""
+        if not line:
+            status = process.poll()
+            how = (
+                f"is not there after {self._start_seconds_max:g} s"
+                if status is None
+                else f"ended with status {status}"
+            )
+            raise PeerLostError(f"the parameter server {how}")
+        told = msgspec.json.decode(line, type=Ready)
+        if told.error is not None:
+            raise PeerLostError(f"the parameter server cannot start: {told.error}")
+        address = ServerAddress(
+            endpoint=told.endpoint,
+            token=told.token,
+            n_shards=self._n_shards,
+            memory=told.memory,
+        )
+        return str(address)

@@ -203,3 +203,8 @@ def staleness(shards: Iterable[RoleRecord]) -> tuple[float | None, ...]:
         max(counters.get("staleness_p95", 0.0) for counters in told),
         max(counters.get("staleness_max", 0.0) for counters in told),
     )
+
+
+def total(records: Iterable[RoleRecord], counter: str) -> int:
+    """Return a counter over these roles, in all their lives."""
+    return int(sum(record.total(counter) for record in records))

@@ -16,7 +16,7 @@ supervisor for a while ends: a job that has lost its head leaves no process behi
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import cast, final
 
 from distbelief.errors import (
     DistBeliefError,
@@ -159,12 +159,8 @@ class Member:
         self._heard_at += max(0.0, now - self._beat_at)
         silent = now - self._heard_at
         if silent > self._config.silence_seconds_max:
-            return [
-                Halt(
-                    error=f"no word from the supervisor for {silent:.1f} s: it is gone, "
-                    "and nothing is to be left behind"
-                )
-            ]
+            text = f"no word from the supervisor for {silent:.1f} s: it is gone"
+            return [Halt(error=f"{text}, and nothing is to be left behind")]
         self._beat_at = now + self._config.heartbeat_seconds
         state, counters = self.status()
         beat = Heartbeat(state=state[:128], counters=dict(counters))
@@ -226,9 +222,7 @@ class Member:
     def _built(self, event: Computed, now: Seconds) -> Sequence[Action]:
         if event.error is not None:
             return self._failed(event.error)
-        if not hasattr(event.result, "handle"):
-            raise LocalProtocolError(f"build returned {event.result!r}, no role")
-        self._role = event.result
+        self._role = cast("Role", event.result)
         return self._run_role(now)
 
     def _run_role(self, now: Seconds) -> Sequence[Action]:

@@ -90,6 +90,7 @@ class RoleRecord:
     restarts: int = 0
     silence_named: bool = False
     failure: str | None = None  # its own last words
+    end: str | None = None  # how its process ended, as soon as that is known
     entry: PeerEntry | None = None  # once it has joined
     rate: Rate = field(default_factory=Rate)
     introduced_at: Seconds | None = None  # when it was last told of its peers
@@ -150,7 +151,7 @@ class RoleRecord:
         self.launched_at = self.heard_at = now
         self.state, self.counters = "", {}
         self.silence_named = self.begun = self.progressed = False
-        self.failure = self.entry = self.introduced_at = None
+        self.failure = self.end = self.entry = self.introduced_at = None
         self.stopped = False
         self.step = 0
         self.rate = Rate()

@@ -117,6 +117,11 @@ class Saves:
         self._newest: dict[Address, _Snapshot] = {}
 
     @property
+    def has_begun(self) -> bool:
+        """Whether there will be rounds."""
+        return self._next_at < math.inf
+
+    @property
     def waits(self) -> bool:
         """Whether a round is under way."""
         return self._round is not None and bool(self._round.waiting)

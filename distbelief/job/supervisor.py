@@ -20,7 +20,7 @@ from typing import final
 
 from distbelief.errors import RemoteProtocolError
 from distbelief.job.ending import Ending, Stage, listed
-from distbelief.job.figures import Figures, role_view, staleness
+from distbelief.job.figures import Figures, role_view, staleness, total
 from distbelief.job.lives import Lives
 from distbelief.job.membership import Membership, Presence, RoleRecord
 from distbelief.job.rounds import Evaluations, Saves
@@ -62,6 +62,10 @@ N_RECORDS_MAX = 1024
 
 _TICK = "supervisor:tick"
 _DEADLINE = "supervisor:deadline"
+_LOST = "supervisor:lost:"
+
+LAST_WORDS_SECONDS = 0.1
+"""What a role said last may arrive after the news of its end."""
 
 
 @final
@@ -98,6 +102,8 @@ class Supervisor:
                 actions = self._receive(event, now)
             case TimerFired(name=name) if name == _TICK:
                 actions = self._tick(now)
+            case TimerFired(name=name) if name.startswith(_LOST):
+                actions = self._lost_for_good(Address(name.removeprefix(_LOST)), now)
             case PeerLost():
                 actions = self._lost_peer(event, now)
             case _:
@@ -133,17 +139,8 @@ class Supervisor:
         """Return what is to be shown of the job now."""
         figures, members, ending = self._figures, self._members, self._ending
         reached, stop = figures.reached(now), self._config.stop
-        mean, p95, largest = staleness(members.of("shard"))
-        total = {
-            name: int(sum(record.total(name) for record in members.of(kind)))
-            for kind, name in (
-                ("shard", "bytes_in"),
-                ("shard", "bytes_out"),
-                ("shard", "pushes_applied"),
-                ("shard", "pushes_refused"),
-                ("replica", "pushes_lost"),
-            )
-        }
+        shards, replicas = members.of("shard"), members.of("replica")
+        mean, p95, largest = staleness(shards)
         return SupervisorView(
             now=now,
             seconds=figures.seconds(now),
@@ -165,7 +162,11 @@ class Supervisor:
             staleness_mean=mean,
             staleness_p95=p95,
             staleness_max=largest,
-            **total,
+            bytes_in=total(shards, "bytes_in"),
+            bytes_out=total(shards, "bytes_out"),
+            pushes_applied=total(shards, "pushes_applied"),
+            pushes_refused=total(shards, "pushes_refused"),
+            pushes_lost=total(replicas, "pushes_lost"),
             roles=tuple(role_view(record, now) for record in members),
             history=tuple(figures.history),
             messages=tuple(figures.messages),
@@ -226,12 +227,16 @@ class Supervisor:
             request = self._evaluations.due(now)
             if request is not None:
                 actions.append(Send(receiver=evaluator.name, message=request))
-        if self._saves.is_due(now) and self._members.shards_are_there:
-            actions += self._save(now)
+        if self._members.shards_are_there:
+            if self._config.stop is None and not self._saves.has_begun:
+                self._saves.begin(now)  # a standing server hears of no progress
+            if self._saves.is_due(now):
+                actions += self._save(now)
         return actions
 
     def _save(self, now: Seconds) -> list[Action]:
-        shards = {s.name for s in self._members.of("shard") if s.has_joined}
+        """Begin a round of snapshots; who is not there yet is asked when it is."""
+        shards = {shard.name for shard in self._members.of("shard") if shard.is_alive}
         save = self._saves.ask(shards, now)
         return [Send(receiver=name, message=save) for name in sorted(shards)]
 
@@ -283,7 +288,10 @@ class Supervisor:
             raise RemoteProtocolError(f"the user sent {type(message).__name__}")
         if self._ending.interrupted:  # asked twice: not a moment longer
             return self._halt(now)
-        self._ending.interrupt(message.reason, now)
+        if self._config.stop is None and self._ending.stage is Stage.RUN:
+            self._ending.begin(message.reason, now)  # that is how serving ends
+        else:
+            self._ending.interrupt(message.reason, now)
         return [self._figures.tell(f"{message.reason}: stopping", now)]
 
     def _hear(self, record: RoleRecord, message: Message, now: Seconds) -> list[Action]:
@@ -380,7 +388,18 @@ class Supervisor:
             or not record.is_alive
         ):
             return []
-        why = f"failed ({record.failure})" if record.failure else event.reason
+        record.end = event.reason
+        if self._ending.interrupted or self._ending.stage >= Stage.CLOSE:
+            return self._lost_for_good(record.name, now)
+        timer = SetTimer(name=f"{_LOST}{record.name}", at=now + LAST_WORDS_SECONDS)
+        return [timer]
+
+    def _lost_for_good(self, name: Address, now: Seconds) -> list[Action]:
+        """A process has ended, and what it had to say has come."""
+        record = self._members.get(name)
+        if record is None or record.end is None or not record.is_alive:
+            return []
+        why = f"failed ({record.failure})" if record.failure else record.end
         return self._lost(record, why, now)
 
     def _lost(self, record: RoleRecord, why: str, now: Seconds) -> list[Action]:

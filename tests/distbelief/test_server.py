@@ -11,7 +11,7 @@ NAMES = st.text(min_size=1, max_size=40)
 
 
 @given(token=NAMES, memory=st.text(max_size=60), n_shards=st.integers(1, 999))
-def test_an_address_is_read_as_it_was_written(token: str, memory: str, n_shards: int):
+def test_an_address_is_read_as_it_was_written(token: str, memory: str, n_shards: int) -> None:
     address = ServerAddress(
         endpoint="tcp://127.0.0.1:41000",
         token=token,
@@ -34,13 +34,13 @@ def test_an_address_is_read_as_it_was_written(token: str, memory: str, n_shards:
         "http://127.0.0.1:41000?token=a&shards=1",
     ],
 )
-def test_what_is_no_address_is_shown_with_what_is_one(text: str):
+def test_what_is_no_address_is_shown_with_what_is_one(text: str) -> None:
     with pytest.raises(JobError, match="use ParameterServer") as caught:
         ServerAddress.parse(text)
     assert repr(text) in str(caught.value)
 
 
-def test_parameters_are_called_by_their_position():
+def test_parameters_are_called_by_their_position() -> None:
     specs = parameter_specs(nn.Linear(3, 2).parameters())
     assert [(spec.name, spec.shape) for spec in specs] == [
         ("000000", (2, 3)),
@@ -48,7 +48,7 @@ def test_parameters_are_called_by_their_position():
     ]
 
 
-def test_no_parameters_and_doubles_are_refused():
+def test_no_parameters_and_doubles_are_refused() -> None:
     with pytest.raises(JobError, match=r"no parameters are given"):
         parameter_specs(iter(()))
     with pytest.raises(JobError, match=r"parameter 0 is torch.float64"):

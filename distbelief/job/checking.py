@@ -1,0 +1,127 @@
+"""Tries a job out before it starts, in a process of its own, and says what it found.
+
+A mistake in the model or the data is found here once, and told in one message, before
+any role would fail of it. What the supervisor must know of the model (its tensors, not
+their values) and the data comes back as a file; so its own process never holds either.
+"""
+
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from distbelief.errors import DistBeliefError, JobError
+from distbelief.job import files
+from distbelief.job.jobfile import job_from_json
+from distbelief.job.process import import_from, log
+from distbelief.job.sections import Job
+from distbelief.job.summary import DataFacts, TaskFacts
+from distbelief.parameter_server.initial import Initial
+from distbelief.parameter_server.layout import ElementType, TensorSpec
+from distbelief.runtime.local_model import LocalModel
+from distbelief.runtime.task import build_dataset, build_model, check, metric_name
+
+
+ANSWER_BYTES_MAX: Final = 1 << 26
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be tried.
+
+    Attributes:
+        job: As JSON.
+        answer: File for what is found.
+        initial_file: File for the module's initial values, where they are needed.
+    """
+
+    job: msgspec.Raw
+    answer: str
+    initial_file: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found.
+
+    Attributes:
+        error: What is wrong with the job; then nothing else counts.
+        is_users: Whether it is the user's to mend.
+        tensors: Of the model.
+        dtype: "float64" if any of them that is trained is so.
+        initials: How each is drawn, if the shards draw.
+        initial_file: Where the initial values are, if they do not.
+        metric_name: By which the model is judged.
+        task: Figures for the summary.
+    """
+
+    error: str | None = None
+    is_users: bool = False
+    tensors: tuple[TensorSpec, ...] = ()
+    dtype: ElementType = "float32"
+    initials: dict[str, Initial] = {}
+    initial_file: str | None = None
+    metric_name: str = "accuracy"
+    task: TaskFacts = TaskFacts()
+
+
+def main(name: str, incarnation: int, path: str) -> int:
+    """Answer the question in this file; return the process's exit status."""
+    question = msgspec.json.decode(Path(path).read_bytes(), type=Question)
+    log(name, incarnation, "info", f"process {os.getpid()} begins")
+    job = job_from_json(bytes(question.job))
+    import_from(job)
+    torch.set_num_threads(job.cluster.threads)
+    try:
+        answer = _answer(job, question)
+    except DistBeliefError as error:
+        answer = Answer(error=str(error), is_users=isinstance(error, JobError))
+    files.write(Path(question.answer), msgspec.json.encode(answer))
+    log(name, incarnation, "info", f"ends: {answer.error or 'nothing is wrong'}")
+    return 0
+
+
+def read_answer(path: Path) -> Answer | None:
+    """Return the answer, if there is one."""
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(ANSWER_BYTES_MAX), type=Answer)
+    except FileNotFoundError:
+        return None
+
+
+def _answer(job: Job, question: Question) -> Answer:
+    task = job.task
+    check(task, job.batch_size)
+    model = LocalModel(build_model(task.model))
+    initials: dict[str, Initial] = {}
+    initial_file: str | None = None
+    match task.model.initial:
+        case "seed":
+            initials = dict(model.initials())
+        case "module":
+            initial_file = question.initial_file
+            tensors = {
+                name: tensor.detach() for name, tensor in model.named_tensors().items()
+            }
+            save_file(tensors, initial_file)
+        case path:
+            initial_file = path
+    test = None
+    if task.test is not None:
+        test = DataFacts.of(build_dataset(task.test, table="data.test"))
+    trained = [t for t in model.named_tensors().values() if t.requires_grad]
+    is_double = any(tensor.dtype == torch.float64 for tensor in trained)
+    return Answer(
+        tensors=tuple(model.specs()),
+        dtype="float64" if is_double else "float32",
+        initials=initials,
+        initial_file=initial_file,
+        metric_name=metric_name(task),
+        task=TaskFacts(
+            n_parameters=model.n_parameters,
+            train=DataFacts.of(build_dataset(task.train)),
+            test=test,
+        ),
+    )

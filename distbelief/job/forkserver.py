@@ -1,0 +1,270 @@
+"""Starts the processes of roles quickly: torch is imported once, then forked.
+
+    python -m distbelief.job.forkserver PARENT_PID
+
+    stdin    {"type":"Start","program":"role","name":"shard-0","incarnation":1, ...}
+             {"type":"Kill","name":"shard-0"}
+    stdout   {"type":"Begun","name":"shard-0","incarnation":1,"pid":4711}
+             {"type":"Ended","name":"shard-0","incarnation":1,"status":0}
+
+One JSON object a line. Rules:
+
+* It has one thread, and never computes: what it forks is a clean copy.
+* A child writes to its own log, reads nothing, and does not see Ctrl+C, which the
+  terminal sends to everybody: ending the job is the supervisor's business.
+* Nobody is left behind: a child ends with this process (where the kernel offers that:
+  Linux), and this process, having ended its children, with the one that writes to it.
+"""
+
+import ctypes
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Final, Literal, NoReturn
+
+import msgspec
+
+
+MODULES: Final = (
+    "numpy",
+    "torch",
+    "safetensors.numpy",
+    "safetensors.torch",
+    "distbelief.downpour.algorithm",
+    "distbelief.job.jobfile",
+    "distbelief.job.process",
+    "distbelief.job.checking",
+    "distbelief.job.store",
+    "distbelief.node",
+)
+"""What roles need, and takes long to import."""
+
+N_CHILDREN_MAX: Final = 4096
+REQUEST_BYTES_MAX: Final = 1 << 20
+
+_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+
+Program = Literal["role", "check"]
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Fork a child that runs one of the programs below.
+
+    Attributes:
+        program: "role": `process.main`; "check": `checking.main`.
+        name: Of the role.
+        incarnation: Of its life.
+        spec: File that tells it all else.
+        log: File that its output is appended to.
+    """
+
+    program: Program
+    name: str
+    incarnation: int
+    spec: str
+    log: str
+
+
+class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End every child of this name by force."""
+
+    name: str
+
+
+class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A child runs."""
+
+    name: str
+    incarnation: int
+    pid: int
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A child has ended, or could not be begun.
+
+    Attributes:
+        name: Of the role.
+        incarnation: Of its life.
+        status: Exit status, or minus the signal that ended it.
+        error: Why it could not be begun.
+    """
+
+    name: str
+    incarnation: int
+    status: int = 1
+    error: str | None = None
+
+
+Request = Start | Kill
+Report = Begun | Ended
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    parent = int(sys.argv[1])
+    die_with_parent(parent)
+    for module in MODULES:
+        importlib.import_module(module)
+    # What exists by now stays shared with the children: the collector leaves it alone.
+    gc.collect()
+    gc.freeze()
+    ForkServer(requests=0, reports=1).serve()
+
+
+class ForkServer:
+    """The children, and who asks for them.
+
+    Args:
+        requests: File descriptor to read from.
+        reports: File descriptor to write to.
+    """
+
+    def __init__(self, *, requests: int, reports: int) -> None:
+        self._requests = requests
+        self._reports = reports
+        self._children: dict[int, Start] = {}
+        self._unread = b""
+        self._decoder = msgspec.json.Decoder(Request)
+
+    def serve(self) -> None:
+        """Do what is asked until nobody can ask any more; then end every child."""
+        bell, ringer = socket.socketpair()
+        bell.setblocking(False)
+        ringer.setblocking(False)
+        signal.signal(signal.SIGCHLD, _ignore)
+        signal.set_wakeup_fd(ringer.fileno(), warn_on_full_buffer=False)
+        selector = selectors.DefaultSelector()
+        selector.register(self._requests, selectors.EVENT_READ)
+        selector.register(bell, selectors.EVENT_READ)
+        try:
+            while True:
+                ready = {key.fd for key, _ in selector.select()}
+                if bell.fileno() in ready:
+                    bell.recv(4096)
+                    self._reap()
+                if self._requests in ready and not self._read():
+                    return
+        except BrokenPipeError:
+            return  # whoever started us is gone
+        finally:
+            self._end_all()
+
+    def _read(self) -> bool:
+        """Do what the next lines ask for; return False when there will be none."""
+        part = os.read(self._requests, 65536)
+        if not part or len(self._unread) > REQUEST_BYTES_MAX:
+            return False
+        *lines, self._unread = (self._unread + part).split(b"\n")
+        for line in lines:
+            match self._decoder.decode(line):
+                case Start() as start:
+                    self._start(start)
+                case Kill(name=name):
+                    self._kill(name)
+        return True
+
+    def _start(self, start: Start) -> None:
+        try:
+            if len(self._children) >= N_CHILDREN_MAX:
+                raise OSError(f"there are {N_CHILDREN_MAX} processes already")
+            pid = os.fork()
+        except OSError as error:
+            ended = Ended(
+                name=start.name, incarnation=start.incarnation, error=str(error)
+            )
+            self._report(ended)
+            return
+        if pid == 0:
+            _run(start, parent=os.getppid())
+        self._children[pid] = start
+        self._report(Begun(name=start.name, incarnation=start.incarnation, pid=pid))
+
+    def _kill(self, name: str) -> None:
+        for pid, start in self._children.items():
+            if start.name == name:
+                os.kill(pid, signal.SIGKILL)  # not reaped yet: the pid is still its own
+
+    def _reap(self) -> None:
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            start = self._children.pop(pid, None)
+            if start is not None:
+                code = os.waitstatus_to_exitcode(status)
+                self._report(
+                    Ended(name=start.name, incarnation=start.incarnation, status=code)
+                )
+
+    def _end_all(self) -> None:
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._children:
+            os.waitpid(pid, 0)
+
+    def _report(self, report: Report) -> None:
+        line = msgspec.json.encode(report) + b"\n"
+        while line:
+            line = line[os.write(self._reports, line) :]
+
+
+def die_with_parent(parent: int) -> None:
+    """End by force when `parent` does, where the kernel can do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before we could ask
+        os._exit(1)
+
+
+def _ignore(_signal: int, _frame: FrameType | None) -> None:
+    """Take the signal: only its byte in the wake-up descriptor matters."""
+
+
+def _run(start: Start, *, parent: int) -> NoReturn:
+    """Be the child: never return into the parent's code."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        die_with_parent(parent)
+        _redirect(start.log)
+        status = _program(start.program)(start.name, start.incarnation, start.spec)
+    except SystemExit as ending:
+        status = ending.code if isinstance(ending.code, int) else 1
+    except BaseException:  # noqa: BLE001 -- the log is all it has
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not `sys.exit`: what is registered to run at exit belongs to the parent.
+        os._exit(status)
+
+
+def _program(program: Program) -> Callable[[str, int, str], int]:
+    from distbelief.job import checking, process  # noqa: PLC0415 -- imported long ago
+
+    return checking.main if program == "check" else process.main
+
+
+def _redirect(log: str) -> None:
+    """Read nothing, write to the log."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    file = os.open(Path(log), flags, 0o644)
+    os.dup2(null, 0)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+if __name__ == "__main__":
+    main()

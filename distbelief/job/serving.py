@@ -1,0 +1,191 @@
+"""A parameter server without a job: shards that serve whoever joins, until told to end.
+
+    python -m distbelief.job.serving REQUEST_FILE
+
+The program behind `ParameterServer`. It writes one line, where workers find it, or what
+went wrong, and ends, with its shards, when its standard input is closed: so it never
+outlives the process that started it.
+"""
+
+import json
+import os
+import secrets
+import select
+import signal
+import sys
+from pathlib import Path
+from typing import Final, cast
+
+import msgspec
+
+from distbelief.downpour.algorithm import DownpourSettings
+from distbelief.errors import DistBeliefError
+from distbelief.job import files
+from distbelief.job.launcher import Launcher
+from distbelief.job.process import Spec
+from distbelief.job.sections import (
+    ClusterTable,
+    DataTables,
+    EvaluationTable,
+    Job,
+    OutputTable,
+    StopTable,
+)
+from distbelief.job.supervisor import USER, Supervisor
+from distbelief.job.supervisor_config import SupervisorConfig
+from distbelief.messages import Stop
+from distbelief.node import Node
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.update_rules import UpdateRule
+from distbelief.roles import SUPERVISOR, Received
+from distbelief.runtime.task import DataSpec, ModelSpec
+from distbelief.transport.shared_memory import FileMemory
+from distbelief.transport.zmq_transport import ZmqTransport
+
+
+TICK_SECONDS: Final = 0.05
+END_SECONDS_MAX: Final = 3.0
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be served.
+
+    Attributes:
+        tensors: Of the parameters.
+        initial_file: Safetensors file with their initial values.
+        rule: How shards apply a push.
+        n_shards: How many of them.
+        shared_memory: Whether workers of this host may share memory with them.
+        snapshot_every: Seconds between snapshots.
+        directory: For snapshots and logs.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    initial_file: str
+    rule: UpdateRule
+    n_shards: int
+    shared_memory: bool
+    snapshot_every: float
+    directory: str
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """The one line of output: where the server is, or why there is none."""
+
+    endpoint: str = ""
+    token: str = ""
+    memory: str = ""
+    error: str | None = None
+
+
+def main(path: str) -> int:
+    """Serve what the request in this file asks for."""
+    # The terminal sends Ctrl+C to everybody; when to end is our parent's business.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    request = msgspec.json.decode(Path(path).read_bytes(), type=Request)
+    FileMemory.sweep()
+    memory: FileMemory | None = None
+    try:
+        if request.shared_memory:
+            memory = FileMemory.make()
+        return _serve(request, "" if memory is None else str(memory.directory))
+    except DistBeliefError as error:
+        _say(Ready(error=str(error)))
+        return 1
+    finally:
+        if memory is not None:
+            memory.remove_all()
+
+
+def _serve(request: Request, memory: str) -> int:
+    directory = Path(request.directory)
+    token = secrets.token_hex(16)
+
+    def log_of(name: str) -> Path:
+        return directory / f"{name}.log"
+
+    def log(level: str, text: str) -> None:
+        with log_of("supervisor").open("a") as file:
+            file.write(f"{level}: {text}\n")
+
+    with ZmqTransport(name=SUPERVISOR, incarnation=1, token=token, log=log) as links:
+        spec = directory / "spec.json"
+        files.write(spec, _spec(request, token, links.endpoint, memory))
+        config = SupervisorConfig(
+            roster=tuple((f"shard-{k}", "shard") for k in range(request.n_shards)),
+            stop=None,
+            admits_guests=True,
+            snapshot_every=request.snapshot_every,
+        )
+        supervisor = Supervisor(config)
+        with Launcher(spec=spec, log_of=log_of) as launcher:
+            node = Node(supervisor, transport=links, log=log, launcher=launcher)
+            ready = Ready(endpoint=links.endpoint, token=token, memory=memory)
+            _Parent(node, supervisor, ready).watch()
+            if supervisor.error is not None:
+                _say(Ready(error=supervisor.error))
+    return 0
+
+
+class _Parent:
+    """Tells the process that started this one when to begin, and asks when to end."""
+
+    def __init__(self, node: Node, supervisor: Supervisor, ready: Ready) -> None:
+        self._node = node
+        self._supervisor = supervisor
+        self._ready: Ready | None = ready
+        self._stopping = False
+
+    def watch(self) -> None:
+        self._node.run(self._tick, tick_seconds=TICK_SECONDS)
+
+    def _tick(self) -> None:
+        serving = self._supervisor.status()[0] == "training"
+        if self._ready is not None and serving:
+            _say(self._ready)
+            self._ready = None
+        readable, _, _ = select.select([sys.stdin], [], [], 0)
+        if readable and not self._stopping and not os.read(sys.stdin.fileno(), 4096):
+            self._stopping = True
+            stop = Stop(reason="the server was closed")
+            self._node.post(Received(sender=USER, incarnation=0, message=stop))
+
+
+def _spec(request: Request, token: str, supervisor: str, memory: str) -> bytes:
+    """Return what the shards' processes are told: a job with no data and no replica."""
+    layout = Layout.of(request.tensors, n_shards=request.n_shards)
+    nothing = "none:none"  # a shard builds neither model nor data
+    job = Job(
+        model=ModelSpec(factory=nothing),
+        data=DataTables(train=DataSpec(factory=nothing)),
+        algorithm_name="downpour",
+        algorithm=DownpourSettings(loss="mse", batch_size=1, rule=request.rule),
+        cluster=ClusterTable(shards=request.n_shards),
+        evaluation=EvaluationTable(),
+        stop=StopTable(samples=1),
+        output=OutputTable(directory=request.directory),
+        name="server",
+        source="server.toml",
+        import_paths=(),
+    )
+    spec = Spec(
+        job=msgspec.Raw(job.to_json()),
+        token=token,
+        supervisor=supervisor,
+        memory=memory,
+        snapshots=str(Path(request.directory) / "snapshots"),
+        layout=layout.spec,
+        initials={},
+        initial_file=request.initial_file,
+    )
+    return msgspec.json.encode(spec)
+
+
+def _say(ready: Ready) -> None:
+    text = json.dumps(cast("object", msgspec.to_builtins(ready)))
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

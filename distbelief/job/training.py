@@ -1,0 +1,478 @@
+"""Running a job: `train` is what `distbelief train` and `distbelief.train` do.
+
+    run directory -> fork server -> prepare data -> try the job out -> spec of all roles
+    supervisor's node, in this thread, with the display in its ticks
+    model, curve, summary
+
+This process never holds the training data or a gradient, and has no torch thread.
+Whatever happens, at the end there is no process left and no shared memory; what a crash
+of the machine leaves is swept at the next start.
+"""
+
+import os
+import secrets
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Final, final
+
+import msgspec
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import nn
+
+from distbelief.errors import DistBeliefError, JobError, StorageError
+from distbelief.job import algorithms
+from distbelief.job.checking import Answer, Question, read_answer
+from distbelief.job.curve import draw_curve
+from distbelief.job.jobfile import Job, load_job
+from distbelief.job.launcher import Launcher
+from distbelief.job.metrics import Measurement, MetricsFile, read_metrics
+from distbelief.job.process import Spec, import_from
+from distbelief.job.progress import Progress
+from distbelief.job.resuming import Legacy, check_same, read_legacy
+from distbelief.job.run_directory import RunDirectory, Status
+from distbelief.job.stop_rules import StopRules
+from distbelief.job.store import SnapshotStore
+from distbelief.job.summary import (
+    Summary,
+    final_table,
+    summarise,
+    summary_text,
+    write_summary,
+)
+from distbelief.job.supervisor import USER, Supervisor
+from distbelief.job.supervisor_config import SupervisorConfig
+from distbelief.job.trained_model import write_model
+from distbelief.job.view import SupervisorView
+from distbelief.messages import Stop
+from distbelief.node import Node
+from distbelief.parameter_server.layout import Layout
+from distbelief.roles import SUPERVISOR, Address, PeerLost, Received
+from distbelief.runtime.imports import call_factory, resolve
+from distbelief.runtime.task import DataSpec, build_model
+from distbelief.transport.shared_memory import FileMemory
+from distbelief.transport.zmq_transport import ZmqTransport
+
+
+CHECK: Final = Address("check")
+CHECK_SECONDS_MAX: Final = 1800.0
+STATUS_SECONDS: Final = 1.0
+
+_EXIT_CODES: Final = {signal.SIGINT: 130, signal.SIGTERM: 143}  # 128 + the signal
+_REASONS: Final = {signal.SIGINT: "Ctrl+C", signal.SIGTERM: "terminated (SIGTERM)"}
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """A job that has ended.
+
+    Attributes:
+        directory: Where everything lies.
+        summary: Its figures.
+        exit_code: 0 done, 1 failed, 130 stopped by Ctrl+C, 143 by SIGTERM.
+        job: As it ran.
+    """
+
+    directory: Path
+    summary: Summary
+    exit_code: int
+    job: Job
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The trained model, in evaluation mode.
+
+        Raises:
+            StorageError: the run ended before there was one.
+        """
+        path = self.directory / "model.safetensors"
+        if not path.is_file():
+            raise StorageError(
+                f"{path} does not exist: the run ended before anything was trained "
+                f"({self.summary.error or self.summary.stop_reason})"
+            )
+        module = build_model(self.job.model)
+        module.load_state_dict(load_file(path))
+        return module.eval()
+
+
+def train(
+    job: Job | str | os.PathLike[str],
+    *,
+    resume: str | os.PathLike[str] | None = None,
+    show: bool = True,
+    json: bool = False,
+) -> Run:
+    """Run a job in processes of this machine, until it ends.
+
+    Args:
+        job: A job, or the path of a job file.
+        resume: Run directory of an earlier run of this job, to go on with.
+        show: Whether to show how it goes, on standard output.
+        json: Whether to print the summary as JSON at the end.
+
+    Returns:
+        The run. A job that fails after it has started is no exception: see
+        `summary.error`.
+
+    Raises:
+        JobError: what was given cannot be run.
+        StorageError: a directory or shared memory cannot be had.
+    """
+    if not isinstance(job, Job):
+        job = load_job(job)
+    console = Console(quiet=not show)
+    FileMemory.sweep()
+    with ExitStack() as stack:
+        # Importing torch takes longer than all else here, so it begins first.
+        memory = FileMemory.make()
+        stack.callback(memory.remove_all)
+        run, is_new = _open_run(job, resume)
+        stack.enter_context(run)
+        launcher = stack.enter_context(
+            Launcher(spec=memory.directory / ".spec.json", log_of=run.log_file)
+        )
+        training = _Training(job, run, memory=memory, launcher=launcher)
+        try:
+            training.get_ready(console)
+        except BaseException:
+            if is_new:
+                _remove(run)
+            raise
+        stack.callback(training.remove_initial_file)
+        exit_code = training.supervise(console)
+        summary = training.conclude()
+    if json:
+        sys.stdout.write(summary_text(summary))
+    else:
+        console.print(final_table(summary))
+    return Run(run.path, summary, exit_code, job)
+
+
+def _open_run(
+    job: Job, resume: str | os.PathLike[str] | None
+) -> tuple[RunDirectory, bool]:
+    """Return the run directory, locked, and whether it is a new one."""
+    if resume is None:
+        return RunDirectory.create(job.output.directory), True
+    run = RunDirectory.open(resume)
+    try:
+        check_same(job, load_job(run.job_file), directory=str(resume))
+    except BaseException:
+        run.close()
+        raise
+    return run, False
+
+
+def _remove(run: RunDirectory) -> None:
+    """Remove the directory of a run that never began, mistakes leave nothing behind."""
+    for log in run.logs.glob("*.log"):
+        log.unlink()
+    for path in (run.logs, run.snapshots):
+        path.rmdir()
+    for path in run.path.iterdir():
+        path.unlink()
+    run.path.rmdir()
+
+
+@final
+class _Training:
+    """One life of one run."""
+
+    def __init__(
+        self, job: Job, run: RunDirectory, *, memory: FileMemory, launcher: Launcher
+    ) -> None:
+        self._job = job
+        self._run = run
+        self._memory = memory
+        self._launcher = launcher
+        self._initial_file = run.path / "initial.safetensors"
+        self._store = SnapshotStore(run.snapshots, report=self._warn)
+        self._answer = Answer()
+        self._legacy = Legacy()
+        self._layout: Layout | None = None
+        self._view = SupervisorView()
+        self._error: str | None = None
+        self._exit_code = 0
+        self._log_file = run.log_file(SUPERVISOR).open("a", buffering=1)
+        self._n_ended = 0
+        self._status_at = 0.0
+
+    # ---------------------------------------------------------------- before it
+
+    def get_ready(self, console: Console) -> None:
+        """Prepare data, try the job out, and see what earlier lives left.
+
+        Raises:
+            JobError: the job cannot be run.
+        """
+        job = self._job
+        import_from(job)
+        _prepare(job.data.train, table="data.train")
+        if job.data.test is not None:
+            _prepare(job.data.test, table="data.test")
+        with console.status("Trying model and data ..."):
+            self._answer = self._try_out()
+        if job.cluster.replicas > 1 and self._answer.task.train is not None:
+            n_samples = self._answer.task.train.n_samples
+            if n_samples < job.cluster.replicas:
+                raise JobError(
+                    f"[cluster] replicas = {job.cluster.replicas}, but [data.train] "
+                    f"has {n_samples} samples: each replica needs at least one"
+                )
+        self._layout = Layout.of(
+            self._answer.tensors,
+            n_shards=job.cluster.shards,
+            dtype=self._answer.dtype,
+        )
+        self._legacy = read_legacy(self._run, self._store, n_shards=job.cluster.shards)
+        self._run.write(self._run.job_file, job.to_toml())
+
+    def _try_out(self) -> Answer:
+        question = self._memory.directory / ".question.json"
+        answer = self._memory.directory / ".answer.json"
+        content = Question(
+            job=msgspec.Raw(self._job.to_json()),
+            answer=str(answer),
+            initial_file=str(self._initial_file.absolute()),
+        )
+        question.write_bytes(msgspec.json.encode(content))
+        self._launcher.check(CHECK, question)
+        deadline = time.monotonic() + CHECK_SECONDS_MAX
+        ends: list[PeerLost] = []
+        while not ends:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise JobError(
+                    f"model and data could not be tried out in {CHECK_SECONDS_MAX:.0f} "
+                    f"s: see {self._run.log_file(CHECK)}"
+                )
+            select.select([self._launcher.fileno()], [], [], left)
+            ends = [e for e in self._launcher.events() if isinstance(e, PeerLost)]
+        found = read_answer(answer)
+        if found is None:
+            log = self._run.log_file(CHECK)
+            tail = log.read_text(errors="replace")[-2000:] if log.is_file() else ""
+            raise JobError(
+                f"the process that tried out model and data {ends[0].reason}. Its log "
+                f"ends:\n{tail}"
+            )
+        if found.error is not None:
+            kind = JobError if found.is_users else DistBeliefError
+            raise kind(found.error)
+        return found
+
+    # ------------------------------------------------------------------ while it
+
+    def supervise(self, console: Console) -> int:
+        """Run the supervisor until the job ends; return the exit code."""
+        supervisor = Supervisor(self._config())
+        token = secrets.token_hex(16)
+        transport = ZmqTransport(
+            name=SUPERVISOR,
+            incarnation=self._legacy.incarnation,
+            token=token,
+            log=self._log,
+        )
+        display = Progress(
+            self._job.name, console=console, report_every=self._job.output.report_every
+        )
+        with (
+            MetricsFile(self._run.metrics_file) as metrics,
+            transport,
+            _signals() as caught,
+        ):
+            self._write_spec(token, transport.endpoint)
+            node = Node(
+                supervisor, transport=transport, log=self._log, launcher=self._launcher
+            )
+
+            def stop(number: signal.Signals) -> None:
+                message = Stop(reason=_REASONS[number])
+                node.post(Received(sender=USER, incarnation=0, message=message))
+
+            caught.tell = stop
+            with display:
+                if console.is_terminal is False:
+                    console.print(f"{self._job.name}: {self._run.path}")
+                error = node.run(
+                    on_tick=lambda: self._tick(supervisor, display, metrics)
+                )
+            self._view = supervisor.view(time.monotonic())
+        self._error = None if supervisor.interrupted else error
+        if supervisor.interrupted:
+            self._exit_code = _EXIT_CODES.get(caught.number or signal.SIGINT, 130)
+        elif error is not None:
+            self._exit_code = 1
+        return self._exit_code
+
+    def _config(self) -> SupervisorConfig:
+        job, answer, legacy = self._job, self._answer, self._legacy
+        algorithm = algorithms.load(algorithms.find(job.algorithm_name))
+        roster = algorithm.roster(
+            job.algorithm,
+            n_replicas=job.cluster.replicas,
+            n_shards=job.cluster.shards,
+            evaluates=job.data.test is not None,
+        )
+        assert answer.task.train is not None
+        return SupervisorConfig(
+            roster=tuple((entry.name, entry.kind) for entry in roster),
+            stop=StopRules(
+                job.stop,
+                n_train=answer.task.train.n_samples,
+                metric_name=answer.metric_name,
+                has_test=job.data.test is not None,
+            ),
+            metric_name=answer.metric_name,
+            warm_start_steps=getattr(job.algorithm, "warm_start_steps", 0),
+            evaluate_every=job.evaluation.every,
+            snapshot_every=job.output.snapshot_every,
+            report_every=job.output.report_every,
+            first_incarnation=legacy.incarnation,
+            first_label=legacy.label,
+            before=legacy.before,
+        )
+
+    def _write_spec(self, token: str, endpoint: str) -> None:
+        assert self._layout is not None
+        shares = self._job.cluster.shared_memory
+        spec = Spec(
+            job=msgspec.Raw(self._job.to_json()),
+            token=token,
+            supervisor=endpoint,
+            memory=str(self._memory.directory) if shares else "",
+            snapshots=str(self._run.snapshots.absolute()),
+            layout=self._layout.spec,
+            initials=self._answer.initials,
+            initial_file=self._answer.initial_file,
+        )
+        # In a directory that only its user may enter: the token is in it.
+        (self._memory.directory / ".spec.json").write_bytes(msgspec.json.encode(spec))
+
+    def _tick(
+        self, supervisor: Supervisor, display: Progress, metrics: MetricsFile
+    ) -> None:
+        now = time.monotonic()
+        view = supervisor.view(now)
+        display.update(view)
+        try:
+            for record in supervisor.take_records():
+                metrics.append(Measurement.of(record))
+            if now - self._status_at >= STATUS_SECONDS:
+                self._status_at = now
+                self._write_status(view)
+        except StorageError as error:  # the training itself needs neither
+            self._warn(str(error))
+        if self._launcher.n_ended != self._n_ended:
+            self._n_ended = self._launcher.n_ended
+            self._memory.remove_orphans()
+
+    def _write_status(self, view: SupervisorView, *, ended: bool = False) -> None:
+        status = Status(
+            name=self._job.name,
+            pid=os.getpid(),
+            written=time.time(),  # noqa: TID251 -- the time of day, for other programs
+            view=view,
+            ended=ended,
+            error=self._error,
+        )
+        self._run.write_status(status)
+
+    # ------------------------------------------------------------------- after it
+
+    def conclude(self) -> Summary:
+        """Write what a run leaves behind, as far as there is anything to write."""
+        self._launcher.close()
+        summary = summarise(
+            self._job,
+            self._view,
+            directory=str(self._run.path),
+            task=self._answer.task,
+            error=self._error,
+        )
+        self._write_model()
+        write_summary(self._run, summary)
+        self._write_status(self._view, ended=True)
+        draw_curve(
+            self._run.curve_file,
+            read_metrics(self._run.metrics_file),
+            title=self._job.name,
+        )
+        self._log_file.close()
+        return summary
+
+    def _write_model(self) -> None:
+        layout = self._layout
+        assert layout is not None
+        newest = [self._store.newest(f"shard-{k}") for k in range(layout.n_shards)]
+        snapshots = [s for s in newest if s is not None]
+        if len(snapshots) < layout.n_shards:
+            return
+        write_model(
+            self._run.model_file,
+            layout,
+            [snapshot.arrays["values"] for snapshot in snapshots],
+            like=build_model(self._job.model),
+        )
+
+    def remove_initial_file(self) -> None:
+        """Remove what was only for the shards' first lives."""
+        self._initial_file.unlink(missing_ok=True)
+
+    def _log(self, level: str, text: str) -> None:
+        now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
+        self._log_file.write(f"{now} supervisor {level}: {text}\n")
+
+    def _warn(self, text: str) -> None:
+        self._log("warning", text)
+
+
+def _prepare(spec: DataSpec, *, table: str) -> None:
+    """Let the module of a data factory build what its factory will open.
+
+    A function `prepare` beside the factory is called once, here, with the factory's
+    arguments, so that the roles need not do the same work side by side.
+    """
+    resolve(spec.factory, table=table)
+    module_name = spec.factory.partition(":")[0]
+    if hasattr(sys.modules[module_name], "prepare"):
+        call_factory(f"{module_name}:prepare", spec.arguments, table=table)
+
+
+@final
+class _Caught:
+    """Signals caught so far, and whom to tell."""
+
+    def __init__(self) -> None:
+        self.number: signal.Signals | None = None
+        self.tell = lambda _number: None
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        self.number = self.number or signal.Signals(number)
+        self.tell(signal.Signals(number))
+
+
+@contextmanager
+def _signals() -> Iterator[_Caught]:
+    """Catch Ctrl+C and SIGTERM, if this is the thread that can."""
+    caught = _Caught()
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    before = {number: signal.signal(number, caught) for number in _EXIT_CODES}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
