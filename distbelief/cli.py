@@ -143,11 +143,15 @@ def train(
     with _told(show_traceback=show_traceback):
         job_file = _job_file(job_file, resume)
         from distbelief.job.jobfile import load_job  # noqa: PLC0415 -- start quickly
+        from distbelief.job.launcher import Launcher  # noqa: PLC0415
 
-        job = load_job(job_file, overrides=overrides or ())
-        from distbelief.job import training  # noqa: PLC0415 -- torch
+        with Launcher() as launcher:  # it imports torch while we do
+            job = load_job(job_file, overrides=overrides or ())
+            from distbelief.job import training  # noqa: PLC0415 -- torch
 
-        run = training.train(job, resume=resume, show=not as_json, json=as_json)
+            run = training.train(
+                job, resume=resume, show=not as_json, json=as_json, launcher=launcher
+            )
         exit_code = run.exit_code
     raise typer.Exit(exit_code)
 

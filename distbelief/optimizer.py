@@ -277,12 +277,12 @@ class _Session:
             raise PeerLostError("DownpourSGD: it is closed, and cannot step any more")
         if self.node.pump(until, timeout_seconds=timeout_seconds):
             return
-        reason = self.node.error or (
-            f"no answer within {timeout_seconds:g} s (waiting for {what})"
-        )
+        whose = f"DownpourSGD: server {self.address.endpoint}"
+        if self.node.error is not None:
+            raise PeerLostError(f"{whose}: {self.node.error}")
         raise PeerLostError(
-            f"DownpourSGD: server {self.address.endpoint}: {reason}. Is it running? "
-            + " ".join(self._log[-1:])
+            f"{whose}: no answer within {timeout_seconds:g} s (waiting for {what}). "
+            + " ".join(["Is it running?", *self._log[-1:]])
         )
 
     def close(self) -> None:

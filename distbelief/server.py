@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Final, Self, final
+from typing import Final, Self, cast, final
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import msgspec
@@ -22,6 +22,7 @@ from distbelief.parameter_server.update_rules import UpdateRule
 
 
 CLOSE_SECONDS_MAX: Final = 10.0
+SHARDS_MAX: Final = 4096
 
 
 class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +56,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
             token, n_shards = query["token"][0], int(query["shards"][0])
         except (KeyError, ValueError):
             port, token, n_shards = None, "", 0
-        if parts.scheme != "tcp" or not port or n_shards < 1:
+        if parts.scheme != "tcp" or not port or not 1 <= n_shards <= SHARDS_MAX:
             raise JobError(
                 f"{text!r} is no address of a parameter server: use "
                 "ParameterServer(...).address, which looks like "
@@ -77,6 +78,11 @@ def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> list[TensorSpec
     """
     specs = []
     for index, parameter in enumerate(parameters):
+        if not isinstance(cast("object", parameter), torch.Tensor):
+            raise JobError(
+                f"parameter {index} is a {type(parameter).__name__}, not a parameter: "
+                "give net.parameters()"
+            )
         if parameter.dtype != torch.float32:
             raise JobError(
                 f"parameter {index} is {parameter.dtype}: a parameter server keeps "
@@ -120,8 +126,17 @@ class ParameterServer:
         snapshot_every: float = 30.0,
         start_seconds_max: float = 60.0,
     ) -> None:
-        if shards < 1:
-            raise JobError(f"ParameterServer: shards is {shards}; use 1 or more")
+        if not 1 <= shards <= SHARDS_MAX:
+            raise JobError(
+                f"ParameterServer: shards is {shards}; use 1 to {SHARDS_MAX}"
+            )
+        if not isinstance(cast("object", rule), UpdateRule):
+            raise JobError(
+                f"ParameterServer: rule is {rule!r}; give it a rule, such as "
+                "distbelief.Adagrad(learning_rate=0.02)"
+            )
+        if isinstance(params, torch.nn.Module):
+            raise JobError("ParameterServer: give it net.parameters(), not net")
         self._parameters = list(params)
         self._specs = parameter_specs(self._parameters)
         self._rule = rule

@@ -32,6 +32,7 @@ from distbelief.runtime.task import (
     build_loss,
     build_metric,
     build_model,
+    metric_name,
 )
 from distbelief.runtime.weights import reader
 from distbelief.vectors import Vector
@@ -257,6 +258,12 @@ def _evaluator(context: BuildContext) -> Role:
         dataset=build_dataset(task.test, table="data.test"),
         loss=build_loss(task),
         metric=build_metric(task),
+        names=trial.Names(
+            model=task.model.factory,
+            loss=task.loss,
+            data="data.test",
+            metric=metric_name(task),
+        ),
     )
 
 

@@ -311,7 +311,7 @@ class ModelReplica:
         if result.is_finite:
             self._accrued()
         else:
-            actions += self._tally.skip()
+            actions += self._tally.skip(result.blame)
         # There is nothing to push if all was skipped.
         self._push_due = self._config.pushes_at(self._step) and self._n_accrued > 0
         self._step += 1

@@ -67,10 +67,12 @@ class Outcome:
     Attributes:
         loss: Mean over the batch.
         is_finite: The gradient had neither NaN nor infinity, and has accrued.
+        blame: If not: which sample is to blame, if one is.
     """
 
     loss: float
     is_finite: bool
+    blame: str | None = None
 
 
 @final
@@ -135,7 +137,10 @@ class Trainer:
             if local_rate is not None:
                 self.model.step(local_rate)
             self.model.accrue()
-        return Outcome(loss=loss, is_finite=is_finite)
+            return Outcome(loss=loss, is_finite=True)
+        names = replace(self._names, indices=[int(index) for index in batch.indices])
+        blame = trial.bad_sample(batch.inputs, batch.targets, names=names)
+        return Outcome(loss=loss, is_finite=False, blame=blame)
 
     def push(self, stage: Callable[[], Staged]) -> Staged:
         """Stage what has accrued, and begin anew.

@@ -50,6 +50,7 @@ class Tally:
         self._loss = 0.0  # of the last step
         self._unreported_loss = 0.0  # sum over the samples since the last report
         self._n_unreported = 0  # samples
+        self._n_of_no_loss = 0  # of these: their loss is not finite
         self._reported_at: Seconds = -math.inf
 
     def figures(self) -> dict[str, float]:
@@ -74,8 +75,11 @@ class Tally:
         self.counters.steps += 1
         self.position += n_samples
         self._loss = loss
-        self._unreported_loss += n_samples * loss
         self._n_unreported += n_samples
+        if math.isfinite(loss):
+            self._unreported_loss += n_samples * loss
+        else:
+            self._n_of_no_loss += n_samples
 
     def progress_if_due(self, now: Seconds) -> Sequence[Action]:
         """Report to the supervisor, unless that was done a moment ago."""
@@ -87,14 +91,16 @@ class Tally:
         """Report to the supervisor, if anything was done since the last report."""
         if not self._n_unreported:
             return []
+        n_of_loss = self._n_unreported - self._n_of_no_loss
         message = Progress(
             step=self.counters.steps,
             samples=self.position,
-            loss=self._unreported_loss / self._n_unreported,
+            loss=self._unreported_loss / n_of_loss if n_of_loss else math.nan,
             seconds_computing=self.seconds_computing,
             seconds_waiting=max(now - self._begun_at - self.seconds_computing, 0.0),
         )
-        self._reported_at, self._unreported_loss, self._n_unreported = now, 0.0, 0
+        self._reported_at, self._unreported_loss = now, 0.0
+        self._n_unreported = self._n_of_no_loss = 0
         return [Send(receiver=SUPERVISOR, message=message)]
 
     # ----------------------------------------------------------- good and bad gradients
@@ -103,15 +109,25 @@ class Tally:
         """What was looked at is finite: a row of bad gradients, if any, is over."""
         self._n_bad_in_row = 0
 
-    def skip(self) -> Sequence[Action]:
-        """Count the gradient of the last step, which is not finite."""
+    def skip(self, blame: str | None = None) -> Sequence[Action]:
+        """Count the gradient of the last step, which is not finite.
+
+        Args:
+            blame: Which sample is to blame, if one is.
+        """
         text = (
             f"step {self.counters.steps}: the gradient is NaN or infinite (loss "
-            f"{self._loss:g}); it is skipped"
+            f"{self._loss:g}); it is skipped" + (f": {blame}" if blame else "")
         )
-        return self.bad(1, [Report(text=text, level="warning")])
+        return self.bad(1, [Report(text=text, level="warning")], blame=blame)
 
-    def bad(self, n_gradients: int, warning: Sequence[Action]) -> Sequence[Action]:
+    def bad(
+        self,
+        n_gradients: int,
+        warning: Sequence[Action],
+        *,
+        blame: str | None = None,
+    ) -> Sequence[Action]:
         """Count gradients that were not finite; return the warning, once for each row.
 
         Raises:
@@ -123,6 +139,11 @@ class Tally:
         config = self._config
         if self._n_bad_in_row < config.non_finite_limit:
             return warning if is_first else []
+        if blame:
+            raise JobError(
+                f"{self._n_bad_in_row} gradients in a row were NaN or infinite (step "
+                f"{self.counters.steps}): {blame}"
+            )
         clip = config.clip_norm
         raise JobError(
             f"{self._n_bad_in_row} gradients in a row were NaN or infinite (step "

@@ -6,6 +6,7 @@ their values) and the data comes back as a file; so its own process never holds 
 """
 
 import os
+import traceback
 from pathlib import Path
 from typing import Final
 
@@ -13,16 +14,18 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from distbelief.errors import DistBeliefError, JobError
+from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.job import files
 from distbelief.job.jobfile import job_from_json
 from distbelief.job.process import import_from, log
 from distbelief.job.sections import Job
 from distbelief.job.summary import DataFacts, TaskFacts
 from distbelief.parameter_server.initial import Initial
-from distbelief.parameter_server.layout import ElementType, TensorSpec
+from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
+from distbelief.runtime.imports import place
 from distbelief.runtime.local_model import LocalModel
 from distbelief.runtime.task import build_dataset, build_model, check, metric_name
+from distbelief.runtime.weights import reader
 
 
 ANSWER_BYTES_MAX: Final = 1 << 26
@@ -77,6 +80,10 @@ def main(name: str, incarnation: int, path: str) -> int:
         answer = _answer(job, question)
     except DistBeliefError as error:
         answer = Answer(error=str(error), is_users=isinstance(error, JobError))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code
+        traceback.print_exc()  # to the log
+        text = f"trying out model and data failed: {type(error).__name__}: {error}"
+        answer = Answer(error=f"{text}{place(error)}", is_users=True)
     files.write(Path(question.answer), msgspec.json.encode(answer))
     log(name, incarnation, "info", f"ends: {answer.error or 'nothing is wrong'}")
     return 0
@@ -108,6 +115,7 @@ def _answer(job: Job, question: Question) -> Answer:
             save_file(tensors, initial_file)
         case path:
             initial_file = path
+            _check_weights(path, tuple(model.specs()))
     test = None
     if task.test is not None:
         test = DataFacts.of(build_dataset(task.test, table="data.test"))
@@ -125,3 +133,13 @@ def _answer(job: Job, question: Question) -> Answer:
             test=test,
         ),
     )
+
+
+def _check_weights(path: str, tensors: tuple[TensorSpec, ...]) -> None:
+    """Refuse a file that does not hold the values of these tensors."""
+    try:
+        read = reader(path, Layout.of(tensors, n_shards=1))
+        for tensor in tensors:
+            read(tensor.name, 0, 1 if tensor.n_elements else 0)
+    except StorageError as error:
+        raise JobError(f"[model] initial: {error}") from error

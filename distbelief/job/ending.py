@@ -91,8 +91,9 @@ class Ending:
         self._bounds = USUAL
 
     def begin(self, reason: str, now: Seconds, *, error: str | None = None) -> None:
-        """The job is to end; only the first reason counts."""
+        """The job is to end; only the first reason, and the first error, count."""
         if self.stage is not Stage.RUN:
+            self.error = self.error or error
             return
         self.reason, self.error = reason, error
         self.enter(Stage.DRAIN, now)

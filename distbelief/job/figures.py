@@ -4,15 +4,16 @@ Loss of training is a mean over the samples between two points of the curve, wei
 samples over all replicas.
 """
 
+import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, final
 
 from distbelief.job import words
-from distbelief.job.membership import Presence, Rate, RoleRecord
+from distbelief.job.membership import Rate, RoleRecord
 from distbelief.job.stop_rules import Reached
-from distbelief.job.view import HISTORY_MAX, MESSAGES_MAX, Message, Point, RoleView
+from distbelief.job.view import HISTORY_MAX, MESSAGES_MAX, Message, Point
 from distbelief.messages import Measured, Progress
 from distbelief.roles import Report, Seconds
 
@@ -29,6 +30,9 @@ class Before:
         training_seconds: The part of it in which replicas trained.
         step: Steps of all replicas together.
         samples: Of each replica, in the values of all shards.
+        loss: Of training, last.
+        metric: Held out, last measured.
+        held_out_loss: Likewise.
         best_metric: Best held-out metric so far.
         best_metric_seconds: When.
         history: The curve.
@@ -38,6 +42,9 @@ class Before:
     training_seconds: Seconds = 0.0
     step: int = 0
     samples: Mapping[str, int] = field(default_factory=dict)
+    loss: float | None = None
+    metric: float | None = None
+    held_out_loss: float | None = None
     best_metric: float | None = None
     best_metric_seconds: Seconds | None = None
     history: tuple[Point, ...] = ()
@@ -54,11 +61,11 @@ class Figures:
         self.training_since: Seconds | None = None
         self.ended_at: Seconds | None = None
         self.step = before.step
-        self.metric: float | None = None
-        self.held_out_loss: float | None = None
+        self.metric = before.metric
+        self.held_out_loss = before.held_out_loss
         self.best_metric = before.best_metric
         self.best_metric_seconds = before.best_metric_seconds
-        self.loss: float | None = None  # at the last point
+        self.loss = before.loss  # at the last point
         self.history: list[Point] = list(before.history)
         self.messages: deque[Message] = deque(maxlen=MESSAGES_MAX)
         self._n_messages = 0
@@ -110,8 +117,9 @@ class Figures:
         before = self._samples.get(record.name, 0)
         n_new = message.samples - before if record.progressed else 0
         weight = max(n_new, 1)
-        self._loss_sum += weight * message.loss
-        self._n_in_sum += weight
+        if math.isfinite(message.loss):  # else nothing of it was learnt, either
+            self._loss_sum += weight * message.loss
+            self._n_in_sum += weight
         self._samples[record.name] = message.samples
         self.step += max(0, message.step - record.step)
         record.step = message.step
@@ -164,47 +172,3 @@ class Figures:
             )
         )
         return Report(text=text, level=level)
-
-
-def role_view(record: RoleRecord, now: Seconds) -> RoleView:
-    """Return one role's row."""
-    state = record.presence.value
-    if record.presence is Presence.PRESENT:
-        state = record.state or state
-    elif record.presence is Presence.LAUNCHED and record.restarts:
-        state = "restarting"
-    heard = record.presence is Presence.PRESENT
-    return RoleView(
-        name=record.name,
-        state=state,
-        rate=record.rate.per_second if record.is_alive else None,
-        last_heartbeat_age=max(0.0, now - record.heard_at) if heard else None,
-        restarts=record.restarts,
-        counters=dict(record.counters),
-    )
-
-
-def staleness(shards: Iterable[RoleRecord]) -> tuple[float | None, ...]:
-    """Return mean, p95 and maximum over shards that have applied pushes.
-
-    The mean is weighted by pushes; the p95 is the worst shard's, since the shards tell
-    no more than their own.
-    """
-    told = [shard.counters for shard in shards if shard.counters.get("pushes_applied")]
-    if not told:
-        return None, None, None
-    n_pushes = sum(counters["pushes_applied"] for counters in told)
-    weighted = sum(
-        counters["pushes_applied"] * counters.get("staleness_mean", 0.0)
-        for counters in told
-    )
-    return (
-        weighted / n_pushes,
-        max(counters.get("staleness_p95", 0.0) for counters in told),
-        max(counters.get("staleness_max", 0.0) for counters in told),
-    )
-
-
-def total(records: Iterable[RoleRecord], counter: str) -> int:
-    """Return a counter over these roles, in all their lives."""
-    return int(sum(record.total(counter) for record in records))

@@ -47,7 +47,6 @@ MODULES: Final = (
 )
 """What roles need, and takes long to import."""
 
-N_CHILDREN_MAX: Final = 4096
 REQUEST_BYTES_MAX: Final = 1 << 20
 
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
@@ -134,13 +133,13 @@ class ForkServer:
         self._reports = reports
         self._children: dict[int, Start] = {}
         self._unread = b""
-        self._decoder = msgspec.json.Decoder(Request)
+        self._decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 
     def serve(self) -> None:
         """Do what is asked until nobody can ask any more; then end every child."""
         bell, ringer = socket.socketpair()
-        bell.setblocking(False)
-        ringer.setblocking(False)
+        bell.settimeout(0)
+        ringer.settimeout(0)
         signal.signal(signal.SIGCHLD, _ignore)
         signal.set_wakeup_fd(ringer.fileno(), warn_on_full_buffer=False)
         selector = selectors.DefaultSelector()
@@ -174,18 +173,17 @@ class ForkServer:
         return True
 
     def _start(self, start: Start) -> None:
+        parent = os.getpid()
         try:
-            if len(self._children) >= N_CHILDREN_MAX:
-                raise OSError(f"there are {N_CHILDREN_MAX} processes already")
             pid = os.fork()
-        except OSError as error:
-            ended = Ended(
-                name=start.name, incarnation=start.incarnation, error=str(error)
+        except OSError as error:  # too many processes, or no memory
+            why = error.strerror
+            self._report(
+                Ended(name=start.name, incarnation=start.incarnation, error=why)
             )
-            self._report(ended)
             return
         if pid == 0:
-            _run(start, parent=os.getppid())
+            _run(start, parent=parent)
         self._children[pid] = start
         self._report(Begun(name=start.name, incarnation=start.incarnation, pid=pid))
 

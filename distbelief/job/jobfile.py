@@ -60,6 +60,10 @@ def parse_job(
     file = str(path)
     try:
         content = cast("dict[str, object]", tomllib.loads(text))
+    except RecursionError:
+        raise JobFileError(
+            f"{file}: not valid TOML: brackets too deep: that is no job file"
+        ) from None
     except tomllib.TOMLDecodeError as error:
         raise JobFileError(f"{file}: not valid TOML: {_shown(error, text)}") from None
     replaced = {
@@ -116,7 +120,7 @@ def _read_text(path: Path) -> str:
             raise JobFileError(
                 f"{path} has more than {FILE_BYTES_MAX} bytes: that is no job file"
             )
-        return content.decode()
+        return content.decode("utf-8-sig")  # some editors write a byte order mark
     except FileNotFoundError:
         raise JobFileError(_no_such_file(path)) from None
     except IsADirectoryError:
@@ -175,7 +179,7 @@ def _value(text: str) -> object:
     """Return the TOML value of this text, or the text itself if it is none."""
     try:
         value = cast("object", tomllib.loads(f"value = {text}")["value"])
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
     dates = dt.date | dt.time  # a datetime is a date
     return text if isinstance(value, dates) else value

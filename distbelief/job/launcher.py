@@ -35,14 +35,18 @@ _THREAD_VARIABLES: Final = (
 
 @final
 class Launcher:
-    """Of one run; `start` comes first, `close` leaves no process.
+    """Of one run: `start`, then `serve` the run; `close` leaves no process.
+
+    Starting early, before there is a run, lets the server import torch meanwhile.
 
     Args:
-        spec: File that tells role processes all but their names (`process.Spec`).
-        log_of: Where the log of a role is.
+        spec: See `serve`.
+        log_of: See `serve`.
     """
 
-    def __init__(self, *, spec: Path, log_of: Callable[[str], Path]) -> None:
+    def __init__(
+        self, *, spec: Path = Path(), log_of: Callable[[str], Path] = Path
+    ) -> None:
         self._spec = spec
         self._log_of = log_of
         self._server: subprocess.Popen[bytes] | None = None
@@ -50,10 +54,12 @@ class Launcher:
         self._alive: dict[Address, int] = {}  # incarnation of the newest life
         self._pids: dict[Address, int] = {}
         self._events: deque[Event] = deque()
-        self._decoder = msgspec.json.Decoder(forkserver.Report)
+        self._decoder: msgspec.json.Decoder[forkserver.Report] = msgspec.json.Decoder(
+            forkserver.Report
+        )
         self._n_ended = 0
         # Readable while `events` has something of our own; the server's pipe else.
-        self._bell, self._ringer = os.pipe()
+        self._pipe: tuple[int, ...] = os.pipe()
 
     def __enter__(self) -> Self:
         self.start()
@@ -77,11 +83,13 @@ class Launcher:
         return self._pids.get(Address(name))
 
     def start(self) -> None:
-        """Start the fork server; it imports what roles need meanwhile.
+        """Start the fork server, unless it runs; it imports what roles need meanwhile.
 
         Raises:
             StorageError: the system has no room for another process.
         """
+        if self._server is not None:
+            return
         # One thread for each library: roles set torch's own number themselves, and a
         # thread that exists before a fork is missing in the child.
         environment = {**os.environ} | dict.fromkeys(_THREAD_VARIABLES, "1")
@@ -90,7 +98,7 @@ class Launcher:
         # Ctrl+C must not reach it before it can ignore that; ours waits for a moment.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
-            self._server = subprocess.Popen(
+            self._server = subprocess.Popen(  # noqa: S603 -- ourselves
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -107,12 +115,21 @@ class Launcher:
         os.set_blocking(self._server.stdout.fileno(), False)
         self._unread = b""
 
+    def serve(self, *, spec: Path, log_of: Callable[[str], Path]) -> None:
+        """From now on start the processes of this run.
+
+        Args:
+            spec: File that tells them all but their names (`process.Spec`).
+            log_of: Where the log of a role is.
+        """
+        self._spec, self._log_of = spec, log_of
+
     def close(self) -> None:
         """End every process, and wait until it is gone."""
         self._end_server()
-        for end in (self._bell, self._ringer):
-            with suppress(OSError):
-                os.close(end)
+        ends, self._pipe = self._pipe, ()
+        for end in ends:
+            os.close(end)
 
     # ---------------------------------------------------------- for the supervisor
 
@@ -132,7 +149,7 @@ class Launcher:
     def fileno(self) -> int:
         """Return a descriptor that is readable while `events` has something."""
         if self._server is None or self._server.stdout is None or self._events:
-            return self._bell
+            return self._pipe[0]
         return self._server.stdout.fileno()
 
     def events(self) -> Sequence[Event]:
@@ -218,7 +235,8 @@ class Launcher:
         for name, incarnation in alive.items():
             self._n_ended += 1
             self._lost(name, incarnation, "ended with the process that started it")
-        os.write(self._ringer, b"\0")
+        if self._pipe:
+            os.write(self._pipe[1], b"\0")
 
     def _end_server(self) -> None:
         server, self._server = self._server, None
@@ -228,6 +246,8 @@ class Launcher:
         assert server.stdout is not None
         with suppress(OSError):
             server.stdin.close()
+        if not self._alive:
+            server.kill()  # it has no children; it may be busy with its imports
         try:
             server.wait(CLOSE_SECONDS_MAX)
         except subprocess.TimeoutExpired:

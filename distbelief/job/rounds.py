@@ -189,6 +189,11 @@ class Saves:
         self._round = None
         return waiting
 
+    def forget(self, shard: Address) -> None:
+        """Wait for this one no longer: it will not answer."""
+        if self._round is not None:
+            self._round.waiting.discard(shard)
+
     def describe(self, shard: Address, now: Seconds) -> str:
         """Return what this shard restarts from: "snapshot 00412 (4.1 s old)"."""
         newest = self._newest.get(shard)

@@ -6,6 +6,7 @@ does not import torch, nor does a typing error in one of the tables defined here
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Final, Protocol, cast
 
@@ -28,6 +29,8 @@ QUANTITIES: Final[Mapping[str, Mapping[str, units.Dimension]]] = {
 
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+Processes = Annotated[int, msgspec.Meta(ge=1, le=4096)]  # of one machine
+Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]  # OpenMP crashes at too many
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -45,9 +48,9 @@ class ClusterTable(
             as messages, as between hosts.
     """
 
-    replicas: AtLeastOne = 1
-    shards: AtLeastOne = 1
-    threads: AtLeastOne = 1
+    replicas: Processes = 1
+    shards: Processes = 1
+    threads: Threads = 1
     partitions: AtLeastOne = 1
     shared_memory: bool = True
 
@@ -91,7 +94,7 @@ class StopTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         loss: The held-out loss (without [data.test]: of training) falls to this.
     """
 
-    epochs: Positive | None = None
+    epochs: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
     samples: AtLeastOne | None = None
     seconds: Positive | None = None
     accuracy: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
@@ -99,6 +102,8 @@ class StopTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         """Refuse a job without end."""
+        if self.loss is not None and not math.isfinite(self.loss):
+            raise JobFileError(f"loss = {self.loss}: wants a finite number")
         if all(getattr(self, name) is None for name in self.__struct_fields__):
             raise JobFileError(
                 "has no rule, so the job would never end: add epochs = 1, or another "

@@ -19,13 +19,18 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from distbelief.errors import RemoteProtocolError
+from distbelief.job import deaths
+from distbelief.job.closing import Closing
+from distbelief.job.deaths import Deaths
 from distbelief.job.ending import Ending, Stage, listed
-from distbelief.job.figures import Figures, role_view, staleness, total
+from distbelief.job.figures import Figures
 from distbelief.job.lives import Lives
 from distbelief.job.membership import Membership, Presence, RoleRecord
 from distbelief.job.rounds import Evaluations, Saves
 from distbelief.job.supervisor_config import SupervisorConfig
 from distbelief.job.view import Phase, SupervisorView
+from distbelief.job.viewing import view_of
+from distbelief.job.warm_start import WarmStart
 from distbelief.messages import (
     Begin,
     Failed,
@@ -42,14 +47,12 @@ from distbelief.roles import (
     Action,
     Address,
     Event,
-    Halt,
     PeerLost,
     Received,
     Seconds,
     Send,
     SetTimer,
     Started,
-    Terminate,
     TimerFired,
 )
 
@@ -62,10 +65,6 @@ N_RECORDS_MAX = 1024
 
 _TICK = "supervisor:tick"
 _DEADLINE = "supervisor:deadline"
-_LOST = "supervisor:lost:"
-
-LAST_WORDS_SECONDS = 0.1
-"""What a role said last may arrive after the news of its end."""
 
 
 @final
@@ -86,8 +85,23 @@ class Supervisor:
             config, self._members, saves=self._saves, figures=self._figures
         )
         self._ending = Ending()
-        self._warm = config.warm_start_steps == 0 or len(self._replicas) < 2
-        self._warm_steps = 0  # of replica 0, in all its lives
+        self._closing = Closing(
+            self._ending,
+            self._members,
+            lives=self._lives,
+            saves=self._saves,
+            evaluations=self._evaluations,
+            figures=self._figures,
+        )
+        self._deaths = Deaths(
+            self._ending,
+            self._members,
+            lives=self._lives,
+            saves=self._saves,
+            evaluations=self._evaluations,
+            figures=self._figures,
+        )
+        self._warm_start = WarmStart(self._members, n_steps=config.warm_start_steps)
         self._tick_at: Seconds = 0.0
         self._report_at: Seconds = 0.0
         self._progress_at: Seconds = 0.0
@@ -102,10 +116,11 @@ class Supervisor:
                 actions = self._receive(event, now)
             case TimerFired(name=name) if name == _TICK:
                 actions = self._tick(now)
-            case TimerFired(name=name) if name.startswith(_LOST):
-                actions = self._lost_for_good(Address(name.removeprefix(_LOST)), now)
+            case TimerFired(name=name) if name.startswith(deaths.TIMER):
+                role = Address(name.removeprefix(deaths.TIMER))
+                actions = self._deaths.settle(role, now)
             case PeerLost():
-                actions = self._lost_peer(event, now)
+                actions = self._deaths.told(event, now)
             case _:
                 actions = []
         return [*actions, *self._advance(now)]
@@ -137,39 +152,13 @@ class Supervisor:
 
     def view(self, now: Seconds) -> SupervisorView:
         """Return what is to be shown of the job now."""
-        figures, members, ending = self._figures, self._members, self._ending
-        reached, stop = figures.reached(now), self._config.stop
-        shards, replicas = members.of("shard"), members.of("replica")
-        mean, p95, largest = staleness(shards)
-        return SupervisorView(
-            now=now,
-            seconds=figures.seconds(now),
-            training_seconds=figures.training_seconds(now),
+        return view_of(
+            self._figures,
+            self._members,
+            ending=self._ending,
+            stop=self._config.stop,
             phase=self._phase,
-            stop_reason=ending.reason,
-            samples=figures.samples,
-            total_samples=None if stop is None else stop.total_samples,
-            eta_seconds=None if stop is None else stop.eta_seconds(reached),
-            progress=None if stop is None else stop.progress(reached),
-            step=figures.step,
-            samples_per_second=figures.samples_per_second,
-            loss=figures.loss,
-            metric_name=figures.metric_name,
-            metric=figures.metric,
-            held_out_loss=figures.held_out_loss,
-            best_metric=figures.best_metric,
-            best_metric_seconds=figures.best_metric_seconds,
-            staleness_mean=mean,
-            staleness_p95=p95,
-            staleness_max=largest,
-            bytes_in=total(shards, "bytes_in"),
-            bytes_out=total(shards, "bytes_out"),
-            pushes_applied=total(shards, "pushes_applied"),
-            pushes_refused=total(shards, "pushes_refused"),
-            pushes_lost=total(replicas, "pushes_lost"),
-            roles=tuple(role_view(record, now) for record in members),
-            history=tuple(figures.history),
-            messages=tuple(figures.messages),
+            now=now,
         )
 
     @property
@@ -181,7 +170,7 @@ class Supervisor:
         if not any(replica.begun for replica in self._replicas):
             served = self._config.stop is None and self._members.shards_are_there
             return "training" if served else "starting"
-        return "training" if self._warm else "warm start"
+        return "training" if self._warm_start.is_over else "warm start"
 
     @property
     def _replicas(self) -> list[RoleRecord]:
@@ -210,7 +199,7 @@ class Supervisor:
             said, dead = self._lives.silent(now)
             actions += said
             for record, why in dead:
-                actions += self._lost(record, why, now)
+                actions += self._deaths.bury(record, why, now)
         if self._ending.stage is Stage.RUN:
             actions += self._ask(now)
             actions += self._tell_stall(now)
@@ -231,14 +220,8 @@ class Supervisor:
             if self._config.stop is None and not self._saves.has_begun:
                 self._saves.begin(now)  # a standing server hears of no progress
             if self._saves.is_due(now):
-                actions += self._save(now)
+                actions += self._closing.save(now)
         return actions
-
-    def _save(self, now: Seconds) -> list[Action]:
-        """Begin a round of snapshots; who is not there yet is asked when it is."""
-        shards = {shard.name for shard in self._members.of("shard") if shard.is_alive}
-        save = self._saves.ask(shards, now)
-        return [Send(receiver=name, message=save) for name in sorted(shards)]
 
     def _tell_stall(self, now: Seconds) -> list[Action]:
         waited = now - self._progress_at
@@ -287,7 +270,7 @@ class Supervisor:
         if not isinstance(message, Stop):
             raise RemoteProtocolError(f"the user sent {type(message).__name__}")
         if self._ending.interrupted:  # asked twice: not a moment longer
-            return self._halt(now)
+            return self._closing.halt(now)
         if self._config.stop is None and self._ending.stage is Stage.RUN:
             self._ending.begin(message.reason, now)  # that is how serving ends
         else:
@@ -321,7 +304,7 @@ class Supervisor:
         """Repeat what this role was asked for and has not answered."""
         messages: list[Message | None] = []
         if record.stopped:
-            messages.append(self._stop_message())
+            messages.append(self._closing.stop_message())
         elif record.begun and not record.progressed:
             messages.append(Begin())
         if record.kind == "shard":
@@ -338,8 +321,7 @@ class Supervisor:
         if self._figures.training_since is None:
             self._evaluations.begin(now)
             self._saves.begin(now)
-        if record.index == 0:
-            self._warm_steps += max(0, message.step - record.step)
+        self._warm_start.progressed(record, message)
         self._progress_at = now
         self._figures.progress(record, message, now)
         record.progressed = True
@@ -375,53 +357,10 @@ class Supervisor:
         if message.culprit_is_job and record.kind != "guest":
             error = f"{record.label}: {message.error}"
             self._ending.begin(error, now, error=error)
-            return self._lives.leave_out(record, f"failed: {message.error}", now)
+            actions = self._lives.leave_out(record, f"failed: {message.error}", now)
+            self._deaths.await_nothing(record)
+            return actions
         return []  # its process ends now; the launcher tells when
-
-    # ---------------------------------------------------------------------- deaths
-
-    def _lost_peer(self, event: PeerLost, now: Seconds) -> list[Action]:
-        record = self._members.get(event.peer)
-        if (
-            record is None
-            or event.incarnation != record.incarnation
-            or not record.is_alive
-        ):
-            return []
-        record.end = event.reason
-        if self._ending.interrupted or self._ending.stage >= Stage.CLOSE:
-            return self._lost_for_good(record.name, now)
-        timer = SetTimer(name=f"{_LOST}{record.name}", at=now + LAST_WORDS_SECONDS)
-        return [timer]
-
-    def _lost_for_good(self, name: Address, now: Seconds) -> list[Action]:
-        """A process has ended, and what it had to say has come."""
-        record = self._members.get(name)
-        if record is None or record.end is None or not record.is_alive:
-            return []
-        why = f"failed ({record.failure})" if record.failure else record.end
-        return self._lost(record, why, now)
-
-    def _lost(self, record: RoleRecord, why: str, now: Seconds) -> list[Action]:
-        """A role is dead: restart it, unless it is not needed any more."""
-        ending = self._ending
-        if ending.interrupted or ending.stage >= Stage.CLOSE:
-            return self._lives.finished(record, now)
-        if record.kind == "replica" and ending.stage is not Stage.RUN:
-            text = f"{record.label} {why} while it was stopping"
-            said = self._figures.tell(text, now, "warning")
-            return [
-                said,
-                Terminate(name=record.name),
-                *self._lives.finished(record, now),
-            ]
-        actions = self._lives.restart(record, why, now)
-        if record.kind == "shard" and not record.is_alive:
-            error = f"{record.label} cannot be kept alive: it {why}"
-            ending.begin(error, now, error=error)
-        if record.kind == "evaluator" and not record.is_alive:
-            self._evaluations.give_up()
-        return actions
 
     # ------------------------------------------------------------------ the course
 
@@ -430,29 +369,15 @@ class Supervisor:
         ending = self._ending
         actions: list[Action] = []
         if ending.stage is Stage.RUN:
-            actions += self._release()
+            actions += self._warm_start.release()
             self._end_without_replicas(now)
-        before = Stage.OVER
-        while ending.stage not in {Stage.RUN, before}:
+        if ending.stage is not Stage.RUN:
             before = ending.stage
-            actions += self._pursue(now)
+            actions += self._closing.pursue(now)
+            if before <= Stage.KEEP < ending.stage:
+                self._record(now)  # the last point of the curve
         if Stage.RUN < ending.stage < Stage.OVER:
             actions.append(SetTimer(name=_DEADLINE, at=ending.deadline))
-        return actions
-
-    def _release(self) -> list[Action]:
-        """Let replicas begin: the first, and after the warm start the others."""
-        replicas = self._replicas
-        if not self._warm:
-            first = replicas[0]
-            self._warm = (
-                self._warm_steps >= self._config.warm_start_steps or not first.is_alive
-            )
-        actions: list[Action] = []
-        for replica in replicas if self._warm else replicas[:1]:
-            if replica.introduced_at is not None and not replica.begun:
-                replica.begun = replica.is_alive
-                actions.append(Send(receiver=replica.name, message=Begin()))
         return actions
 
     def _end_without_replicas(self, now: Seconds) -> None:
@@ -465,114 +390,3 @@ class Supervisor:
         whys = {r.failure for r in replicas if r.failure}
         error = "every replica is lost" + (f": {listed(sorted(whys))}" if whys else "")
         self._ending.begin(error, now, error=error)
-
-    def _pursue(self, now: Seconds) -> list[Action]:
-        """Do what the present stage of the end asks for, and go on if that is done."""
-        match self._ending.stage:
-            case Stage.DRAIN:
-                return self._drain(now)
-            case Stage.KEEP:
-                return self._keep(now)
-            case Stage.CLOSE:
-                return self._close(now)
-            case _:
-                return []
-
-    def _drain(self, now: Seconds) -> list[Action]:
-        ending = self._ending
-        actions = self._stop(self._replicas, now)
-        if ending.interrupted and self._members.evaluator is not None:
-            actions += self._stop([self._members.evaluator], now)
-        left = [replica for replica in self._replicas if replica.is_alive]
-        if left and now < ending.deadline:
-            return actions
-        actions += self._outlasted(left, "its last step and push", now)
-        ending.enter(Stage.KEEP, now)
-        return [*actions, *self._begin_keep(now)]
-
-    def _begin_keep(self, now: Seconds) -> list[Action]:
-        """Ask for the last snapshot, and the evaluation of everything."""
-        self._evaluations.give_up()
-        self._saves.give_up()
-        if self._figures.training_since is None and self._config.stop is not None:
-            return []  # nothing has changed
-        actions = self._save(now)
-        evaluator = self._members.evaluator
-        if (
-            evaluator is not None
-            and evaluator.is_alive
-            and not evaluator.stopped
-            and self._ending.error is None
-        ):
-            request = self._evaluations.ask(now, whole=True)
-            actions.append(Send(receiver=evaluator.name, message=request))
-        return actions
-
-    def _keep(self, now: Seconds) -> list[Action]:
-        ending = self._ending
-        waits = self._saves.waits or self._evaluations.waits
-        if waits and now < ending.deadline:
-            return []
-        actions: list[Action] = []
-        if waits:
-            late = [*self._saves.waiting, *(["evaluator"] * self._evaluations.waits)]
-            names = listed(name.replace("-", " ") for name in late)
-            text = f"{names} not done in time: ending without its last answer"
-            actions.append(self._figures.tell(text, now, "warning"))
-            self._evaluations.give_up()
-        ending.enter(Stage.CLOSE, now)
-        self._record(now)
-        return actions
-
-    def _close(self, now: Seconds) -> list[Action]:
-        ending = self._ending
-        actions = self._stop(list(self._members), now)
-        ours = [r for r in self._members if r.is_alive and r.kind != "guest"]
-        if ours and now < ending.deadline:
-            return actions
-        if not ending.interrupted:
-            actions += self._outlasted(ours, "to end", now)
-        return [*actions, *self._halt(now)]
-
-    def _stop(self, records: Sequence[RoleRecord], now: Seconds) -> list[Action]:
-        """Tell these to end, each once; those who cannot hear it are ended."""
-        actions: list[Action] = []
-        for record in records:
-            if not record.is_alive or record.stopped or record.kind == "guest":
-                continue
-            if record.has_joined:
-                record.stopped = True
-                stop = self._stop_message()
-                actions.append(Send(receiver=record.name, message=stop))
-            else:
-                actions.append(Terminate(name=record.name))
-                actions += self._lives.finished(record, now)
-        return actions
-
-    def _stop_message(self) -> Stop:
-        return Stop(reason=(self._ending.reason or "the job ends")[:1024])
-
-    def _outlasted(
-        self, records: Sequence[RoleRecord], what: str, now: Seconds
-    ) -> list[Action]:
-        """End by force whoever has not ended in time, and name it."""
-        actions: list[Action] = []
-        for record in records:
-            actions.append(Terminate(name=record.name))
-            if not self._ending.interrupted:
-                text = f"{record.label} takes too long for {what}: ended by force"
-                actions.append(self._figures.tell(text, now, "warning"))
-            actions += self._lives.finished(record, now)
-        return actions
-
-    def _halt(self, now: Seconds) -> list[Action]:
-        """Nothing is left, or nothing is to be."""
-        actions: list[Action] = [
-            Terminate(name=record.name)
-            for record in self._members
-            if record.is_alive and record.kind != "guest"
-        ]
-        self._ending.stage = Stage.OVER
-        self._figures.ended_at = now
-        error = "interrupted" if self._ending.interrupted else self._ending.error
-        return [*actions, Halt(error=error)]

@@ -12,17 +12,19 @@ of the machine leaves is swept at the next start.
 import os
 import secrets
 import select
+import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from types import FrameType
-from typing import Final, final
+from types import FrameType, TracebackType
+from typing import Final, NoReturn, Self, final
 
 import msgspec
 from rich.console import Console
@@ -32,7 +34,6 @@ from torch import nn
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.job import algorithms
 from distbelief.job.checking import Answer, Question, read_answer
-from distbelief.job.curve import draw_curve
 from distbelief.job.jobfile import Job, load_job
 from distbelief.job.launcher import Launcher
 from distbelief.job.metrics import Measurement, MetricsFile, read_metrics
@@ -66,6 +67,8 @@ from distbelief.transport.zmq_transport import ZmqTransport
 CHECK: Final = Address("check")
 CHECK_SECONDS_MAX: Final = 1800.0
 STATUS_SECONDS: Final = 1.0
+DRAWING_SECONDS: Final = 2.0
+"""Of training, after which what draws the curve is imported."""
 
 _EXIT_CODES: Final = {signal.SIGINT: 130, signal.SIGTERM: 143}  # 128 + the signal
 _REASONS: Final = {signal.SIGINT: "Ctrl+C", signal.SIGTERM: "terminated (SIGTERM)"}
@@ -112,6 +115,7 @@ def train(
     resume: str | os.PathLike[str] | None = None,
     show: bool = True,
     json: bool = False,
+    launcher: Launcher | None = None,
 ) -> Run:
     """Run a job in processes of this machine, until it ends.
 
@@ -120,6 +124,7 @@ def train(
         resume: Run directory of an earlier run of this job, to go on with.
         show: Whether to show how it goes, on standard output.
         json: Whether to print the summary as JSON at the end.
+        launcher: One that was started early, closed at the end; by default a new one.
 
     Returns:
         The run. A job that fails after it has started is no exception: see
@@ -129,33 +134,34 @@ def train(
         JobError: what was given cannot be run.
         StorageError: a directory or shared memory cannot be had.
     """
-    if not isinstance(job, Job):
-        job = load_job(job)
     console = Console(quiet=not show)
-    FileMemory.sweep()
-    with ExitStack() as stack:
-        # Importing torch takes longer than all else here, so it begins first.
+    with _ended_by_sigterm(), ExitStack() as stack:
+        # The server's import of torch takes longer than all else here.
+        launcher = stack.enter_context(launcher or Launcher())
+        if not isinstance(job, Job):
+            job = load_job(job)
+        FileMemory.sweep()
         memory = FileMemory.make()
         stack.callback(memory.remove_all)
         run, is_new = _open_run(job, resume)
         stack.enter_context(run)
-        launcher = stack.enter_context(
-            Launcher(spec=memory.directory / ".spec.json", log_of=run.log_file)
+        launcher.serve(spec=memory.directory / ".spec.json", log_of=run.log_file)
+        training = stack.enter_context(
+            _Training(job, run, memory=memory, launcher=launcher)
         )
-        training = _Training(job, run, memory=memory, launcher=launcher)
         try:
             training.get_ready(console)
         except BaseException:
-            if is_new:
-                _remove(run)
+            if is_new:  # a mistake leaves nothing behind
+                shutil.rmtree(run.path, ignore_errors=True)
             raise
-        stack.callback(training.remove_initial_file)
         exit_code = training.supervise(console)
         summary = training.conclude()
-    if json:
-        sys.stdout.write(summary_text(summary))
-    else:
-        console.print(final_table(summary))
+        if json:
+            sys.stdout.write(summary_text(summary))
+        else:
+            console.print(final_table(summary))
+        training.draw()
     return Run(run.path, summary, exit_code, job)
 
 
@@ -172,17 +178,6 @@ def _open_run(
         run.close()
         raise
     return run, False
-
-
-def _remove(run: RunDirectory) -> None:
-    """Remove the directory of a run that never began, mistakes leave nothing behind."""
-    for log in run.logs.glob("*.log"):
-        log.unlink()
-    for path in (run.logs, run.snapshots):
-        path.rmdir()
-    for path in run.path.iterdir():
-        path.unlink()
-    run.path.rmdir()
 
 
 @final
@@ -206,6 +201,7 @@ class _Training:
         self._exit_code = 0
         self._log_file = run.log_file(SUPERVISOR).open("a", buffering=1)
         self._n_ended = 0
+        self._may_draw = False
         self._status_at = 0.0
 
     # ---------------------------------------------------------------- before it
@@ -263,8 +259,10 @@ class _Training:
         if found is None:
             log = self._run.log_file(CHECK)
             tail = log.read_text(errors="replace")[-2000:] if log.is_file() else ""
+            # With this error the log is removed: do not send anybody to look for it.
+            reason = ends[0].reason.removesuffix(f" (see {log})")
             raise JobError(
-                f"the process that tried out model and data {ends[0].reason}. Its log "
+                f"the process that tried out model and data {reason}. Its log "
                 f"ends:\n{tail}"
             )
         if found.error is not None:
@@ -374,6 +372,11 @@ class _Training:
                 self._write_status(view)
         except StorageError as error:  # the training itself needs neither
             self._warn(str(error))
+        if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
+            # Its import takes most of a second, which Ctrl+C would have to wait for.
+            self._may_draw = True
+            name = "distbelief.job.curve"
+            threading.Thread(target=import_module, args=(name,), daemon=True).start()
         if self._launcher.n_ended != self._n_ended:
             self._n_ended = self._launcher.n_ended
             self._memory.remove_orphans()
@@ -404,13 +407,14 @@ class _Training:
         self._write_model()
         write_summary(self._run, summary)
         self._write_status(self._view, ended=True)
-        draw_curve(
-            self._run.curve_file,
-            read_metrics(self._run.metrics_file),
-            title=self._job.name,
-        )
-        self._log_file.close()
         return summary
+
+    def draw(self) -> None:
+        """Draw the curve: last, for matplotlib takes a second."""
+        from distbelief.job.curve import draw_curve  # noqa: PLC0415
+
+        measurements = read_metrics(self._run.metrics_file)
+        draw_curve(self._run.curve_file, measurements, title=self._job.name)
 
     def _write_model(self) -> None:
         layout = self._layout
@@ -426,9 +430,20 @@ class _Training:
             like=build_model(self._job.model),
         )
 
-    def remove_initial_file(self) -> None:
+    def __enter__(self) -> Self:
+        """Begin: the supervisor's log."""
+        self._log_file = self._run.log_file(SUPERVISOR).open("a", buffering=1)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Remove what was only for the shards' first lives."""
         self._initial_file.unlink(missing_ok=True)
+        self._log_file.close()
 
     def _log(self, level: str, text: str) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
@@ -456,11 +471,41 @@ class _Caught:
 
     def __init__(self) -> None:
         self.number: signal.Signals | None = None
-        self.tell = lambda _number: None
+        self.tell: Callable[[signal.Signals], None] = _ignore
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         self.number = self.number or signal.Signals(number)
         self.tell(signal.Signals(number))
+
+
+def _ignore(_number: signal.Signals) -> None:
+    """Nobody is there to be told yet."""
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, while nobody else handles it."""
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise _Terminated
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this in good order, as Ctrl+C does: nothing is left behind."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except _Terminated:
+        raise SystemExit(_EXIT_CODES[signal.SIGTERM]) from None
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager

@@ -10,7 +10,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
@@ -38,6 +38,7 @@ from distbelief.roles import (
     Started,
     TimerFired,
 )
+from distbelief.runtime import trial
 from distbelief.runtime.local_model import LocalModel
 from distbelief.runtime.losses import Loss, Metric
 
@@ -47,6 +48,9 @@ TORN_RETRY_SECONDS = 1e-3
 
 N_WAITING_MAX = 64
 """Requests that may wait; older ones are dropped, which only a retry would notice."""
+
+
+_NAMES = trial.Names(model="the model", loss="", data="data.test")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +99,10 @@ class Evaluator:
         dataset: The held-out samples.
         loss: f(outputs, targets) -> mean.
         metric: f(outputs, targets) -> mean.
+        names: What messages call them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- one call site; each is a thing of its own
         self,
         config: EvaluatorConfig,
         *,
@@ -106,7 +111,9 @@ class Evaluator:
         dataset: Dataset,
         loss: Loss,
         metric: Metric,
+        names: trial.Names = _NAMES,
     ) -> None:
+        self._names = names
         self._config = config
         self._client = client
         self._model = model
@@ -258,9 +265,23 @@ class Evaluator:
         inputs, targets = read_batch(
             self._dataset, [int(index) for index in indices], table="data.test"
         )
-        loss, metric = self._model.measure(
-            inputs, targets, loss=self._loss, metric=self._metric
-        )
+        try:
+            loss, metric = self._model.measure(
+                inputs, targets, loss=self._loss, metric=self._metric
+            )
+        except DistBeliefError:
+            raise
+        except Exception:  # all of it is the user's: look closely who is to blame
+            names = replace(self._names, indices=[int(index) for index in indices])
+            trial.evaluate(
+                self._model.module,
+                inputs,
+                targets,
+                loss=self._loss,
+                metric=self._metric,
+                names=names,
+            )
+            raise
         return len(indices), loss, metric
 
     def _measured(self, result: object) -> Sequence[Action]:

@@ -6,6 +6,7 @@ Nothing else brings the user's code into a process: no pickled object, no source
 import importlib
 import inspect
 import sys
+import sysconfig
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,6 +14,12 @@ from traceback import extract_tb
 from typing import Protocol, cast
 
 from distbelief.errors import JobError
+
+
+_PACKAGE = Path(__file__).parents[1]
+_INSTALLED = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+)
 
 
 class Importable(Protocol):
@@ -35,7 +42,7 @@ def resolve(path: str, *, table: str = "job") -> Importable:
             what the module has instead.
     """
     module_name, colon, name = path.partition(":")
-    if not (colon and module_name and name):
+    if not (colon and name and all(module_name.split("."))):
         raise JobError(
             f"[{table}] {path!r} is no import path: write 'package.module:function'"
         )
@@ -73,9 +80,9 @@ def call_factory(path: str, arguments: Mapping[str, object], *, table: str) -> o
         return factory(**arguments)
     except JobError:
         raise
-    except Exception as error:  # the factory is the user's: anything may come
+    except (Exception, SystemExit) as error:  # it is the user's: anything may come
         raise JobError(
-            f"[{table}] {path} failed: {type(error).__name__}: {error}{_place(error)}"
+            f"[{table}] {path} failed: {type(error).__name__}: {error}{place(error)}"
         ) from error
 
 
@@ -93,12 +100,16 @@ def _module(name: str, *, table: str) -> object:
             ) from None
         raise JobError(
             f"[{table}] module {name} needs {missing!r}, which is not installed"
-            f"{_place(error)}"
+            f"{place(error)}"
         ) from error
-    except Exception as error:  # a module of the user's runs as it is imported
+    except SyntaxError as error:  # its text has file and line
         raise JobError(
             f"[{table}] importing {name} failed: {type(error).__name__}: {error}"
-            f"{_place(error)}"
+        ) from error
+    except (Exception, SystemExit) as error:  # a module of the user's runs here
+        raise JobError(
+            f"[{table}] importing {name} failed: {type(error).__name__}: {error}"
+            f"{place(error)}"
         ) from error
 
 
@@ -157,13 +168,19 @@ def _nearest(name: str, known: list[str], *, only_close: bool = False) -> str:
             return f" (it has {few})"
 
 
-def _place(error: BaseException) -> str:
-    """Return where the user's code raised it: the innermost line that is not ours."""
+def place(error: BaseException) -> str:
+    """Return where it arose: the innermost line of the user's own, else of anybody.
+
+    Not torch's line, nor another library's, if a line of the user's called it.
+    """
     frames = [
         frame
         for frame in extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<") and frame.filename != __file__
+        if not frame.filename.startswith("<")
+        and not Path(frame.filename).is_relative_to(_PACKAGE)
     ]
     if not frames:
         return ""
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    frame = (own or frames)[-1]
+    return f" ({Path(frame.filename).name}, line {frame.lineno})"

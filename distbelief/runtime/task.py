@@ -8,7 +8,7 @@ one sentence: the culprit, its value, the mend.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 import torch
@@ -20,7 +20,7 @@ from distbelief.memory import Memory
 from distbelief.parameter_server.initial import Initial
 from distbelief.parameter_server.layout import Layout
 from distbelief.runtime import trial
-from distbelief.runtime.imports import call_factory
+from distbelief.runtime.imports import call_factory, place
 from distbelief.runtime.losses import (
     Loss,
     Metric,
@@ -29,6 +29,8 @@ from distbelief.runtime.losses import (
     usual_metric,
 )
 
+
+SEED_MAX: Final = 2**63 - 1  # torch takes no more
 
 # ------------------------------------------------------------------- job file
 
@@ -48,7 +50,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     factory: str
     arguments: dict[str, object] = {}
     initial: str = "module"
-    seed: int = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=SEED_MAX)] = 0
 
     def __post_init__(self) -> None:
         """Refuse an `initial` that is neither word nor file.
@@ -184,7 +186,14 @@ def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
             f"[{table}] {spec.factory} returned {trial.shown(dataset)}, not a data "
             "set: it must have __len__ and __getitem__(index) -> (input, target)"
         )
-    if len(dataset) == 0:
+    try:
+        n_samples = len(dataset)
+    except Exception as error:  # the data set is the user's
+        raise JobError(
+            f"[{table}] {spec.factory}: len() of its data set failed: "
+            f"{type(error).__name__}: {error}{place(error)}"
+        ) from error
+    if n_samples == 0:
         raise JobError(
             f"[{table}] {spec.factory} returned a data set of 0 samples: check its "
             "[" + table + ".arguments]"

@@ -116,6 +116,21 @@ def evaluate(
         )
 
 
+def bad_sample(
+    inputs: torch.Tensor, targets: torch.Tensor, *, names: Names
+) -> str | None:
+    """Return a sentence on the first sample that has NaN or infinity, if any has."""
+    for name, tensor in (("inputs", inputs), ("targets", targets)):
+        bad = ~tensor.isfinite()
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0][0])
+            return (
+                f"[{names.data}] sample {names.indices[row]} has NaN or infinite "
+                f"{name}: mend or leave out such samples"
+            )
+    return None
+
+
 def shown(value: object) -> str:
     """Return what a value is, in a few words."""
     if isinstance(value, torch.Tensor):
@@ -238,14 +253,9 @@ def _check_finite(
 ) -> None:
     if bool(value.isfinite().all()):
         return
-    for name, tensor in (("inputs", inputs), ("targets", targets)):
-        bad = ~tensor.isfinite()
-        if bool(bad.any()):
-            row = int(bad.nonzero()[0][0])
-            raise JobError(
-                f"[{names.data}] sample {names.indices[row]} has NaN or infinite "
-                f"{name}: mend or leave out such samples"
-            )
+    blame = bad_sample(inputs, targets, names=names)
+    if blame is not None:
+        raise JobError(blame)
     raise JobError(
         f"[algorithm] loss {names.loss} is {value.item()} for samples "
         f"{names.indices[0]}, ..., whose inputs and targets are finite: check "

@@ -37,7 +37,10 @@ def main() -> None:
     ) as server:
         address = sys.argv[1] if server is None else server.address
         print(f"python loop.py '{address}'", flush=True)
-        train(model, address)
+        try:
+            train(model, address)
+        except distbelief.PeerLostError as error:  # whoever started the server is done
+            print(error)
     inputs, targets = images("test").tensors
     accuracy = (model(inputs).argmax(1) == targets).float().mean().item()
     print(f"held-out accuracy {accuracy:.1%}")

@@ -35,10 +35,8 @@ def test_a_job_file_in_a_folder_of_its_own_learns_digits(folder: Path) -> None:
         timeout=150,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    lines = (folder / "runs" / "digits" / "metrics.jsonl").read_text().splitlines()
-    accuracies = [json.loads(line).get("accuracy") for line in lines]
-    best = max(value for value in accuracies if value is not None)
-    assert best >= 0.95, ended.stdout
+    summary = json.loads((folder / "runs" / "digits" / "summary.json").read_bytes())
+    assert summary["metric"] >= 0.95, ended.stdout
 
 
 def test_an_ordinary_loop_becomes_a_worker_and_a_second_one_helps(folder: Path) -> None:
@@ -65,6 +63,7 @@ def test_an_ordinary_loop_becomes_a_worker_and_a_second_one_helps(folder: Path) 
         finally:
             first.kill()
     assert first.returncode == 0, rest
+    assert second.returncode == 0, second.stdout + second.stderr
     accuracy = re.search(r"held-out accuracy ([\d.]+)%", rest)
     assert accuracy is not None
     assert float(accuracy[1]) >= 95.0, second.stdout + rest

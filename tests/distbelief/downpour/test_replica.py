@@ -236,8 +236,8 @@ def test_too_many_in_a_row_end_the_replica_with_what_to_do() -> None:
     with pytest.raises(JobError) as caught:
         bench.run_until_step(9)
     assert str(caught.value) == (
-        "3 gradients in a row were NaN or infinite (step 5, loss nan, learning_rate "
-        "0.1): the training has diverged. Use a lower learning_rate, or a clip_norm"
+        "3 gradients in a row were NaN or infinite (step 5): [data.train] sample 11 "
+        "has NaN or infinite inputs: mend or leave out such samples"
     )
 
 

@@ -1,0 +1,47 @@
+"""The warm start: one replica trains alone for a while, then the others are released.
+
+"Warmstarting" model training with only a single replica before unleashing the other
+replicas makes more of them usable (Dean et al. 2012, section 4.1).
+"""
+
+from typing import final
+
+from distbelief.job.membership import Membership, RoleRecord
+from distbelief.messages import Begin, Progress
+from distbelief.roles import Action, Send
+
+
+@final
+class WarmStart:
+    """Lets replicas begin.
+
+    Args:
+        members: Of the job.
+        n_steps: Of replica 0, in all its lives, before the others begin.
+    """
+
+    def __init__(self, members: Membership, *, n_steps: int) -> None:
+        self._members = members
+        self._n_left = n_steps
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all replicas may train; so too if nobody is left to wait for."""
+        replicas = self._members.of("replica")
+        return self._n_left <= 0 or len(replicas) < 2 or not replicas[0].is_alive
+
+    def progressed(self, record: RoleRecord, message: Progress) -> None:
+        """A replica has taken steps; `record` is as it was before."""
+        if record.index == 0:
+            self._n_left -= max(0, message.step - record.step)
+
+    def release(self) -> list[Action]:
+        """Return what to say to replicas that may begin, and have not been told."""
+        replicas = self._members.of("replica")
+        actions: list[Action] = []
+        for replica in replicas if self.is_over else replicas[:1]:
+            if replica.introduced_at is None or replica.begun or not replica.is_alive:
+                continue
+            replica.begun = True
+            actions.append(Send(receiver=replica.name, message=Begin()))
+        return actions

@@ -1,0 +1,105 @@
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from distbelief.errors import JobError
+from distbelief.job.resuming import check_same, read_legacy
+from distbelief.job.run_directory import RunDirectory, Status
+from distbelief.job.store import SnapshotStore
+from distbelief.job.view import Point, SupervisorView
+from distbelief.roles import Snapshot
+from tests.distbelief.job.jobs import speech
+
+
+def clients(**samples: int) -> str:
+    known = {
+        name.replace("_", "-"): {"incarnation": 3, "samples": n, "watermark": 1}
+        for name, n in samples.items()
+    }
+    return msgspec.json.encode(known).decode()
+
+
+def snapshot(label: str, facts: str, *, incarnation: int = 2) -> Snapshot:
+    return Snapshot(
+        label=label,
+        arrays={"values": np.zeros(4, np.float32)},
+        facts={"clients": facts, "incarnation": str(incarnation)},
+    )
+
+
+def fail(text: str) -> None:
+    raise AssertionError(text)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run")
+
+
+@pytest.fixture
+def store(run: RunDirectory) -> SnapshotStore:
+    return SnapshotStore(run.snapshots, report=fail)
+
+
+def test_a_new_run_inherits_nothing(run: RunDirectory, store: SnapshotStore) -> None:
+    legacy = read_legacy(run, store, n_shards=2)
+    assert (legacy.incarnation, legacy.label) == (1, 1)
+    assert legacy.missing == ("shard-0", "shard-1")
+    assert legacy.before.samples == {}
+
+
+def test_a_resumed_run_goes_on_from_what_every_shard_has(
+    run: RunDirectory, store: SnapshotStore
+) -> None:
+    store.save("shard-0", snapshot("00007", clients(replica_0=70, replica_1=50)))
+    facts = clients(replica_0=60, replica_1=55, evaluator=0)
+    store.save("shard-1", snapshot("00006", facts, incarnation=5))
+    history = (Point(seconds=1.0, samples=5),)
+    view = SupervisorView(
+        seconds=20.0,
+        training_seconds=15.0,
+        step=30,
+        best_metric=0.5,
+        best_metric_seconds=9.0,
+        history=history,
+    )
+    run.write_status(Status(name="x", pid=1, written=0.0, view=view))
+    legacy = read_legacy(run, store, n_shards=2)
+    assert legacy.restored == {"shard-0": "00007", "shard-1": "00006"}
+    assert legacy.label == 8
+    assert legacy.incarnation == 6
+    before = legacy.before
+    assert before.samples == {"replica-0": 60, "replica-1": 50}
+    assert (before.seconds, before.training_seconds, before.step) == (20.0, 15.0, 30)
+    assert (before.best_metric, before.history) == (0.5, history)
+
+
+def test_where_a_shard_has_nothing_no_sample_counts(
+    run: RunDirectory, store: SnapshotStore
+) -> None:
+    store.save("shard-0", snapshot("00001", clients(replica_0=70)))
+    legacy = read_legacy(run, store, n_shards=2)
+    assert legacy.missing == ("shard-1",)
+    assert legacy.before.samples == {"replica-0": 0}
+
+
+def test_the_same_job_may_go_on_with_other_ends() -> None:
+    check_same(speech("stop.epochs=9"), speech(), directory="runs/x")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("cluster.replicas=3", "[cluster] replicas: each has its own part of the data"),
+        ("cluster.shards=3", "[cluster] shards"),
+        ("model.arguments.hidden=[9]", "[model]"),
+        ('algorithm.rule={name="sgd", learning_rate=0.1}', "[algorithm] rule"),
+    ],
+)
+def test_what_the_snapshots_do_not_fit_is_refused(override: str, told: str) -> None:
+    with pytest.raises(JobError) as caught:
+        check_same(speech(override), speech(), directory="runs/x")
+    assert told in str(caught.value)
+    assert str(caught.value).startswith("--resume runs/x: ")

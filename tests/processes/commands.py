@@ -1,0 +1,206 @@
+"""Jobs of real processes, as a user runs them, and what is left of them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+
+COMMAND = Path(sys.executable).with_name("distbelief")
+SHARED_MEMORY = Path("/dev/shm")
+
+MODULE = '''
+import os
+
+import torch
+from torch import nn
+
+
+class Frames:
+    """Three classes that lines separate."""
+
+    def __init__(self, n, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.inputs = torch.randn(n, 10, generator=generator)
+        lines = torch.randn(10, 3, generator=torch.Generator().manual_seed(1))
+        self.targets = (self.inputs @ lines).argmax(1)
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index], self.targets[index]
+
+    def __getitems__(self, indices):
+        return self.inputs[indices], self.targets[indices]
+
+
+def frames(n=2000, seed=0):
+    return Frames(n, seed)
+
+
+def fragile(n=2000, seed=0):
+    """Fails in replica 1 only, and so after the job was tried out."""
+    if os.readlink("/proc/self/fd/1").endswith("replica-1.log"):
+        raise OSError("the disk with the data is gone")
+    return Frames(n, seed)
+
+
+def net(width=16):
+    return nn.Sequential(nn.Linear(10, width), nn.ReLU(), nn.Linear(width, 3))
+'''
+
+JOB = """
+[model]
+factory = "tiny:net"
+
+[data.train]
+factory = "tiny:frames"
+
+[data.test]
+factory = "tiny:frames"
+[data.test.arguments]
+n = 500
+seed = 7
+
+[algorithm]
+name = "downpour"
+loss = "cross_entropy"
+batch_size = 20
+warm_start_steps = 5
+rule = { name = "adagrad", learning_rate = 0.05 }
+
+[cluster]
+replicas = 2
+shards = 2
+
+[evaluation]
+every = "500 ms"
+
+[stop]
+epochs = 5
+
+[output]
+directory = "runs/tiny"
+report_every = "500 ms"
+snapshot_every = "500 ms"
+"""
+
+
+def write_job(folder: Path) -> None:
+    (folder / "tiny.py").write_text(MODULE)
+    (folder / "tiny.toml").write_text(JOB)
+
+
+@dataclass
+class Command:
+    """A command that runs, or has run."""
+
+    process: "subprocess.Popen[str]"
+    folder: Path
+    run: Path
+    output: str = field(default="", init=False)
+
+    def wait(self, *, seconds: float = 60.0) -> int:
+        """Wait for its end; return the exit code."""
+        output, _ = self.process.communicate(timeout=seconds)
+        self.output += output
+        return self.process.returncode
+
+    def status(self) -> dict[str, object]:
+        """Return the newest status.json; empty before there is one."""
+        try:
+            return cast("dict[str, object]", json.loads(self.status_file.read_text()))
+        except (OSError, json.JSONDecodeError):
+            return {}
+
+    @property
+    def status_file(self) -> Path:
+        return self.run / "status.json"
+
+    def view(self) -> dict[str, object]:
+        return cast("dict[str, object]", self.status().get("view", {}))
+
+    def samples(self) -> int:
+        return cast("int", self.view().get("samples", 0))
+
+    def roles(self) -> dict[str, dict[str, object]]:
+        roles = cast("list[dict[str, object]]", self.view().get("roles", []))
+        return {str(role["name"]): role for role in roles}
+
+    def pids(self, role: str) -> list[int]:
+        """Return the processes that this role has had, the newest last."""
+        log = self.run / "logs" / f"{role}.log"
+        text = log.read_text() if log.is_file() else ""
+        return [int(pid) for pid in re.findall(r"process (\d+) begins", text)]
+
+    def all_pids(self) -> list[int]:
+        logs = (self.run / "logs").glob("*.log")
+        return [pid for log in logs for pid in self.pids(log.stem)]
+
+    def shared_memory(self) -> list[Path]:
+        return list(SHARED_MEMORY.glob(f"distbelief-{self.process.pid}-*"))
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def is_training(self) -> bool:
+        return self.view().get("phase") == "training" and self.samples() > 0
+
+
+@contextmanager
+def train(
+    folder: Path,
+    *arguments: str,
+    run: str = "tiny",
+    job: Sequence[str] = ("tiny.toml",),
+) -> Iterator[Command]:
+    """Start `distbelief train`; nothing of it is left after the block."""
+    process = subprocess.Popen(
+        [COMMAND, "train", *job, *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    command = Command(process, folder, folder / "runs" / run)
+    try:
+        yield command
+    finally:
+        process.kill()
+        if not process.stdout or process.stdout.closed:
+            process.wait()
+        else:
+            process.communicate()
+        poll(lambda: not alive(command.all_pids()), seconds=30.0)
+
+
+def alive(pids: Sequence[int]) -> list[int]:
+    """Return those of these processes that run."""
+    found = []
+    for pid in pids:
+        try:
+            os.kill(pid, 0)
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            found.append(pid)
+    return found
+
+
+def poll(condition: Callable[[], object], *, seconds: float = 60.0) -> float:
+    """Wait until `condition` holds; return for how long. Fails if it never does."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < seconds, f"not so after {seconds} s"
+        time.sleep(0.02)
+    return time.monotonic() - begun

@@ -1,0 +1,588 @@
+"""Bad input, and bad luck: one message that names culprit and mend, and nothing left.
+
+Mistakes that need no run are tried here, in this process, by what the command itself
+calls; the rest run as a user would run them.
+"""
+
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+from safetensors import safe_open
+from torch import nn
+
+import distbelief
+from distbelief.errors import DistBeliefError, JobError, StorageError
+from distbelief.job.jobfile import load_job
+from distbelief.runtime.task import check
+from distbelief.transport.shared_memory import FileMemory
+from tests.processes.commands import COMMAND, Command, alive, poll, train
+
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(60)]
+
+MODULE = """
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+def net(width=4):
+    return nn.Linear(width, 3)
+
+
+def exits():
+    sys.exit(3)
+
+
+def heavy():
+    module = nn.Linear(4, 3)
+    module.register_buffer("pad", torch.zeros(15_000))
+    return module
+
+
+def all_kinds():
+    return Mixed()
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.two.weight = self.one.weight
+        self.rest = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.rest(self.two(self.one(x))) * self.frozen
+
+
+def single():
+    return Single()
+
+
+class Single(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x):
+        return x[:, :3] * self.scale
+
+
+class Points:
+    def __init__(self, n, seed, spoilt, how):
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(n, 4, generator=generator)
+        self.y = self.x[:, :3].argmax(1)
+        self.spoilt, self.how = spoilt, how
+
+    def __len__(self):
+        if self.how == "length":
+            raise OSError("no index")
+        return len(self.x)
+
+    def __getitem__(self, index):
+        x, y = self.x[index], self.y[index]
+        if index != self.spoilt and self.spoilt >= 0:
+            return x, y
+        match self.how:
+            case "raise":
+                raise ValueError("this sample is damaged")
+            case "exit":
+                sys.exit(3)
+            case "label":
+                return x, torch.tensor(9)
+            case "nan":
+                return x * float("nan"), y
+            case "double":
+                return x.double(), y
+            case "float label":
+                return x, y.float()
+            case "narrow":
+                return x[:3], y
+            case "none":
+                return x, None
+        return x, y
+
+
+def points(n=96, seed=0, spoilt=-1, how=""):
+    return Points(n, seed, spoilt, how)
+
+
+def slow():
+    Path("trying").touch()
+    time.sleep(60)
+
+
+def a_list():
+    return [1, 2, 3]
+
+
+def unreadable():
+    return open("nowhere.bin")
+
+
+def vector(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def fails(outputs, targets):
+    raise ZeroDivisionError("by nothing")
+"""
+
+PREPARING = """
+import time
+from pathlib import Path
+
+from bad import points
+
+
+def prepare():
+    Path("preparing").touch()
+    time.sleep(60)
+"""
+
+JOB = """
+[model]
+factory = "bad:net"
+
+[data.train]
+factory = "bad:points"
+
+[data.test]
+factory = "bad:points"
+arguments = { seed = 1 }
+
+[algorithm]
+name = "downpour"
+loss = "cross_entropy"
+batch_size = 8
+rule = { name = "sgd", learning_rate = 0.1 }
+
+[stop]
+epochs = 3
+
+[output]
+directory = "runs/tiny"
+snapshot_every = "300 ms"
+"""
+
+LONG = ("--set", "stop.epochs=1e9")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "bad.py").write_text(MODULE)
+    (tmp_path / "preparing.py").write_text(PREPARING)
+    (tmp_path / "tiny.toml").write_text(JOB)
+    (tmp_path / "broken.py").write_text("def net(:\n")
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(5)\n")
+    return tmp_path
+
+
+@pytest.fixture
+def importable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Let this process import the folder's modules, and forget them afterwards."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    yield folder
+    for name in ("bad", "broken", "leaves", "preparing"):
+        sys.modules.pop(name, None)
+
+
+def sets(*overrides: str) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def assert_nothing_is_left(command: Command) -> None:
+    assert "Traceback" not in command.output
+    poll(lambda: not alive(command.all_pids()), seconds=10.0)
+    assert not command.shared_memory()
+
+
+def assert_snapshots_are_whole(run: Path) -> None:
+    snapshots = list((run / "snapshots").glob("*/*.safetensors"))
+    assert snapshots
+    for path in snapshots:
+        with safe_open(path, framework="numpy") as file:
+            assert file.metadata()
+    assert not list(run.rglob("*.tmp"))
+
+
+# ------------------------------------------------- mistakes that are found by a look
+
+LOOKED_AT = [
+    ("model.factory=nowhere:net", "there is no module 'nowhere'; searched: "),
+    ("model.factory=..:net", "'..:net' is no import path: write 'package.module"),
+    ("model.factory=broken:net", "broken failed: SyntaxError: .* \\(broken.py, line 1"),
+    ("model.factory=leaves:net", "importing leaves failed: SystemExit: 5 \\(leaves.py"),
+    ("model.factory=bad:nett", "bad has no 'nett'. Did you mean 'net'"),
+    ("model.factory=bad:a_list", "bad:a_list returned a list, not an nn.Module"),
+    ("model.factory=bad:exits", "bad:exits failed: SystemExit: 3 \\(bad.py, line 15"),
+    ("model.arguments.widht=4", "takes no argument 'widht' .* Did you mean 'width'"),
+    ('model.arguments.width="x"', "net failed: TypeError: .* \\(bad.py, line 11\\)"),
+    ("model.arguments.width=5", "takes inputs of width 5, but .* gives width 4"),
+    ("data.train.factory=bad:a_list", "sample 0 is of type int: it must be a pair"),
+    ("data.train.factory=bad:unreadable", "No such file .*'nowhere.bin' \\(bad.py"),
+    ("data.train.factory=bad:exits", "bad:exits failed: SystemExit: 3"),
+    ("data.train.arguments.n=0", "a data set of 0 samples"),
+    ('data.train.arguments.how="length"', "len\\(\\) .* failed: OSError: no index"),
+    ('data.train.arguments.how="raise"', "ValueError: this sample is damaged"),
+    ('data.train.arguments.how="double"', "let the data set return float32"),
+    ('data.train.arguments.how="float label"', "let the data set return them as int64"),
+    ('data.train.arguments.how="label"', "sample 0 has label 9, .* \\(labels 0 to 2"),
+    ('data.train.arguments.how="nan"', "sample 0 has NaN or infinite inputs: mend"),
+    ('data.train.arguments.how="narrow"', "takes inputs of width 4, .* gives width 3"),
+    ('data.train.arguments.how="none"', "cannot join samples"),
+    ("algorithm.loss=cross_entrpy", "no loss .* Did you mean 'cross_entropy'"),
+    ("algorithm.loss=bad:vector", "it must return a tensor of one element"),
+    ("algorithm.loss=bad:fails", "failed on outputs .* ZeroDivisionError: by nothing"),
+    ("evaluation.metric=acuracy", "no metric .* Did you mean 'accuracy'"),
+    ("evaluation.metric=bad:vector", "it must return one number"),
+    ("evaluation.metric=bad:fails", "failed on outputs .* ZeroDivisionError"),
+]
+
+
+@pytest.mark.parametrize(("override", "claim"), LOOKED_AT)
+def test_a_mistake_in_the_users_code_is_told_with_its_place(
+    importable: Path, override: str, claim: str
+) -> None:
+    job = load_job(importable / "tiny.toml", overrides=[override])
+    with pytest.raises(JobError, match=claim) as caught:
+        check(job.task, job.batch_size)
+    assert str(caught.value).startswith("[")
+
+
+READ = [
+    ("cluster.replicas=99999999999999999999999", "a whole number, at most 4096"),
+    ("cluster.shards=10000000", "a whole number, at most 4096"),
+    ("cluster.threads=1000000", "a whole number, at most 1024"),
+    ("model.seed=99999999999999999999999", "seed = 9+: wants a whole number"),
+    ("stop.epochs=inf", "a number, at most"),
+    ("stop.epochs=1e300", "a number, at most"),
+    ("stop.loss=nan", "wants a finite number"),
+    ("stop.loss=inf", "wants a finite number"),
+]
+
+
+@pytest.mark.parametrize(("override", "claim"), READ)
+def test_a_number_beyond_all_measure_is_refused(
+    folder: Path, override: str, claim: str
+) -> None:
+    with pytest.raises(JobError, match=claim) as caught:
+        load_job(folder / "tiny.toml", overrides=[override])
+    assert str(caught.value).startswith(f"--set {override}: [")
+
+
+def test_files_that_are_no_job_files_are_refused_in_a_sentence(folder: Path) -> None:
+    contents = {
+        "": "there is no table",
+        "a = " + "[" * 5000: "brackets too deep",
+        "\0\0": "not valid TOML",
+        "[model": "not valid TOML",
+    }
+    file = folder / "odd.toml"
+    for content, claim in contents.items():
+        file.write_text(content)
+        with pytest.raises(JobError, match=claim):
+            load_job(file)
+    file.write_bytes(bytes(range(256)))
+    with pytest.raises(JobError, match="not UTF-8"):
+        load_job(file)
+    file.write_bytes(b"\xef\xbb\xbf" + JOB.encode())  # as some editors begin a file
+    assert load_job(file).batch_size == 8
+
+
+def test_shared_memory_without_room_is_named() -> None:
+    memory = FileMemory.make()
+    try:
+        with pytest.raises(StorageError, match=r"no room|space"):
+            memory.create("region", n_bytes=1 << 60)
+    finally:
+        memory.remove_all()
+
+
+# ------------------------------------------------------------------ what a run meets
+
+
+def test_mistakes_before_a_run_leave_nothing_but_their_message(folder: Path) -> None:
+    weights = sets("model.initial=./nowhere.safetensors")
+    leaves = sets("data.train.factory=leaves:points")
+    with (
+        train(folder, *weights) as first,
+        train(folder, *leaves) as second,
+    ):
+        assert first.wait() == second.wait() == 2
+        assert "[model] initial: cannot read initial values from" in first.output
+        assert "importing leaves failed: SystemExit: 5" in second.output
+        for command in (first, second):
+            assert len(command.output.splitlines()) == 1
+            assert_nothing_is_left(command)
+    assert not list((folder / "runs").iterdir())
+
+
+def test_a_sample_that_is_found_bad_in_mid_run_is_named(folder: Path) -> None:
+    """In training it ends the job; in the last evaluation, too, and at once."""
+    train_raise = sets("data.train.arguments={spoilt=70, how='raise'}")
+    test_label = sets("data.test.arguments={spoilt=70, how='label'}")
+    with (
+        train(folder, *train_raise, *sets("output.directory=runs/a"), run="a") as one,
+        train(folder, *test_label, *sets("output.directory=runs/b"), run="b") as two,
+    ):
+        for command in (one, two):
+            assert command.wait(seconds=40.0) == 1, command.output
+            assert_nothing_is_left(command)
+    assert "ValueError: this sample is damaged" in " ".join(one.output.split())
+    assert "[data.test] sample 70 has label 9" in " ".join(two.output.split())
+
+
+def test_a_sample_that_is_no_number_is_named_and_left_out(folder: Path) -> None:
+    """By one of more replicas, of a model with fewer elements than shards."""
+    options = sets(
+        "data.train.arguments={spoilt=70, how='nan'}",
+        "model.factory=bad:single",
+        "cluster.replicas=3",
+        "cluster.shards=3",
+    )
+    elsewhere = folder / "else where"
+    elsewhere.mkdir()
+    with train(elsewhere, *options, job=("../tiny.toml",)) as command:
+        assert command.wait() == 0, command.output
+        assert_nothing_is_left(command)
+        assert not re.search(r"loss +nan", command.output)
+        logs = (command.run / "logs").glob("replica-*.log")
+        said = "".join(log.read_text() for log in logs)
+        assert "[data.train] sample 70 has NaN or infinite inputs" in said
+
+
+@pytest.mark.root
+def test_a_full_disk_keeps_earlier_snapshots_and_the_job_goes_on(folder: Path) -> None:
+    disk = folder / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, check=False).returncode:
+        pytest.skip("needs the right to mount a small disk")
+    options = sets("model.factory=bad:heavy", "output.directory=disk/run")
+    try:
+        with train(folder, *options, *sets("stop.seconds=2 s"), *LONG) as command:
+            assert command.wait() == 1
+            assert "could not save its snapshot" in command.output
+            assert "there is no space left: free some" in command.output
+            assert_nothing_is_left(command)
+        assert_snapshots_are_whole(disk / "run")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# ------------------------------------------------------------------------ the network
+
+
+def listening(pids: list[int]) -> set[int]:
+    """Return the TCP ports at which these processes listen."""
+    sockets = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                target = str(descriptor.readlink())
+                sockets.update(re.findall(r"socket:\[(\d+)\]", target))
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {
+        int(row[1].rpartition(":")[2], 16)
+        for row in rows
+        if row[3] == "0A" and row[9] in sockets
+    }
+
+
+def throw_at(
+    port: int, stack: ExitStack, context: "zmq.Context[zmq.Socket[bytes]]"
+) -> None:
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\0PLAIN" + bytes(47)
+    half = (
+        b"\xff",
+        greeting[:20],
+        greeting + b"\x06\xff" + b"\xff" * 8 + secrets.token_bytes(50_000),
+        secrets.token_bytes(4000),
+        b"GET / HTTP/1.1\r\n\r\n",
+    )
+    for content in half:
+        line = socket.create_connection(("127.0.0.1", port), timeout=1)
+        stack.enter_context(line).settimeout(0)
+        with suppress(OSError):
+            line.send(content)
+    for kind in (zmq.PUSH, zmq.DEALER):
+        for secret in (b"", b"guess"):
+            peer = stack.enter_context(context.socket(kind))
+            peer.linger = 0
+            if secret:
+                peer.plain_username, peer.plain_password = b"supervisor", secret
+            peer.connect(f"tcp://127.0.0.1:{port}")
+            for _ in range(10):
+                try:
+                    peer.send_multipart([secrets.token_bytes(500)] * 3, zmq.DONTWAIT)
+                except zmq.Again:
+                    break
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_strangers_at_every_socket_change_nothing_of_what_is_sent(folder: Path) -> None:
+    """Not of tensors of all kinds, which here do not go by shared memory."""
+    options = sets(
+        "model.factory=bad:all_kinds",
+        "cluster.shared_memory=false",
+        "algorithm.batch_size=5000",
+        "output.directory=runs/größe und",
+        "stop.seconds=2 s",
+    )
+    job = (str(folder / "tiny.toml"),)
+    with train(folder, *options, *LONG, run="größe und", job=job) as command:
+        poll(command.is_training, seconds=30.0)
+        ports = listening([command.process.pid, *alive(command.all_pids())])
+        assert len(ports) == 4  # supervisor, shard, replica, evaluator
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        with ExitStack() as stack:
+            stack.callback(context.destroy, 0)
+            for port in ports:
+                throw_at(port, stack, context)
+            assert command.wait() == 0, command.output
+        assert_nothing_is_left(command)
+        assert (command.run / "model.safetensors").is_file()
+
+
+# ------------------------------------------------------------------- ends, at any time
+
+
+def end(command: Command, number: signal.Signals, *, code: int) -> None:
+    begun = time.monotonic()
+    command.signal(number)
+    assert command.wait() == code, command.output
+    # Two seconds is the promise; the curve is drawn by a machine that has other work.
+    assert time.monotonic() - begun < 5.0
+    assert_nothing_is_left(command)
+
+
+def test_a_signal_before_the_training_leaves_nothing(folder: Path) -> None:
+    prepare = sets("data.train.factory=preparing:points", "output.directory=runs/a")
+    check_it = sets("model.factory=bad:slow", "output.directory=runs/b")
+    with (
+        train(folder, *prepare, run="a") as first,
+        train(folder, *check_it, run="b") as second,
+    ):
+        poll((folder / "preparing").exists, seconds=30.0)
+        end(first, signal.SIGINT, code=130)
+        poll((folder / "trying").exists, seconds=30.0)
+        end(second, signal.SIGTERM, code=143)
+    assert not list((folder / "runs").iterdir())
+
+
+def test_a_run_that_is_running_ended_or_killed_says_so_and_goes_on(
+    folder: Path,
+) -> None:
+    def say(*arguments: str) -> str:
+        done = subprocess.run(
+            [COMMAND, *arguments],
+            cwd=folder,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert "Traceback" not in done.stderr
+        return " ".join((done.stdout + done.stderr).split())
+
+    assert "there is no run in" in say("status")
+    with train(folder, *LONG) as command:
+        poll(command.is_training, seconds=30.0)
+        poll(lambda: list(command.run.glob("snapshots/*/*")), seconds=10.0)
+        assert f"process {command.process.pid}" in say("status")
+        assert "is still running" in say("train", "--resume", "runs/tiny")
+        left = command.shared_memory()
+        command.signal(signal.SIGKILL)
+        command.wait()
+        poll(lambda: not alive(command.all_pids()), seconds=20.0)
+    assert "not running, but never ended" in say("status")
+    assert "no such directory" in say("status", "runs/nowhere")
+    with train(folder, "--resume", "runs/tiny", *LONG, job=()) as again:
+        poll(lambda: again.status().get("pid") == again.process.pid, seconds=30.0)
+        assert not any(path.exists() for path in left)  # swept
+        end(again, signal.SIGINT, code=130)
+    assert_snapshots_are_whole(folder / "runs" / "tiny")
+    assert "ended" in say("status")
+
+
+# ------------------------------------------------------------------------ the library
+
+
+def test_the_library_is_light_to_import_and_tells_mistakes_as_the_command_does() -> (
+    None
+):
+    code = "import sys, distbelief; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "False\n"
+    rule = distbelief.Adagrad(learning_rate=0.1)
+    with pytest.raises(JobError, match="use 1 to 4096"):
+        distbelief.ParameterServer([], rule=rule, shards=1 << 40)
+    with pytest.raises(JobError, match="no parameters are given"):
+        distbelief.ParameterServer([], rule=rule)
+
+
+def test_wrong_use_of_a_loop_is_told_and_none_of_it_hangs() -> None:
+    net = nn.Linear(4, 3)
+    rule = distbelief.Adagrad(learning_rate=0.1)
+    nobody = "tcp://127.0.0.1:1?token=a&shards=1"
+
+    def refused(parameters: object, **options: object) -> str:
+        begun = time.monotonic()
+        with pytest.raises(DistBeliefError) as caught:
+            distbelief.DownpourSGD(parameters, **options)  # type: ignore[arg-type]
+        assert time.monotonic() - begun < 10.0
+        return str(caught.value)
+
+    assert "is no address" in refused(net.parameters(), server="127.0.0.1:80")
+    assert "is no address" in refused(net.parameters(), server=nobody + "9" * 12)
+    assert "n_fetch is 0" in refused(net.parameters(), server=nobody, n_fetch=0)
+    said = refused(net.parameters(), server=nobody, timeout_seconds=0.3)
+    assert "no answer within 0.3 s" in said
+    for wrong, claim in (
+        (net, "net.parameters\\(\\), not net"),
+        (net.named_parameters(), "parameter 0 is a tuple"),
+    ):
+        with pytest.raises(JobError, match=claim):
+            distbelief.ParameterServer(wrong, rule=rule)  # type: ignore[arg-type]
+    with pytest.raises(JobError, match="give it a rule"):
+        distbelief.ParameterServer(net.parameters(), rule="sgd")  # type: ignore[arg-type]
+    server = distbelief.ParameterServer(net.parameters(), rule=rule, shards=2)
+    with server:
+        other = refused([net.weight], server=server.address)
+        assert "use the same model" in other
+        assert other.count("use the same model") == 1
+        optimizer = distbelief.DownpourSGD(
+            net.parameters(), server=server.address, timeout_seconds=5.0
+        )
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.close()
+        with pytest.raises(DistBeliefError, match="it is closed"):
+            optimizer.step()
+        last = distbelief.DownpourSGD(net.parameters(), server=server.address)
+    with pytest.raises(DistBeliefError, match="the server has ended") as caught:
+        last.step()
+    assert str(caught.value).count("the server has ended") == 1

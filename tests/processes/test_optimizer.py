@@ -1,0 +1,138 @@
+"""`DownpourSGD` in an ordinary loop, against real shards."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import distbelief
+
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+RATE = 0.1
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 3))
+
+
+def batches(n_steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(n_steps):
+        inputs = torch.randn(16, 7, generator=generator)
+        yield inputs, inputs[:, :3].sin()
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, n: int) -> None:
+    for inputs, targets in batches(n):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_one_blocking_worker_is_plain_sgd_to_the_bit(
+    model: nn.Module,
+    shared_memory: bool,  # noqa: FBT001 -- a parameter of the test
+) -> None:
+    plain = copy.deepcopy(model)
+    take_steps(plain, torch.optim.SGD(plain.parameters(), lr=RATE, fused=True), 20)
+    with distbelief.ParameterServer(
+        model.parameters(),
+        rule=distbelief.SGD(learning_rate=RATE),
+        shards=2,
+        shared_memory=shared_memory,
+    ) as server:
+        optimizer = distbelief.DownpourSGD(
+            model.parameters(), server=server.address, blocking=True
+        )
+        take_steps(model, optimizer, 20)
+        optimizer.finish()
+        assert optimizer.counters()["pushes_acknowledged"] == 20
+        optimizer.close()
+    assert torch.equal(flat(model), flat(plain))
+
+
+def test_between_fetches_the_worker_steps_locally_and_pushes_sums(
+    model: nn.Module,
+) -> None:
+    # DB-6, DB-7, DB-9: with equal rates, seldom fetching and pushing changes nothing
+    # for a single blocking worker but the order of the sums.
+    plain = copy.deepcopy(model)
+    take_steps(plain, torch.optim.SGD(plain.parameters(), lr=RATE), 13)
+    with distbelief.ParameterServer(
+        model.parameters(), rule=distbelief.SGD(learning_rate=RATE), shards=3
+    ) as server:
+        optimizer = distbelief.DownpourSGD(
+            model.parameters(),
+            server=server.address,
+            n_fetch=13,
+            n_push=4,
+            learning_rate=RATE,
+            blocking=True,
+        )
+        take_steps(model, optimizer, 13)  # pushes at steps 0, 4, 8, 12
+        assert optimizer.counters()["pushes_sent"] == 4
+        optimizer.finish()
+        optimizer.close()
+    torch.testing.assert_close(flat(model), flat(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_what_has_accrued_at_the_end_is_pushed_by_finish(model: nn.Module) -> None:
+    with distbelief.ParameterServer(
+        model.parameters(), rule=distbelief.SGD(learning_rate=RATE)
+    ) as server:
+        optimizer = distbelief.DownpourSGD(
+            model.parameters(), server=server.address, n_push=5
+        )
+        take_steps(model, optimizer, 4)  # one push at step 0; three gradients are left
+        assert optimizer.counters()["pushes_sent"] == 1
+        optimizer.finish()
+        assert optimizer.counters()["pushes_acknowledged"] == 2
+        optimizer.finish()
+        assert optimizer.counters()["pushes_sent"] == 2
+        optimizer.close()
+
+
+def test_a_gradient_that_is_not_a_number_is_named_and_not_pushed(
+    model: nn.Module,
+) -> None:
+    with distbelief.ParameterServer(
+        model.parameters(), rule=distbelief.SGD(learning_rate=RATE)
+    ) as server:
+        optimizer = distbelief.DownpourSGD(model.parameters(), server=server.address)
+        before = flat(model).clone()
+        (model(torch.full((1, 7), torch.nan)).sum()).backward()
+        with pytest.raises(distbelief.JobError, match="step 0: NaN or infinity"):
+            optimizer.step()
+        optimizer.finish()
+        optimizer.close()
+    assert torch.equal(flat(model), before)
+
+
+def test_a_server_that_has_ended_is_named_and_leaves_the_model_as_it_was(
+    model: nn.Module,
+) -> None:
+    server = distbelief.ParameterServer(
+        model.parameters(), rule=distbelief.SGD(learning_rate=RATE)
+    ).start()
+    optimizer = distbelief.DownpourSGD(
+        model.parameters(), server=server.address, timeout_seconds=5.0
+    )
+    take_steps(model, optimizer, 3)
+    server.close()
+    with pytest.raises(distbelief.PeerLostError, match="server tcp://127"):
+        take_steps(model, optimizer, 100)
+    assert torch.isfinite(flat(model)).all()
+    with pytest.raises(distbelief.PeerLostError):
+        optimizer.close()
+    optimizer.close()

@@ -1,0 +1,234 @@
+"""`distbelief train` with real processes: it ends, it survives, it leaves nothing."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.processes.commands import Command, alive, poll, train, write_job
+
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
+
+LONG = ("--set", "stop.epochs=1000000")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_job(tmp_path)
+    return tmp_path
+
+
+def plain_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def has_restarted(command: Command, role: str) -> bool:
+    return command.roles()[role]["restarts"] == 1
+
+
+def has_trained(command: Command, samples: int) -> bool:
+    return command.samples() > samples
+
+
+# ------------------------------------------------------------------------------ ends
+
+
+def test_a_job_ends_and_its_model_is_a_plain_torch_module(folder: Path) -> None:
+    with train(folder, "--json") as command:
+        assert command.wait() == 0, command.output
+        summary = json.loads(command.output)
+        assert not alive(command.all_pids())
+        assert not command.shared_memory()
+    assert summary["stop_reason"] == "5 epochs done"
+    assert summary["samples"] >= 10_000
+    assert summary["train"]["n_samples"] == 2000
+    assert summary["pushes_lost"] == summary["restarts"] == 0
+    run = folder / "runs" / "tiny"
+    for name in ("job.toml", "metrics.jsonl", "curve.png", "summary.json"):
+        assert (run / name).stat().st_size > 0, name
+    assert {log.stem for log in (run / "logs").iterdir()} == {
+        *("check", "supervisor", "evaluator"),
+        *("replica-0", "replica-1", "shard-0", "shard-1"),
+    }
+    assert not (run / "initial.safetensors").exists()
+    net = plain_net()
+    net.load_state_dict(load_file(run / "model.safetensors"))
+    specification = importlib.util.spec_from_file_location("tiny", folder / "tiny.py")
+    assert specification is not None
+    assert specification.loader is not None
+    tiny = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(tiny)
+    held_out = tiny.frames(500, 7)
+    with torch.no_grad():
+        hits = net(held_out.inputs).argmax(1) == held_out.targets
+    assert float(hits.float().mean()) == pytest.approx(summary["metric"])
+    assert summary["metric"] > 0.8
+
+
+def test_roles_that_share_no_memory_train_as_well(folder: Path) -> None:
+    with train(folder, "--set", "cluster.shared_memory=false") as command:
+        assert command.wait() == 0, command.output
+    assert (command.run / "model.safetensors").is_file()
+
+
+def test_the_library_does_what_the_command_does(folder: Path) -> None:
+    program = (
+        "import distbelief\n"
+        "run = distbelief.train('tiny.toml', show=False)\n"
+        "print(run.exit_code, run.summary.samples >= 10_000, run.model[0].in_features)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stdout == "0 True 10\n", ended.stderr
+
+
+def test_two_runs_at_once_do_not_meet(folder: Path) -> None:
+    with train(folder) as one:
+        poll(one.run.is_dir)
+        with train(folder, run="tiny.2") as other:
+            assert one.wait() == 0, one.output
+            assert other.wait() == 0, other.output
+    for command in (one, other):
+        summary = json.loads((command.run / "summary.json").read_text())
+        assert summary["samples"] >= 10_000
+        for log in (command.run / "logs").iterdir():
+            assert "another run" not in log.read_text()
+
+
+# ------------------------------------------------------------------------ interrupts
+
+
+def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
+    with train(folder, *LONG) as command:
+        poll(lambda: command.is_training() and command.samples() > 1000)
+        command.signal(signal.SIGINT)
+        seconds = poll(
+            lambda: not alive(command.all_pids()) and not command.shared_memory()
+        )
+        assert seconds < 2.0
+        assert command.wait() == 130, command.output
+    first = json.loads((command.run / "summary.json").read_text())
+    assert first["stop_reason"] == "Ctrl+C"
+    assert first["error"] is None
+    assert (command.run / "model.safetensors").is_file()
+    n_lines = len((command.run / "metrics.jsonl").read_text().splitlines())
+
+    resume = ("--resume", "runs/tiny")
+    with train(folder, *resume, "--set", "cluster.shards=3", job=()) as command:
+        assert command.wait() == 2
+        assert "[cluster] shards" in command.output
+        assert "it was 2, now 3" in command.output
+    # A little more than was done: had it begun anew, it would take longer.
+    goal = f"stop.samples={first['samples'] + 1000}"
+    with train(
+        folder, *resume, "--set", goal, "--set", "stop.epochs=1000000", job=()
+    ) as command:
+        assert command.wait() == 0, command.output
+    second = json.loads((command.run / "summary.json").read_text())
+    assert second["samples"] >= first["samples"] + 1000
+    assert second["seconds"] > first["seconds"]
+    lines = (command.run / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) > n_lines
+    samples = [json.loads(line)["samples"] for line in lines]
+    assert samples == sorted(samples)
+
+
+def test_ctrl_c_before_anything_runs_leaves_nothing(folder: Path) -> None:
+    with train(folder, *LONG) as command:
+        poll((command.run / "lock").exists)
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130, command.output
+        assert not command.shared_memory()
+
+
+def test_sigterm_ends_a_job_in_order(folder: Path) -> None:
+    with train(folder, *LONG) as command:
+        poll(command.is_training)
+        command.signal(signal.SIGTERM)
+        assert command.wait() == 143, command.output
+        assert not alive(command.all_pids())
+        assert not command.shared_memory()
+    assert (command.run / "model.safetensors").is_file()
+
+
+# ---------------------------------------------------------------------------- deaths
+
+
+def test_the_job_survives_the_death_of_any_role(folder: Path) -> None:
+    """DB-12."""
+    with train(folder, *LONG) as command:
+        poll(command.is_training)
+        poll((command.run / "snapshots" / "shard-0").is_dir)
+        for role in ("replica-1", "shard-0", "evaluator"):
+            os.kill(command.pids(role)[-1], signal.SIGKILL)
+            poll(partial(has_restarted, command, role))
+            poll(partial(has_trained, command, command.samples() + 1000))
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130
+        assert not command.shared_memory()
+    for sentence in (
+        "replica 1 was ended by signal SIGKILL (out of memory?): restarting it",
+        "restarting it from snapshot ",
+    ):
+        assert sentence in command.output
+
+
+def test_nothing_outlives_a_supervisor_that_is_killed(folder: Path) -> None:
+    with train(folder, *LONG) as command:
+        poll(command.is_training)
+        pids = command.all_pids()
+        command.signal(signal.SIGKILL)
+        poll(lambda: not alive(pids), seconds=16.0)
+        command.wait()
+        left = command.shared_memory()
+    with train(folder) as command:  # the next run sweeps what it left
+        assert command.wait() == 0, command.output
+    assert not [path for path in left if path.exists()]
+
+
+# -------------------------------------------------------------------- the user's code
+
+
+def test_a_mistake_is_one_message_and_leaves_no_directory(folder: Path) -> None:
+    with train(folder, "--set", "model.arguments.depth=3") as command:
+        assert command.wait() == 2
+    assert "takes no argument 'depth' (it takes width)" in command.output
+    assert len(command.output.strip().splitlines()) == 1
+    assert not (folder / "runs" / "tiny").exists()
+
+
+def test_a_factory_that_fails_in_a_role_ends_the_job_with_its_words(
+    folder: Path,
+) -> None:
+    bad = ("--set", "data.train.factory=tiny:fragile")
+    with train(folder, *LONG, *bad, "--json") as command:
+        assert command.wait() == 1, command.output
+        assert not alive(command.all_pids())
+    error = json.loads(command.output)["error"]
+    assert error.startswith("replica 1: [data.train] tiny:fragile failed: OSError")
+    assert "the disk with the data is gone" in error
+
+
+def test_a_training_that_diverges_says_so(folder: Path) -> None:
+    rule = 'algorithm.rule={ name = "sgd", learning_rate = 1e30 }'
+    with train(folder, *LONG, "--set", rule, "--json") as command:
+        assert command.wait() == 1, command.output
+    error = json.loads(command.output)["error"]
+    assert "NaN or infinite" in error
+    assert "Use a lower learning_rate" in error

@@ -1,0 +1,196 @@
+"""A whole job on a simulated cluster: the supervisor, its members, and a user."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from distbelief.downpour.algorithm import DOWNPOUR, DownpourSettings
+from distbelief.job.figures import Before
+from distbelief.job.member import Member, MemberConfig
+from distbelief.job.sections import StopTable
+from distbelief.job.stop_rules import StopRules
+from distbelief.job.supervisor import USER, Supervisor
+from distbelief.job.supervisor_config import SupervisorConfig
+from distbelief.job.view import SupervisorView
+from distbelief.memory import Memory
+from distbelief.messages import Stop
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.update_rules import Adagrad
+from distbelief.roles import SUPERVISOR, Address, Received, Role
+from distbelief.runtime.local_model import LocalModel
+from distbelief.runtime.task import (
+    BuildContext,
+    DataSpec,
+    ModelSpec,
+    TaskSpec,
+    build_dataset,
+    build_model,
+)
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.faults import Fault
+from distbelief.simulation.machines import Machine
+from distbelief.simulation.options import ClusterOptions
+
+
+EXAMPLES = "tests.distbelief.runtime.examples"
+TASK = TaskSpec(
+    model=ModelSpec(
+        factory=f"{EXAMPLES}:net",
+        arguments={"width": 40, "hidden": [70]},
+        initial="seed",
+        seed=3,
+    ),
+    train=DataSpec(
+        factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 60}
+    ),
+    test=DataSpec(
+        factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 50}
+    ),
+    loss="cross_entropy",
+)
+STEP_SECONDS = 0.05  # about, of a step of a replica
+
+
+class JobCluster:
+    """One job; its roles are launched by its supervisor."""
+
+    def __init__(  # one call describes a whole system
+        self,
+        *,
+        stop: StopTable,
+        task: TaskSpec = TASK,
+        tasks: dict[str, TaskSpec] | None = None,
+        n_replicas: int = 2,
+        n_shards: int = 2,
+        seed: int = 0,
+        faults: Sequence[Fault] = (),
+        warm_start_steps: int = 0,
+        max_steps: int | None = None,
+        snapshot_every: float = 2.0,
+        evaluate_every: float = 1.0,
+        before: Before | None = None,
+        first_incarnation: int = 1,
+        first_label: int = 1,
+        host: str = "host-0",
+    ) -> None:
+        model = LocalModel(build_model(task.model))
+        self.layout = Layout.of(model.specs(), n_shards=n_shards)
+        self.replicas = [Address(f"replica-{r}") for r in range(n_replicas)]
+        self.shards = [Address(f"shard-{k}") for k in range(n_shards)]
+        self._host = host
+        self._settings = DownpourSettings(
+            loss=task.loss,
+            batch_size=4,
+            rule=Adagrad(learning_rate=0.05),
+            warm_start_steps=warm_start_steps,
+            max_steps=max_steps,
+        )
+        self._tasks = tasks or {}
+        self._context = partial(
+            BuildContext,
+            layout=self.layout,
+            n_replicas=n_replicas,
+            n_shards=n_shards,
+            seed=0,
+            initials=model.initials(),
+            evaluation_subset=20,
+        )
+        roster = DOWNPOUR.roster(
+            self._settings,
+            n_replicas=n_replicas,
+            n_shards=n_shards,
+            evaluates=task.test is not None,
+        )
+        config = SupervisorConfig(
+            roster=tuple((entry.name, entry.kind) for entry in roster),
+            stop=StopRules(stop, n_train=len(build_dataset(task.train))),
+            warm_start_steps=warm_start_steps,
+            evaluate_every=evaluate_every,
+            snapshot_every=snapshot_every,
+            report_every=0.5,
+            first_incarnation=first_incarnation,
+            first_label=first_label,
+            before=before or Before(),
+        )
+        builders: dict[Address, Callable[[Memory], Role]] = {
+            Address(entry.name): self._builder(
+                entry.name, self._tasks.get(entry.name, task)
+            )
+            for entry in roster
+        }
+        slow = Machine(host=host, flops_per_second=self._flops(model))
+        self.simulation = SimulatedCluster(
+            {SUPERVISOR: lambda _memory: Supervisor(config)} | builders,
+            seed=seed,
+            options=ClusterOptions(
+                start=(SUPERVISOR,), machine=slow, faults=tuple(faults)
+            ),
+        )
+
+    @staticmethod
+    def _flops(model: LocalModel) -> float:
+        return model.flops(4) / STEP_SECONDS
+
+    def _builder(self, name: str, task: TaskSpec) -> Callable[[Memory], Role]:
+        def build(memory: Memory) -> Role:
+            context = self._context(task=task, memory=memory)
+            return Member(
+                MemberConfig(name=name, host=memory.host),
+                build=lambda: DOWNPOUR.build(
+                    name, config=self._settings, context=context
+                ),
+            )
+
+        return build
+
+    # ----------------------------------------------------------------------- time
+
+    def run(self, *, within: float = 300.0) -> str | None:
+        """Let the job come to its end; return what went wrong, if anything did."""
+        self.simulation.run_until(
+            lambda: SUPERVISOR in self.simulation.halted, within=within
+        )
+        self.simulation.run(until=self.simulation.now + 1.0)
+        assert self.n_alive == 0
+        return self.simulation.halted[SUPERVISOR]
+
+    def run_until(self, condition: Callable[[], bool], *, within: float = 60.0) -> None:
+        self.simulation.run_until(condition, within=within)
+
+    def interrupt(self) -> None:
+        stop = Stop(reason="Ctrl+C")
+        event = Received(sender=USER, incarnation=0, message=stop)
+        self.simulation.post(SUPERVISOR, event)
+
+    # -------------------------------------------------------------------- what is
+
+    @property
+    def supervisor(self) -> Supervisor:
+        role = self.simulation.role(SUPERVISOR)
+        assert isinstance(role, Supervisor)
+        return role
+
+    @property
+    def n_alive(self) -> int:
+        return len(self.simulation.alive)
+
+    @property
+    def view(self) -> SupervisorView:
+        return self.supervisor.view(self.simulation.now)
+
+    @property
+    def told(self) -> list[str]:
+        return [message.text for message in self.view.messages]
+
+    def state(self, name: str) -> str:
+        return {role.name: role.state for role in self.view.roles}[name]
+
+    def restarts(self, name: str) -> int:
+        return {role.name: role.restarts for role in self.view.roles}[name]
+
+    def samples(self, name: str) -> int:
+        return int(self.member(name).status()[1].get("samples", 0))
+
+    def member(self, name: str) -> Member:
+        role = self.simulation.role(Address(name))
+        assert isinstance(role, Member)
+        return role
