@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import final
 
 from distbelief.errors import LocalProtocolError, PeerLostError
-from distbelief.messages import Join, Peers, Stop
+from distbelief.messages import Heartbeat, Join, Peers, Stop
 from distbelief.parameter_server.client import Installed, ParameterClient, Staged
 from distbelief.roles import (
     SUPERVISOR,
@@ -34,8 +34,10 @@ FETCH = "worker:fetch"
 INSTALLED = "worker:installed"
 PUSHED = "worker:pushed"
 JOIN = "worker:join"
+BEAT = "worker:beat"
 
 JOIN_RETRY_SECONDS = 0.5
+BEAT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,8 @@ class Worker:
                 return self._ask(now)
             case TimerFired(name="worker:join"):
                 return self._ask(now)
+            case TimerFired(name="worker:beat"):
+                return self._beat(now)
             case Received():
                 return self._receive(event, now)
             case Computed():
@@ -100,6 +104,14 @@ class Worker:
         return [
             Send(receiver=SUPERVISOR, message=self._join),
             SetTimer(name=JOIN, at=now + JOIN_RETRY_SECONDS),
+        ]
+
+    def _beat(self, now: Seconds) -> Sequence[Action]:
+        state, counters = self.status()
+        heartbeat = Heartbeat(state=state, counters=dict(counters))
+        return [
+            Send(receiver=SUPERVISOR, message=heartbeat),
+            SetTimer(name=BEAT, at=now + BEAT_SECONDS),
         ]
 
     def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
@@ -132,7 +144,7 @@ class Worker:
             if not first and self.client.owns(joined):
                 actions += self.client.handle(joined, now)
         if first:
-            actions += self.client.start(self._incarnation, now)
+            actions += [*self.client.start(self._incarnation, now), *self._beat(now)]
         return actions
 
     def _command(self, event: Computed, now: Seconds) -> Sequence[Action]:
