@@ -42,6 +42,7 @@ from distbelief.transport.zmq_transport import ZmqTransport
 
 
 TORN_WAIT_SECONDS = 1e-3
+JOIN_SECONDS_MAX = 10.0  # a server that runs answers at once
 EXIT_SECONDS_MAX = 5.0  # what leaving the interpreter waits for unfinished pushes
 
 
@@ -100,6 +101,7 @@ class DownpourSGD(torch.optim.Optimizer):
         weakref.finalize(self, _Session.close, self._session)
         _finish_at_exit(self)
         try:
+            self._session.join(min(timeout_seconds, JOIN_SECONDS_MAX))
             self._fetch()
         except BaseException:
             self._session.close()
@@ -261,6 +263,10 @@ class _Session:
     def _note(self, level: str, text: str) -> None:
         if level in {"warning", "error"}:
             self._log = [*self._log[-9:], text]
+
+    def join(self, timeout_seconds: float) -> None:
+        """Be let in by the server."""
+        self.wait(lambda: self._worker.has_joined, "a first answer", timeout_seconds)
 
     def command(self, command: Computed, timeout_seconds: float) -> None:
         """Let the role perform one command."""

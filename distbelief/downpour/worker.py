@@ -71,6 +71,11 @@ class Worker:
         self._incarnation = 0
         self._incarnations: dict[Address, int] = {}  # of the peers
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether the server has answered."""
+        return bool(self._incarnations)
+
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for.
 
@@ -83,10 +88,8 @@ class Worker:
             case Started():
                 self._incarnation = event.incarnation
                 return self._ask(now)
-            case TimerFired(name="worker:join"):
-                return self._ask(now)
-            case TimerFired(name="worker:beat"):
-                return self._beat(now)
+            case TimerFired():
+                return self._ask(now) if event.name == JOIN else self._beat(now)
             case Received():
                 return self._receive(event, now)
             case Computed():

@@ -50,7 +50,9 @@ N_WAITING_MAX = 64
 """Requests that may wait; older ones are dropped, which only a retry would notice."""
 
 
-_NAMES = trial.Names(model="the model", loss="", data="data.test")
+_NAMES = trial.Names(
+    model="the model", loss="(the job's)", data="data.test", metric="(the job's)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

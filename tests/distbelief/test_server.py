@@ -11,7 +11,7 @@ NAMES = st.text(min_size=1, max_size=40)
 
 
 @given(token=NAMES, memory=st.text(max_size=60), n_shards=st.integers(1, 999))
-def test_an_address_is_read_as_it_was_written(token: str, memory: str, n_shards: int) -> None:
+def test_an_address_is_read_as_written(token: str, memory: str, n_shards: int) -> None:
     address = ServerAddress(
         endpoint="tcp://127.0.0.1:41000",
         token=token,

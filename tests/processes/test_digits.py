@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import distbelief
 import experiments.digits
+from experiments.digits.digits import net
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -39,31 +41,36 @@ def test_a_job_file_in_a_folder_of_its_own_learns_digits(folder: Path) -> None:
     assert summary["metric"] >= 0.95, ended.stdout
 
 
-def test_an_ordinary_loop_becomes_a_worker_and_a_second_one_helps(folder: Path) -> None:
-    first = subprocess.Popen(
+def test_two_ordinary_loops_share_one_server(folder: Path) -> None:
+    model = net()
+    rule = distbelief.Adagrad(learning_rate=0.03)
+    with distbelief.ParameterServer(model.parameters(), rule=rule, shards=2) as server:
+        command = [sys.executable, "loop.py", server.address]
+        loops = [
+            subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
+        try:
+            said = [loop.communicate(timeout=150)[0] for loop in loops]
+        finally:
+            for loop in loops:
+                loop.kill()
+    for loop, text in zip(loops, said, strict=True):
+        assert loop.returncode == 0, text
+        accuracy = re.search(r"held-out accuracy ([\d.]+)%", text)
+        assert accuracy is not None, text
+        assert float(accuracy[1]) >= 95.0
+
+
+def test_a_loop_that_starts_the_server_trains_alone_too(folder: Path) -> None:
+    ended = subprocess.run(
         [sys.executable, "loop.py"],
         cwd=folder,
-        stdout=subprocess.PIPE,
+        check=True,
+        capture_output=True,
         text=True,
+        timeout=150,
     )
-    assert first.stdout is not None
-    with first:
-        try:
-            told = re.match(r"python loop.py '(.*)'", first.stdout.readline())
-            assert told is not None
-            second = subprocess.run(
-                [sys.executable, "loop.py", told[1]],
-                cwd=folder,
-                check=False,
-                capture_output=True,
-                text=True,
-                timeout=150,
-            )
-            rest, _ = first.communicate(timeout=150)
-        finally:
-            first.kill()
-    assert first.returncode == 0, rest
-    assert second.returncode == 0, second.stdout + second.stderr
-    accuracy = re.search(r"held-out accuracy ([\d.]+)%", rest)
-    assert accuracy is not None
-    assert float(accuracy[1]) >= 95.0, second.stdout + rest
+    accuracy = re.search(r"held-out accuracy ([\d.]+)%", ended.stdout)
+    assert accuracy is not None, ended.stdout
+    assert float(accuracy[1]) >= 95.0
