@@ -1,7 +1,7 @@
 """The last stages of a job: what is asked of whom, and when the next stage begins."""
 
 from collections.abc import Sequence
-from typing import final
+from typing import Final, final
 
 from distbelief.job.ending import Ending, Stage, listed
 from distbelief.job.figures import Figures
@@ -10,6 +10,10 @@ from distbelief.job.membership import Membership, RoleRecord
 from distbelief.job.rounds import Evaluations, Saves
 from distbelief.messages import Stop
 from distbelief.roles import Action, Halt, Seconds, Send, Terminate
+
+
+LAST_SAVE_SECONDS: Final = 10.0
+"""How long a shard that cannot keep the last snapshot is asked to try again."""
 
 
 @final
@@ -45,7 +49,10 @@ class Closing:
     def save(self, now: Seconds) -> list[Action]:
         """Begin a round of snapshots; who is not there yet is asked when it is."""
         shards = {shard.name for shard in self._members.of("shard") if shard.is_alive}
-        save = self._saves.ask(shards, now)
+        patience = 0.0
+        if self._ending.stage is Stage.KEEP and not self._ending.interrupted:
+            patience = LAST_SAVE_SECONDS  # there will be no other
+        save = self._saves.ask(shards, now, retry_seconds=patience)
         return [Send(receiver=name, message=save) for name in sorted(shards)]
 
     def stop_message(self) -> Stop:

@@ -95,6 +95,7 @@ class _Round:
     label: str
     begun_at: Seconds
     waiting: set[Address]
+    retry_seconds: Seconds = 0.0
     said_at: dict[Address, Seconds] = field(default_factory=dict)
     errors: dict[Address, str] = field(default_factory=dict)
 
@@ -148,11 +149,21 @@ class Saves:
         """Whether it is time for the next round."""
         return not self.waits and now >= self._next_at
 
-    def ask(self, shards: set[Address], now: Seconds) -> Save:
-        """Begin a round, and return what to say to each of these."""
+    def ask(
+        self, shards: set[Address], now: Seconds, *, retry_seconds: Seconds = 0.0
+    ) -> Save:
+        """Begin a round, and return what to say to each of these.
+
+        Whoever cannot save is asked again for so long: a full disk may heal.
+        """
         label = f"{self._number:05d}"
         self._number += 1
-        self._round = _Round(label=label, begun_at=now, waiting=set(shards))
+        self._round = _Round(
+            label=label,
+            begun_at=now,
+            waiting=set(shards),
+            retry_seconds=retry_seconds,
+        )
         self._round.said_at = dict.fromkeys(shards, now)
         self._next_at = now + self._every
         return Save(label=label)
@@ -178,10 +189,14 @@ class Saves:
         asked = self._round
         if asked is None or message.label != asked.label or shard not in asked.waiting:
             return None
-        asked.waiting.discard(shard)
+        known = asked.errors.pop(shard, None)
         if message.error is not None:
             asked.errors[shard] = message.error
-        return message.error
+            if now - asked.begun_at < asked.retry_seconds:
+                asked.said_at[shard] = now  # `again` waits a moment
+                return None if message.error == known else message.error
+        asked.waiting.discard(shard)
+        return None if message.error == known else message.error
 
     def give_up(self) -> list[Address]:
         """Wait no longer; return who has not answered."""
