@@ -161,7 +161,8 @@ def train(
             sys.stdout.write(summary_text(summary))
         else:
             console.print(final_table(summary))
-        training.draw()
+        if exit_code not in _EXIT_CODES.values():  # who interrupts wants an end now
+            training.draw()
     return Run(run.path, summary, exit_code, job)
 
 
