@@ -9,10 +9,13 @@ PIP := $(BIN)/pip install -q -c constraints.txt
 demo: .venv/demo
 	$(BIN)/distbelief train experiments/speech/demo.toml
 
+# Tests wait for processes as often as they compute: one worker per core, and who is done takes over.
+PYTEST := -m pytest -n auto --dist worksteal
+
 # pytest also runs the formatter, linter, type checker and import contracts.
 test: .venv/dev
 	@$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage run $(PYTEST)
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage report
 
@@ -24,7 +27,7 @@ bench: .venv/dev
 
 # Everything, the long tests included, with many more examples and new seeds each time.
 soak: .venv/dev
-	$(BIN)/python -m pytest --hypothesis-profile=nightly -m "" --timeout=3600 \
+	$(BIN)/python $(PYTEST) --hypothesis-profile=nightly -m "" --timeout=3600 \
 	    --ignore=tests/test_static.py
 
 format: .venv/dev
