@@ -3,7 +3,8 @@
 The union is closed. Headers are small and typed; arrays travel beside them, raw
 (`wire`). A client is whoever fetches or pushes: a replica, the evaluator, one's own
 loop behind `DownpourSGD`. Identity: the envelope names the sender and its incarnation;
-what depends on the receiver's life carries `shard_incarnation` as well.
+what depends on the receiver's life carries `shard_incarnation` as well. With two copies
+of a shard that is the pairing with which its leader began to lead.
 
     client                        shard
       | Hello ------------------->  |   who I am, which push comes next
@@ -17,6 +18,20 @@ what depends on the receiver's life carries `shard_incarnation` as well.
       | <-------------- PushCredit  |   client fills the slot it was lent
       | Push ---------------------> |   the slot of this sequence is complete: apply it
       | <------------- Acknowledge  |   applied; staleness measured; the slot is free
+
+With two copies of a shard one leads, and serves; it acknowledges a push once the second
+copy holds it as well (Chilimbi et al. 2014, section 3.3, do so in two phases):
+
+    supervisor       leader                        second
+      | Lead --------> |  Follow, StateBlock ------> |   be what I am, at this clock
+      |                | <-------------- StateCredit |   so far I am
+      | <------------------------------------- Whole |   in all
+      |                |  Forward (PushBlock) -----> |   the next push, in order
+      |                | <- Acknowledge (PushCredit) |   applied here too
+      | <------- Alone |                             |   it does not answer: release me
+      |
+      | Lead -----------------------> (the second)   |   you lead now
+                       client <------------- Leading |   say Hello to me
 """
 
 from typing import Annotated
@@ -138,6 +153,92 @@ class Saved(_Message, frozen=True):
     label: Name
     clock: Count
     error: Text | None = None
+
+
+# ------------------------------------------------------------ two copies of a shard
+
+
+class Lead(_Message, frozen=True):
+    """Supervisor -> shard: serve the clients; acknowledge what `second` holds too.
+
+    Idempotent: repeated until the shard's counter "pairing" says that it came.
+    """
+
+    pairing: Count  # rises with every Lead of this shard, whichever copy it is sent to
+    second: Name  # "": nobody; acknowledge alone
+
+
+class Alone(_Message, frozen=True):
+    """Leader -> supervisor: my second does not answer; may I go on without it?"""
+
+    pairing: Count
+
+
+class Whole(_Message, frozen=True):
+    """Second -> supervisor: I hold all that my leader has acknowledged."""
+
+    pairing: Count
+
+
+class ClientRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a shard knows of one client, and its other copy has to know as well."""
+
+    name: Name
+    incarnation: Count
+    watermark: Count
+    applied: Count
+    samples: Count
+    staleness: Count
+
+
+class Follow(_Message, frozen=True):
+    """Leader -> second: become my copy; I send you my state, and every push from here.
+
+    Idempotent: repeated until `StateCredit` comes.
+    """
+
+    pairing: Count
+    clock: Count
+    clients: tuple[ClientRecord, ...]
+
+
+class StateBlock(_Message, frozen=True):
+    """Leader -> second: a piece of my values and of the rule's state, at that clock."""
+
+    pairing: Count
+    clock: Count
+    index: Count
+    values: Vector  # that range of the values, then of each vector of the rule's state
+
+
+class StateCredit(_Message, frozen=True):
+    """Second -> leader: I hold pieces [0, received), brought up to that clock."""
+
+    pairing: Count
+    clock: Count
+    received: Count
+
+
+class Forward(_Message, frozen=True):
+    """Leader -> second: the push that I apply at `clock`; apply it too.
+
+    Answered by `Acknowledge` with `sequence` clock + 1 and the pairing as
+    `shard_incarnation`. What was pushed lies in slot `slot` of `slots_region`, or comes
+    before this as `PushBlock`s of sequence clock + 1.
+    """
+
+    pairing: Count
+    clock: Count  # before it is applied
+    client: ClientRecord  # after it is applied
+    n_pushing: Count  # over how many clients buffers are averaged
+    slots_region: Name  # "": blocks
+    slot: Count
+
+
+class Leading(_Message, frozen=True):
+    """Shard -> client: I serve you from now on; say Hello."""
+
+    shard_incarnation: Count
 
 
 # ------------------------------------------------------------ parameter server
@@ -264,6 +365,14 @@ Message = (
     | Measured
     | Save
     | Saved
+    | Lead
+    | Alone
+    | Whole
+    | Follow
+    | StateBlock
+    | StateCredit
+    | Forward
+    | Leading
     | Hello
     | Welcome
     | Refused

@@ -30,15 +30,20 @@ from distbelief.memory import Memory
 from distbelief.messages import (
     Acknowledge,
     Alive,
+    Alone,
     Begin,
     Credit,
     Evaluate,
     Failed,
     Fetch,
     Finished,
+    Follow,
+    Forward,
     Heartbeat,
     Hello,
     Join,
+    Lead,
+    Leading,
     Measured,
     ParameterBlock,
     Peers,
@@ -49,8 +54,11 @@ from distbelief.messages import (
     Refused,
     Save,
     Saved,
+    StateBlock,
+    StateCredit,
     Stop,
     Welcome,
+    Whole,
 )
 from distbelief.parameter_server.service import Service
 from distbelief.parameter_server.shard_config import ShardConfig
@@ -287,6 +295,14 @@ class ParameterServerShard:
                 | Evaluate()
                 | Measured()
                 | Saved()
+                | Lead()
+                | Alone()
+                | Whole()
+                | Follow()
+                | StateBlock()
+                | StateCredit()
+                | Forward()
+                | Leading()
                 | Welcome()
                 | Refused()
                 | ParameterBlock()

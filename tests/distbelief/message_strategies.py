@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from distbelief.messages import Count, Message, Name, PeerEntry, Text
+from distbelief.messages import ClientRecord, Count, Message, Name, PeerEntry, Text
 from distbelief.vectors import ELEMENT_TYPES, Vector
 
 
@@ -26,6 +26,16 @@ def vectors(draw: st.DrawFn) -> Vector:
     values = np.frombuffer(raw[: len(raw) // 8 * 8], np.uint8).view(dtype)
     return values[:: draw(st.sampled_from([1, 2, -1]))]
 
+
+client_records = st.builds(
+    ClientRecord,
+    name=names,
+    incarnation=counts,
+    watermark=counts,
+    applied=counts,
+    samples=counts,
+    staleness=counts,
+)
 
 _BY_HINT = [
     (Count, counts),
@@ -45,6 +55,8 @@ _BY_HINT = [
             max_size=4,
         ).map(tuple),
     ),
+    (ClientRecord, client_records),
+    (tuple[ClientRecord, ...], st.lists(client_records, max_size=3).map(tuple)),
 ]
 
 
