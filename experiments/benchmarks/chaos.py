@@ -1,0 +1,307 @@
+"""What a run keeps of its speed, and of its pushes, while somebody kills its processes.
+
+    python experiments/benchmarks/chaos.py [--minutes 10] [--seed 0]
+
+Four workers (ordinary loops with `DownpourSGD`, a tiny net, batches of 64) train
+against two shards with two copies each. About every ten seconds a process drawn by a
+seeded generator, worker or shard, is killed (-9) or paused for up to five seconds.
+Stretches of chaos and of peace alternate, so that a machine that becomes slower spoils
+neither.
+
+    throughput_kept    pushes acknowledged per second in chaos, over those in peace
+    acknowledged_lost  pushes that a worker knew to be acknowledged and no shard has
+    applied_twice      applications of a push beyond the first
+    hangs              workers that stood still for longer than 30 s, though not paused
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import final
+
+import numpy as np
+import torch
+
+from distbelief.optimizer import DownpourSGD
+from distbelief.parameter_server.update_rules import SGD
+from distbelief.server import ParameterServer
+from experiments.benchmarks import marked_worker
+from experiments.benchmarks.marks import Ledger, MarkedNet, Verdict, judge
+
+
+N_WORKERS = 4
+N_SHARDS = 2
+HANG_SECONDS = 30.0
+SETTLE_SECONDS = 6.0  # after the last fault of a stretch, before peace is measured
+FAULT_EVERY = (5.0, 15.0)  # seconds between two faults, drawn evenly
+PAUSE_SECONDS = (1.0, 5.0)
+TICK_SECONDS = 0.02
+
+
+@final
+@dataclass(slots=True)
+class Worker:
+    """One worker, over all its lives."""
+
+    index: int
+    ledger: Ledger
+    path: Path
+    process: BaseProcess | None = None
+    life: int = -1
+    n_seen: int = 0  # acknowledged pushes, when last looked at
+    moved_at: float = 0.0
+    gap: float = 0.0  # longest standstill since the last fault
+
+
+@final
+@dataclass(slots=True)
+class Tally:
+    """What happened."""
+
+    pushes: dict[str, int] = field(default_factory=lambda: {"chaos": 0, "peace": 0})
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"chaos": 0.0, "peace": 0.0}
+    )
+    faults: dict[str, int] = field(default_factory=dict)
+    gaps: list[float] = field(default_factory=list)  # after faults of shards
+    hangs: int = 0
+
+
+@final
+class Arena:
+    """The server, its workers, and whoever attacks them."""
+
+    def __init__(self, folder: Path, *, seed: int, shard_copies: int) -> None:
+        self._folder = folder
+        self._random = np.random.default_rng(seed)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", marked_worker.__name__])
+        self._net = MarkedNet(n_shards=N_SHARDS, n_workers=N_WORKERS)
+        self._server = ParameterServer(
+            self._net.parameters(),
+            rule=SGD(learning_rate=1.0),
+            shards=N_SHARDS,
+            shard_copies=shard_copies,
+            directory=folder / "server",
+        )
+        suffixes = ["", "b"][:shard_copies]
+        self._shards = [f"shard-{k}{s}" for k in range(N_SHARDS) for s in suffixes]
+        self._stop = folder / "stop"
+        self._paused: tuple[int, float] | None = None  # pid, until when
+        self._paused_worker: Worker | None = None
+        self._begun = time.monotonic()
+        self._watched = False  # the last fault was a shard's, and is being measured
+        self.tally = Tally()
+        self.workers = [
+            Worker(index, Ledger.make(path), path)
+            for index in range(N_WORKERS)
+            for path in [folder / f"ledger-{index}"]
+        ]
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Start everything; end it afterwards, whatever happens."""
+        with self._server:
+            try:
+                for worker in self.workers:
+                    self._launch(worker)
+                yield
+            finally:
+                self._resume()
+                for worker in self.workers:
+                    if worker.process is not None:
+                        worker.process.kill()
+                        worker.process.join()
+
+    # ----------------------------------------------------------------- the course
+
+    def stretch(self, kind: str, seconds: float) -> None:
+        """Let the workers train for so long, in "chaos" or in "peace"."""
+        begun = now = time.monotonic()
+        n_begun = self._n_acknowledged
+        next_fault = now + self._draw(FAULT_EVERY)
+        while now < begun + seconds:
+            time.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            self._look(now)
+            if kind == "chaos" and next_fault <= now < begun + seconds - SETTLE_SECONDS:
+                self._attack(now)
+                next_fault = now + self._draw(FAULT_EVERY)
+        n_pushes = self._n_acknowledged - n_begun
+        self.tally.pushes[kind] = self.tally.pushes.get(kind, 0) + n_pushes
+        self.tally.seconds[kind] = self.tally.seconds.get(kind, 0.0) + now - begun
+        self._say(f"{kind}: {n_pushes / (now - begun):,.1f} pushes/s")
+
+    def finish(self) -> Verdict:
+        """Let the workers end, and look at the marks."""
+        self._stop.touch()
+        for worker in self.workers:
+            assert worker.process is not None
+            worker.process.join(HANG_SECONDS)
+            if worker.process.exitcode is None:
+                self.tally.hangs += 1
+                self._say(f"worker {worker.index} does not end")
+        optimizer = DownpourSGD(self._net.parameters(), server=self._server.address)
+        optimizer.close()
+        return judge(self._net.marks, [worker.ledger for worker in self.workers])
+
+    @property
+    def _n_acknowledged(self) -> int:
+        return sum(worker.ledger.n_acknowledged for worker in self.workers)
+
+    def _look(self, now: float) -> None:
+        """Restart who is dead, wake who has slept enough, note who stands still."""
+        if self._paused is not None and now >= self._paused[1]:
+            self._resume()
+        for worker in self.workers:
+            assert worker.process is not None
+            if worker.process.exitcode is not None:
+                if worker.process.exitcode != -signal.SIGKILL:
+                    self.tally.hangs += 1
+                    self._say(
+                        f"worker {worker.index} failed: {worker.process.exitcode}"
+                    )
+                self._launch(worker)
+            n_seen = worker.ledger.n_acknowledged
+            if n_seen != worker.n_seen or worker is self._paused_worker:
+                worker.n_seen, worker.moved_at = n_seen, now
+            worker.gap = max(worker.gap, now - worker.moved_at)
+            if now - worker.moved_at > HANG_SECONDS:
+                self.tally.hangs += 1
+                worker.moved_at = now
+                self._say(f"worker {worker.index} has stood still for 30 s")
+
+    def _launch(self, worker: Worker) -> None:
+        worker.life += 1
+        worker.moved_at = time.monotonic()
+        worker.process = self._context.Process(
+            target=marked_worker.work,
+            args=(self._server.address, str(worker.path), str(self._stop)),
+            kwargs={
+                "worker": worker.index,
+                "life": worker.life,
+                "n_workers": N_WORKERS,
+                "n_shards": N_SHARDS,
+            },
+        )
+        worker.process.start()
+
+    # ------------------------------------------------------------------ the attack
+
+    def _attack(self, now: float) -> None:
+        """Kill or pause one process."""
+        self._note_gaps()
+        n_roles = N_WORKERS + len(self._shards)
+        victim = int(self._random.integers(n_roles))
+        kills = bool(self._random.integers(2))
+        seconds = self._draw(PAUSE_SECONDS)  # drawn in any case: one seed, one schedule
+        worker = self.workers[victim] if victim < N_WORKERS else None
+        if worker is None:
+            name = self._shards[victim - N_WORKERS]
+            pid = self._pid_of(name)
+        else:
+            assert worker.process is not None
+            name, pid = f"worker-{victim}", worker.process.pid
+        what = "kill" if kills else "pause"
+        key = f"{what} {'shard' if worker is None else 'worker'}"
+        self.tally.faults[key] = self.tally.faults.get(key, 0) + 1
+        self._say(f"{what} {name}" + ("" if kills else f" for {seconds:.1f} s"))
+        if pid is None:
+            return
+        self._watched = worker is None
+        for other in self.workers:
+            other.gap = 0.0
+        try:
+            os.kill(pid, signal.SIGKILL if kills else signal.SIGSTOP)
+        except ProcessLookupError:
+            return  # it is just being restarted
+        if not kills:
+            self._paused, self._paused_worker = (pid, now + seconds), worker
+
+    def _resume(self) -> None:
+        if self._paused is not None:
+            with suppress(ProcessLookupError):  # a new life may have taken its place
+                os.kill(self._paused[0], signal.SIGCONT)
+        self._paused = self._paused_worker = None
+
+    def _note_gaps(self) -> None:
+        """Remember how long the workers stood still after a fault of a shard."""
+        if self._watched:
+            self.tally.gaps.append(max(worker.gap for worker in self.workers))
+        self._watched = False
+
+    def _pid_of(self, name: str) -> int | None:
+        log = self._folder / "server" / f"{name}.log"
+        pids = re.findall(r"process (\d+) begins", log.read_text())
+        return int(pids[-1]) if pids else None
+
+    def _draw(self, bounds: tuple[float, float]) -> float:
+        return float(self._random.uniform(*bounds))
+
+    def _say(self, text: str) -> None:
+        seconds = time.monotonic() - self._begun
+        print(f"{seconds:7.1f} s  {text}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    torch.set_num_threads(1)
+    with TemporaryDirectory(prefix="distbelief-chaos-") as folder:
+        arena = Arena(Path(folder), seed=options.seed, shard_copies=options.copies)
+        n_stretches = max(1, round(options.minutes / 2.5))
+        chaos = 60.0 * options.minutes / n_stretches
+        with arena.open():
+            arena.stretch("warm-up", min(10.0, chaos))
+            for _ in range(n_stretches):
+                arena.stretch("peace", chaos / 4)
+                arena.stretch("chaos", chaos)
+            arena.stretch("peace", chaos / 4)
+            verdict = arena.finish()
+        report(arena.tally, verdict, seed=options.seed)
+
+
+def report(tally: Tally, verdict: Verdict, *, seed: int) -> None:
+    """Print what happened, and the figures as the last line."""
+    rates = {kind: tally.pushes[kind] / tally.seconds[kind] for kind in tally.seconds}
+    gaps = tally.gaps or [0.0]
+    for what, count in sorted(tally.faults.items()):
+        print(f"{what:>14}  {count}")
+    print(f"{verdict.n_applied:,} pushes applied; seed {seed}")
+    figures = {
+        "throughput_kept": round(rates["chaos"] / rates["peace"], 4),
+        "acknowledged_lost": verdict.n_lost,
+        "applied_twice": verdict.n_twice,
+        "hangs": tally.hangs,
+        "faults": sum(tally.faults.values()),
+        "chaos_pushes_per_second": round(rates["chaos"], 1),
+        "peace_pushes_per_second": round(rates["peace"], 1),
+        "standstill_after_shard_fault_p50_seconds": round(
+            float(np.quantile(gaps, 0.5)), 3
+        ),
+        "standstill_after_shard_fault_p95_seconds": round(
+            float(np.quantile(gaps, 0.95)), 3
+        ),
+    }
+    print(json.dumps({"benchmark": "chaos", "figures": figures}))
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--minutes", type=float, default=10.0, help="of chaos")
+    parser.add_argument("--seed", type=int, default=0, help="of the schedule of faults")
+    parser.add_argument("--copies", type=int, default=2, help="of each shard")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
