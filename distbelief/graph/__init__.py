@@ -1,0 +1,1 @@
+"""What is computed: regions of layers, and which region needs which."""
