@@ -24,6 +24,7 @@ class Window:
         stride: Inputs between the windows of neighbouring outputs.
         dilation: Inputs between neighbours in a window.
         padding: Positions before input 0, and after the last one.
+        extra: Positions more after the last one ("same" padding of even windows).
         ceil: Whether a last window that begins inside, but ends outside, counts.
     """
 
@@ -31,14 +32,16 @@ class Window:
     stride: int = 1
     dilation: int = 1
     padding: int = 0
+    extra: int = 0
     ceil: bool = False
 
     def __post_init__(self) -> None:
         for name in ("size", "stride", "dilation"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; use at least 1")
-        if self.padding < 0:
-            raise ValueError(f"padding is {self.padding}; use 0 or more")
+        for name in ("padding", "extra"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; use 0 or more")
 
     @property
     def reach(self) -> int:
@@ -47,7 +50,7 @@ class Window:
 
     def n_outputs(self, extent: int) -> int:
         """Return how many windows fit over `extent` inputs; 0 if none does."""
-        room = extent + 2 * self.padding - self.reach
+        room = extent + 2 * self.padding + self.extra - self.reach
         if room < 0:
             return 0
         if not self.ceil:
