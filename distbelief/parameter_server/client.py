@@ -12,6 +12,8 @@ Rules:
 * The role passes on every event (`owns` tells which are for the client) and performs
   the actions; timers are named "client:...". Nothing here waits: what does not come is
   asked for again, and a shard that stays silent is given up by `PeerLostError`.
+* A push in flight outlives its shard: it goes to whoever serves next, from where it
+  lies. Lost is only what a shard had acknowledged, and its next life does not know.
 * At most one install and one stage are under way, in one lane; between them the tensors
   belong to the work.
 * A push is all shards' or nobody's: it has one sequence, and it is not begun before
@@ -26,13 +28,10 @@ import torch
 
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.memory import Memory
-from distbelief.messages import (
-    Refused,
-    Welcome,
-)
+from distbelief.parameter_server.client_config import ClientConfig
 from distbelief.parameter_server.fetching import ShardReader
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.link import TIMER, ClientConfig, Link, ShardReply
+from distbelief.parameter_server.link import TIMER, Link, ShardReply
 from distbelief.parameter_server.pushing import StagedSlot
 from distbelief.parameter_server.staging import Installed, Staged, installing, staging
 from distbelief.parameter_server.staleness import Staleness
@@ -70,6 +69,7 @@ class ParameterClient:
         layout: Layout,
         shards: Sequence[Address],
         memory: Memory,
+        second_copies: Sequence[Address] = (),
     ) -> None:
         """Store; `start` acts.
 
@@ -78,18 +78,27 @@ class ParameterClient:
             layout: Where what is to be found; the shards must have the same.
             shards: Their addresses, shard 0 first.
             memory: What this client can share with shards of its host.
+            second_copies: Where each shard is also to be found; none if each has one
+                copy only.
         """
         if len(shards) != layout.n_shards:
             raise ValueError(
                 f"{len(shards)} shards are given, the layout has {layout.n_shards}"
             )
+        if second_copies and len(second_copies) != len(shards):
+            raise ValueError(
+                f"{len(second_copies)} second copies are given for {len(shards)} "
+                "shards: give none, or one for each"
+            )
         self._config = config
         self._layout = layout
-        self._links = [
-            Link(address, index, config=config, layout=layout, memory=memory)
-            for index, address in enumerate(shards)
-        ]
-        self._link_of = {link.address: link for link in self._links}
+        self._links: list[Link] = []
+        self._link_of: dict[Address, Link] = {}
+        for index, address in enumerate(shards):
+            copies = (address, *second_copies[index : index + 1])
+            link = Link(copies, index, config=config, layout=layout, memory=memory)
+            self._links.append(link)
+            self._link_of |= dict.fromkeys(copies, link)
         self._installing: dict[int, ShardReader] | None = None
         self._staging: list[StagedSlot] | None = None
         self._staleness = Staleness()
@@ -148,7 +157,7 @@ class ParameterClient:
                 link = self._link_of.get(event.peer)
                 if link is None:
                     return []
-                actions = self._peer(link, event, now)
+                actions = link.peer(event, now)
             case Started() | Computed() | Persisted():
                 return []
             case _:
@@ -163,38 +172,13 @@ class ParameterClient:
                 f"{event.sender} sent a client {type(message).__name__}, which shards "
                 "do not send"
             )
-        if event.incarnation < link.incarnation:
-            return []
-        if not isinstance(message, Refused) and (
-            message.shard_incarnation != event.incarnation
-        ):
-            raise RemoteProtocolError(
-                f"{event.sender}, incarnation {event.incarnation}, speaks for "
-                f"incarnation {message.shard_incarnation}"
-            )
-        actions: list[Action] = []
-        if event.incarnation > link.incarnation:
-            link.restarted(event.incarnation)
-            if not isinstance(message, Welcome):
-                actions += link.greet(now)
-        return [*actions, *link.hear(message, self._staleness, now)]
-
-    def _peer(
-        self, link: Link, event: PeerJoined | PeerLost, now: Seconds
-    ) -> list[Action]:
-        if event.incarnation < link.incarnation:
-            return []
-        if isinstance(event, PeerLost):
-            return link.greet(now)
-        if event.incarnation > link.incarnation > 0:
-            link.restarted(event.incarnation)
-        return [] if link.welcome else link.greet(now)
+        return link.receive(event, message, self._staleness, now)
 
     # --------------------------------------------------------------------- fetches
 
     @property
     def ready(self) -> bool:
-        """Has every shard said Welcome, in its present life?"""
+        """Has every shard said Welcome, and led since?"""
         return all(link.welcome for link in self._links)
 
     @property
@@ -284,7 +268,7 @@ class ParameterClient:
 
     @property
     def unacknowledged(self) -> int:
-        """Pushes that some shard has neither acknowledged nor lost."""
+        """Pushes that some shard has not acknowledged."""
         issued = self._links[0].pushing.issued
         return issued - min(link.pushing.settled for link in self._links)
 
@@ -317,7 +301,8 @@ class ParameterClient:
         ]
         clocks = self.clocks if fetched_clocks is None else fetched_clocks
         slots = [
-            link.pushing.slot(fetched_clock=clock)
+            # Gradients may have waited since a life of the shard with a higher clock.
+            link.pushing.slot(fetched_clock=min(clock, link.clock))
             for link, clock in zip(self._links, clocks, strict=True)
         ]
         self._staging = slots
@@ -384,7 +369,7 @@ class ParameterClient:
         }
 
     def _release(self) -> None:
-        """Let go of memory of former lives of shards, unless work touches it."""
+        """Let go of memory of former leaders, unless work touches it."""
         if self._installing is None and self._staging is None:
             for link in self._links:
                 link.release()

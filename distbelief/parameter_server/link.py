@@ -1,84 +1,64 @@
-"""What a client knows of one shard: its life, the handshake, and how long it is silent.
+"""What a client knows of one shard: who leads it, the handshake, how long it is silent.
 
                  Hello, again and again                  Welcome
     greeting ------------------------------> greeting -------------> welcome
         ^                                                               |
-        +---- a new life of the shard; Refused; the shard is gone ------+
+        +---- another leads, or a new life; Refused; the shard is gone -+
 
 Rules:
 
-* The incarnation in the envelope tells the shard's life. An older one is not heard; a
-  newer one means that the shard has restarted: what is in flight is given up *before*
-  the next Hello, so that Hello says truly from which push on the client goes.
+* A shard has one address or two (`ranking` tells which of its copies leads). Hello goes
+  to all of them, everything else to the one that said Welcome.
+* Whoever leads anew is told in Hello from which push on the client goes: the first one
+  that nobody has acknowledged. Nothing in flight is given up (`pushing`), and the
+  memory in which it lies is kept until Welcome says where it goes next (`attached`).
 * A Welcome that is behind what Hello said answers an older Hello: Hello again.
+* `Refused` by a copy that does not lead means nothing, unless it is for good.
 * While something is awaited, one timer runs. Without progress for `retry_seconds`,
-  doubling up to `retry_seconds_max`, everything awaited is asked for again. Without any
+  doubling up to `retry_seconds_max`, everything awaited is asked for again, and copies
+  that do not lead are said Hello to: if one does, its word of it was lost. Without any
   word for `silence_seconds_max`, or any progress for `stall_seconds_max`, the shard is
   given up by name. Time in which nobody drove the client (the timer came late) does not
   count: a user's loop may leave it alone for as long as it likes.
-* Shared memory that cannot be attached, three times in a row, is done without.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import assert_never, final
 
-from distbelief.errors import JobError, MemoryGoneError, PeerLostError
+from distbelief.errors import JobError, PeerLostError
 from distbelief.memory import Memory
 from distbelief.messages import (
     Acknowledge,
     Hello,
+    Leading,
     Message,
     ParameterBlock,
     PushCredit,
     Refused,
     Welcome,
 )
+from distbelief.parameter_server.attached import Attached
+from distbelief.parameter_server.client_config import ClientConfig
 from distbelief.parameter_server.fetching import Fetching
 from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.published import Published
-from distbelief.parameter_server.pushing import Pushing, Room, StagedSlot
-from distbelief.parameter_server.slots import slot_views
+from distbelief.parameter_server.pushing import Pushing, StagedSlot
+from distbelief.parameter_server.ranking import Ranking
 from distbelief.parameter_server.staleness import Staleness
-from distbelief.roles import Action, Address, Seconds, Send, SetTimer
+from distbelief.roles import (
+    Action,
+    Address,
+    PeerJoined,
+    PeerLost,
+    Received,
+    Seconds,
+    Send,
+    SetTimer,
+)
 
-
-N_ATTACH_MAX = 3
-"""Failures in a row after which a client does without shared memory."""
 
 TIMER = "client:"
 
-ShardReply = Welcome | Refused | ParameterBlock | PushCredit | Acknowledge
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class ClientConfig:
-    """How a client talks to its shards."""
-
-    pushes: bool
-    retry_seconds: Seconds = 0.5
-    retry_seconds_max: Seconds = 4.0
-    silence_seconds_max: Seconds = 60.0  # without a word
-    stall_seconds_max: Seconds = 600.0  # with words, but without progress
-    torn_seconds_max: Seconds = 1.0  # then a fetch from shared memory goes by blocks
-    credit_blocks: int = 16  # blocks of 1 MiB under way per shard and direction
-
-    def __post_init__(self) -> None:
-        for name in (
-            "retry_seconds",
-            "retry_seconds_max",
-            "silence_seconds_max",
-            "stall_seconds_max",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
-        if not self.torn_seconds_max >= 0:
-            raise ValueError(
-                f"torn_seconds_max is {self.torn_seconds_max}; use 0 or more"
-            )
-        if not 1 <= self.credit_blocks <= 64:
-            raise ValueError(f"credit_blocks is {self.credit_blocks}; use 1 to 64")
+ShardReply = Welcome | Leading | Refused | ParameterBlock | PushCredit | Acknowledge
 
 
 @final
@@ -86,10 +66,9 @@ class Link:
     """One shard, as one client sees it.
 
     Attributes:
-        address: Of the shard.
+        address: Of the shard: that of its first copy.
         index: Of the shard.
-        incarnation: Of the shard, the newest heard of; 0 if none was.
-        welcome: Has that incarnation said Welcome, and nothing happened since?
+        welcome: Has the newest leader said Welcome, and nothing happened since?
         samples: Of this client, in the values of the shard, at the last Welcome.
         fetching: Parameters from it.
         pushing: Gradients to it.
@@ -97,29 +76,25 @@ class Link:
 
     def __init__(
         self,
-        address: Address,
+        copies: Sequence[Address],
         index: int,
         *,
         config: ClientConfig,
         layout: Layout,
         memory: Memory,
     ) -> None:
-        self.address = address
+        self.address = copies[0]
         self.index = index
+        self._ranking = Ranking(copies)
         self._config = config
-        self._layout = layout
-        self._memory = memory
-        self._n_attach_failures = 0
-        self._slots: tuple[str, Room] | None = None  # region, and what lies in it
-        self._published: Published | None = None
-        self._gone: list[str] = []  # regions of former lives, to be released
+        self._fingerprint = layout.fingerprint
+        self._attached = Attached(memory, layout, self.index)
         self._timer_at: Seconds | None = None  # while it runs
         self._awaited = False
         self._heard_at: Seconds = 0.0  # or when waiting began
         self._progress_at: Seconds = 0.0
         self._sent_at: Seconds = 0.0
         self._delay: Seconds = config.retry_seconds
-        self.incarnation = 0
         self.welcome = False
         self.samples = 0
         credit_blocks = config.credit_blocks
@@ -129,10 +104,10 @@ class Link:
     # -------------------------------------------------------- what the client does
 
     def greet(self, now: Seconds) -> list[Action]:
-        """Say Hello, and wait for Welcome."""
+        """Say Hello to whoever may lead, and wait for Welcome."""
         self.welcome = False
         self._sent_at = now
-        return [self._hello()]
+        return self._hello()
 
     def begin_fetch(self, now: Seconds) -> list[Action]:
         """Fetch anew."""
@@ -147,100 +122,120 @@ class Link:
     def issue(
         self, staged: StagedSlot, *, n_gradients: int, samples: int, now: Seconds
     ) -> list[Action]:
-        """Push what was staged, unless the shard it was staged for has died since."""
-        messages = self.pushing.issue(staged, n_gradients=n_gradients, samples=samples)
-        if messages is None:
-            return self.greet(now)
+        """Push what was staged, as soon as the shard says Welcome if it does not."""
+        messages = self.pushing.issue(
+            staged, n_gradients=n_gradients, samples=samples, welcome=self.welcome
+        )
         return self._send(messages, now)
 
     def release(self) -> None:
-        """Let go of memory of former lives; call when no work touches it."""
-        gone, self._gone = self._gone, []
-        for name in gone:
-            self._memory.release(name)
+        """Let go of memory of former leaders; call when no work touches it."""
+        self._attached.release()
+
+    @property
+    def clock(self) -> int:
+        """The newest of the present leader that is known."""
+        return max(self.fetching.clock, self.pushing.clock)
 
     # --------------------------------------------------------- what the shard says
 
-    def restarted(self, incarnation: int) -> None:
-        """The shard lives anew: give up what is in flight. Say Hello next."""
-        self.incarnation = incarnation
+    def receive(
+        self, event: Received, message: ShardReply, staleness: Staleness, now: Seconds
+    ) -> list[Action]:
+        """Take a message of one of the copies."""
+        ranking, sender = self._ranking, event.sender
+        if ranking.is_over(sender, event.incarnation):
+            return []
+        lost = ranking.meet(sender, event.incarnation)
+        deposed = False
+        if not isinstance(message, Refused):
+            lost = ranking.rise(message.shard_incarnation) or lost
+            deposed = message.shard_incarnation < ranking.number
+        actions: list[Action] = []
+        if lost:
+            self._lost()
+            if deposed or not isinstance(message, Welcome):
+                actions += self.greet(now)
+        if not deposed:
+            actions += self._hear(sender, message, staleness, now)
+        return actions
+
+    def peer(self, event: PeerJoined | PeerLost, now: Seconds) -> list[Action]:
+        """Take what the driver says of one of the copies."""
+        ranking, peer = self._ranking, event.peer
+        if ranking.is_over(peer, event.incarnation):
+            return []
+        if ranking.meet(peer, event.incarnation):
+            self._lost()
+        if isinstance(event, PeerLost) and peer == ranking.leader:
+            return self.greet(now)
+        return [] if self.welcome else self.greet(now)
+
+    def _lost(self) -> None:
+        """Whoever led leads no more."""
         self.welcome = False
         self.fetching.lost()
-        self.pushing.lost()
         self._delay = self._config.retry_seconds
-        self._n_attach_failures = 0
+        self._attached.forgive()
 
-    def hear(
-        self, message: ShardReply, staleness: Staleness, now: Seconds
+    def _hear(
+        self, sender: Address, message: ShardReply, staleness: Staleness, now: Seconds
     ) -> list[Action]:
-        """Take a message of the shard's present life."""
+        """Take a message of whoever leads, or may lead."""
+        if isinstance(message, Refused):
+            return self._refused(sender, message, now)
         self._heard_at = now
+        if isinstance(message, Welcome):
+            return self._welcomed(sender, message, now)
+        replies: Sequence[Message] = ()
         match message:
-            case Welcome():
-                return self._welcomed(message, now)
-            case Refused():
-                return self._refused(message, now)
+            case Leading():
+                progress = False  # if it is news, it was greeted
+            case Acknowledge():
+                progress = self.pushing.acknowledged(message, staleness)
             case ParameterBlock():
-                replies: Sequence[Message] = self.fetching.take(message)
+                replies = self.fetching.take(message)
+                progress = bool(replies)
             case PushCredit():
                 replies = self.pushing.credited(message)
-            case Acknowledge():
-                if self.pushing.acknowledged(message, staleness):
-                    self._progressed(now)
-                return []
+                progress = bool(replies)
             case _:
                 assert_never(message)
-        if replies:
+        if progress:
             self._progressed(now)
         return self._send(replies, now)
 
-    def _welcomed(self, message: Welcome, now: Seconds) -> list[Action]:
+    def _welcomed(
+        self, sender: Address, message: Welcome, now: Seconds
+    ) -> list[Action]:
         if self.welcome:
             return []  # a repeated one: it only says that the shard lives
         if not self.pushing.agrees(message):
-            return [self._hello()]
-        try:
-            self._attach(message)
-        except MemoryGoneError:
-            self._n_attach_failures += 1  # the timer says Hello again
-            return []
+            return self._hello()
+        attached = self._attached
+        if not attached.follow(message):
+            return []  # the timer says Hello again
         self.welcome = True
+        self._ranking.leader = sender
         self.samples = message.samples
         self._progressed(now)
-        self.pushing.welcomed(message, None if self._slots is None else self._slots[1])
+        self.pushing.welcomed(message, attached.room)
         fetches = self.fetching.welcomed(
-            self._published,
+            attached.published,
             shard_incarnation=message.shard_incarnation,
             clock=message.clock,
         )
         return self._send([*fetches, *self.pushing.again()], now)
 
-    def _refused(self, message: Refused, now: Seconds) -> list[Action]:
+    def _refused(self, sender: Address, message: Refused, now: Seconds) -> list[Action]:
         if message.for_good:
-            raise JobError(f"{self.address} refuses this client: {message.reason}")
+            raise JobError(f"{sender} refuses this client: {message.reason}")
+        if self.welcome and sender != self._ranking.leader:
+            return []
+        self._heard_at = now
         if not self.welcome:
             return []  # it is busy; the timer says Hello again
         return self.greet(now)
-
-    # ---------------------------------------------------------------------- memory
-
-    def _attach(self, message: Welcome) -> None:
-        size, dtype = self._layout.shard_size(self.index), self._layout.dtype
-        name = message.parameters_region
-        if self._published is not None and self._published.name != name:
-            self._gone.append(self._published.name)
-            self._published = None
-        if name and self._published is None:
-            self._published = Published.attach(
-                self._memory, name, n_elements=size, dtype=dtype
-            )
-        name = message.slots_region
-        if self._slots is not None and self._slots[0] != name:
-            self._gone.append(self._slots[0])
-            self._slots = None
-        if name and self._slots is None:
-            region = self._memory.attach(name)
-            self._slots = name, slot_views(region, n_elements=size, dtype=dtype)
 
     # --------------------------------------------------------------------- waiting
 
@@ -271,7 +266,7 @@ class Link:
         self._delay = min(2 * self._delay, self._config.retry_seconds_max)
         if self.welcome:
             messages = [*self.fetching.again(), *self.pushing.again()]
-            actions = self._send(messages, now)
+            actions = [*self._send(messages, now), *self._hello(self._ranking.others)]
         else:
             actions = self.greet(now)
         self._sent_at = now
@@ -298,13 +293,13 @@ class Link:
         )
         if now - self._heard_at >= config.silence_seconds_max:
             raise PeerLostError(
-                f"{self.address} has been silent for {now - self._heard_at:.1f} s "
+                f"{self._name} has been silent for {now - self._heard_at:.1f} s "
                 f"while {awaited} was awaited (silence_seconds_max is "
                 f"{config.silence_seconds_max:g}): look at its log"
             )
         if now - self._progress_at >= config.stall_seconds_max:
             raise PeerLostError(
-                f"{self.address} answers, but {awaited} has not come for "
+                f"{self._name} answers, but {awaited} has not come for "
                 f"{now - self._progress_at:.1f} s (stall_seconds_max is "
                 f"{config.stall_seconds_max:g}): look at its log"
             )
@@ -315,19 +310,23 @@ class Link:
 
     # --------------------------------------------------------------------- sending
 
-    def _hello(self) -> Send:
-        host = self._memory.host if self._n_attach_failures < N_ATTACH_MAX else ""
-        return Send(
-            receiver=self.address,
-            message=Hello(
-                layout=self._layout.fingerprint,
-                pushes=self._config.pushes,
-                host=host,
-                next_sequence=self.pushing.settled + 1,
-            ),
+    @property
+    def _name(self) -> str:
+        return " and ".join(self._ranking.copies)
+
+    def _hello(self, copies: Sequence[Address] | None = None) -> list[Action]:
+        """Say Hello to `copies`, by default to all."""
+        hello = Hello(
+            layout=self._fingerprint,
+            pushes=self._config.pushes,
+            host=self._attached.host,
+            next_sequence=self.pushing.settled + 1,
         )
+        receivers = self._ranking.copies if copies is None else copies
+        return [Send(receiver=receiver, message=hello) for receiver in receivers]
 
     def _send(self, messages: Sequence[Message], now: Seconds) -> list[Action]:
         if messages:
             self._sent_at = now
-        return [Send(receiver=self.address, message=message) for message in messages]
+        leader = self._ranking.leader
+        return [Send(receiver=leader, message=message) for message in messages]

@@ -10,15 +10,18 @@ Rules:
   In shared memory the slot is the shard's own; else it is kept here, and goes out in
   blocks, at most `credit_blocks` beyond those that the shard holds.
 * What the shard does not answer is sent again from where the shard holds it.
-* When the shard begins a new life, everything in flight to it is given up, and the next
-  Hello says so (`next_sequence`): the shard will not wait for it. How many pushes are
-  lost follows from the count that `Welcome` carries, whatever was acknowledged before.
+* A push in flight, or being staged, outlives its shard. Whoever leads next says in
+  Welcome up to which push it has them; the others are copied into the room that it
+  lends, and pushed anew with the same sequence: so each is applied once, or lost.
+* Lost is what was acknowledged and is not in the values of whoever leads next. How many
+  those are follows from the count that `Welcome` carries.
 """
 
 from collections import deque
 from dataclasses import dataclass
 from typing import final
 
+import msgspec
 import numpy as np
 
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
@@ -38,7 +41,7 @@ class _InFlight:
     """A push that is not yet settled."""
 
     push: Push
-    values: Vector  # (shard_size,)
+    values: Vector  # (shard_size,), in the room of whoever said Welcome last
     received: int = 0  # blocks the shard is known to hold
     sent: int = 0  # blocks sent
     said: bool = False  # was the Push itself sent after them?
@@ -47,7 +50,7 @@ class _InFlight:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedSlot:
-    """Where a push is staged: of one life of the shard."""
+    """Where a push is staged: in the room that one leader lent."""
 
     exchange: Exchange
     values: Vector  # (shard_size,)
@@ -63,6 +66,7 @@ class Pushing:
         issued: The last sequence used.
         settled: No push up to it awaits anything.
         n_lost: Pushes issued that are not in the shard's values and never will be.
+        clock: Of the present leader, the newest that it told in its answers.
         bytes_out: Of blocks sent and slots filled.
     """
 
@@ -74,6 +78,7 @@ class Pushing:
         self._n_elements = size
         self._bounds: Bounds = tuple(block_bounds(size, itemsize=dtype.itemsize))
         self._shard_incarnation = 0
+        self._first_clock = 0  # of that leader, when it said Welcome
         self._room: Room | None = None
         self._exchanges: tuple[Exchange, Exchange] | None = None
         self._own_room: Room | None = None  # for blocks, once they are needed
@@ -83,6 +88,7 @@ class Pushing:
         self.issued = 0
         self.settled = 0
         self.n_lost = 0
+        self.clock = 0
         self.bytes_out = 0
 
     def start(self, first_sequence: int) -> None:
@@ -100,7 +106,7 @@ class Pushing:
         return self.issued + 1 - self.settled <= N_SLOTS
 
     def agrees(self, welcome: Welcome) -> bool:
-        """Return whether the shard knows what was given up; if not, say Hello again.
+        """Return whether the shard knows what is settled; if not, say Hello again.
 
         Raises:
             LocalProtocolError: it knows of pushes that were never made.
@@ -114,11 +120,16 @@ class Pushing:
         return welcome.watermark >= self.settled
 
     def welcomed(self, welcome: Welcome, room: Room | None) -> None:
-        """Push from now on; into `room` if it is given, else by blocks."""
-        self._shard_incarnation = welcome.shard_incarnation
+        """Push from now on; into `room` if it is given, else by blocks.
+
+        What is in flight lies there afterwards; `again` sends it.
+        """
+        if welcome.shard_incarnation != self._shard_incarnation:
+            self._shard_incarnation = welcome.shard_incarnation
+            self._first_clock = self.clock = welcome.clock
+        self.clock = max(self.clock, welcome.clock)
         self._settle(welcome.watermark)
-        if not self._in_flight:
-            self.n_lost = self._n_issued - welcome.applied
+        self.n_lost = self._n_issued - len(self._in_flight) - welcome.applied
         self._by_blocks = room is None
         if room is None:
             room = self._own_room = self._own_room or self._new_room()
@@ -128,12 +139,8 @@ class Pushing:
                 Exchange(self._layout, self._index, room[0]),
                 Exchange(self._layout, self._index, room[1]),
             )
-
-    def lost(self) -> None:
-        """The shard's life has ended: nothing in flight will be answered."""
-        self._in_flight.clear()
-        self.settled = self.issued
-        self._shard_incarnation = 0  # nor what is being staged
+        for in_flight in self._in_flight:
+            self._move(in_flight)
 
     def slot(self, *, fetched_clock: int) -> StagedSlot:
         """Return where to stage the next push; call only if there is room."""
@@ -149,27 +156,29 @@ class Pushing:
         )
 
     def issue(
-        self, staged: StagedSlot, *, n_gradients: int, samples: int
-    ) -> list[PushBlock | Push] | None:
-        """Send what was staged; None: the shard it was staged for has died since."""
+        self,
+        staged: StagedSlot,
+        *,
+        n_gradients: int,
+        samples: int,
+        welcome: bool,
+    ) -> list[PushBlock | Push]:
+        """Send what was staged; if not `welcome`, that waits until `welcomed`."""
         self.issued += 1
         self._n_issued += 1
-        if staged.shard_incarnation != self._shard_incarnation:
-            self.n_lost += 1
-            self.settled = self.issued
-            return None
         push = Push(
             sequence=self.issued,
-            shard_incarnation=self._shard_incarnation,
+            shard_incarnation=staged.shard_incarnation,
             fetched_clock=staged.fetched_clock,
             n_gradients=n_gradients,
             samples=samples,
         )
         in_flight = _InFlight(push, staged.values)
         self._in_flight.append(in_flight)
+        self._move(in_flight)
         if not self._by_blocks:
             self.bytes_out += staged.values.nbytes
-        return self._send(in_flight)
+        return self._send(in_flight) if welcome else []
 
     def credited(self, message: PushCredit) -> list[PushBlock | Push]:
         """Send more of that push."""
@@ -201,6 +210,7 @@ class Pushing:
         if message.sequence <= self.settled:
             return False
         self._settle(message.sequence)
+        self.clock = max(self.clock, message.clock)
         staleness.add(message.staleness)
         return True
 
@@ -216,6 +226,23 @@ class Pushing:
         self.settled = max(self.settled, sequence)
         while self._in_flight and self._in_flight[0].push.sequence <= self.settled:
             self._in_flight.popleft()
+
+    def _move(self, in_flight: _InFlight) -> None:
+        """Let it lie in the present room, and be meant for the present leader."""
+        assert self._room is not None
+        push, room = in_flight.push, self._room[in_flight.push.sequence % N_SLOTS]
+        if in_flight.values is not room:
+            room[:] = in_flight.values
+            in_flight.values = room
+            in_flight.received = 0
+        if push.shard_incarnation != self._shard_incarnation:
+            # Staleness is counted within one life of the shard.
+            in_flight.push = msgspec.structs.replace(
+                push,
+                shard_incarnation=self._shard_incarnation,
+                fetched_clock=min(push.fetched_clock, self._first_clock),
+            )
+            in_flight.received = 0
 
     def _send(self, in_flight: _InFlight) -> list[PushBlock | Push]:
         """Return the blocks that may go, and the push after the last of them."""

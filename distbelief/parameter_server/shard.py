@@ -218,9 +218,8 @@ class ParameterServerShard:
         return [Compute(name="apply", work=work, cost=cost)]
 
     def _end_apply(self) -> list[Action]:
-        slot, acknowledgement = self._service.pushes.end(clock=self._values.clock)
+        _, acknowledgement = self._service.pushes.end(clock=self._values.clock)
         self._values.end_push()
-        self._memory.retire(slot)
         return [acknowledgement, *self._service.greet_held()]
 
     def _begin_copy(self) -> list[Action]:

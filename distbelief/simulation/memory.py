@@ -1,13 +1,26 @@
 """Shared memory of simulated hosts: every buffer that nobody may read is NaN.
 
 As files do, the regions of a role that was killed outlive it, until its next life
-begins (or they are released); then they are poisoned and gone. Whoever still reads them
-computes NaN, and is caught by the checks every role makes on its numbers.
+begins. Then their names are gone, and each of them is poisoned as soon as nobody has it
+attached; until then it keeps its bytes and takes its room, as a mapping does. What its
+owner releases itself is poisoned at once: its lease is over, and whoever reads it all
+the same computes NaN, and is caught by the checks every role makes on its numbers.
 """
 
-from distbelief.errors import StorageError
+from dataclasses import dataclass, field
+
+from distbelief.errors import MemoryGoneError, StorageError
 from distbelief.memory import PrivateMemory, Region
 from distbelief.vectors import Vector
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    """One region, and who has it besides its owner."""
+
+    n_bytes: int
+    readers: "set[LentMemory]" = field(default_factory=set)
+    orphaned: bool = False  # its owner's life is over, and its name is gone
 
 
 class HostMemory:
@@ -16,12 +29,17 @@ class HostMemory:
     def __init__(self, host: str, *, n_bytes_max: int) -> None:
         self._regions = PrivateMemory(host=host, poison=True)
         self._n_bytes_max = n_bytes_max
-        self._n_bytes = 0
+        self._leases: dict[str, _Lease] = {}
+
+    @property
+    def host(self) -> str:
+        """The host's name."""
+        return self._regions.host
 
     @property
     def n_bytes(self) -> int:
         """How much is taken at present."""
-        return self._n_bytes
+        return sum(lease.n_bytes for lease in self._leases.values())
 
     def lend(self) -> "LentMemory":
         """Return this memory as one life of one role sees it."""
@@ -29,25 +47,51 @@ class HostMemory:
 
     def create(self, name: str, *, n_bytes: int) -> Region:
         """Return a new region, or raise `StorageError` if the host has no room."""
-        if self._n_bytes + n_bytes > self._n_bytes_max:
+        taken = self.n_bytes
+        if taken + n_bytes > self._n_bytes_max:
             raise StorageError(
-                f"no room on host {self._regions.host!r} for region {name!r} of "
-                f"{n_bytes} bytes: {self._n_bytes} of {self._n_bytes_max} are taken; "
+                f"no room on host {self.host!r} for region {name!r} of "
+                f"{n_bytes} bytes: {taken} of {self._n_bytes_max} are taken; "
                 "give the host more memory or run fewer roles on it"
             )
         region = self._regions.create(name, n_bytes=n_bytes)
-        self._n_bytes += n_bytes
+        self._leases[name] = _Lease(n_bytes)
         return region
 
-    def remove(self, name: str, *, n_bytes: int) -> None:
+    def attach(self, name: str, reader: "LentMemory") -> Region:
+        """Return a region to `reader`, or raise `MemoryGoneError`."""
+        lease = self._leases.get(name)
+        if lease is not None:
+            if lease.orphaned and reader not in lease.readers:
+                raise MemoryGoneError(
+                    f"no region {name!r} on host {self.host!r}: its owner has died"
+                )
+            lease.readers.add(reader)
+        return self._regions.attach(name)
+
+    def detach(self, name: str, reader: "LentMemory") -> None:
+        """Forget that `reader` has attached it; the last one ends an orphan."""
+        lease = self._leases.get(name)
+        if lease is not None:
+            lease.readers.discard(reader)
+            if lease.orphaned and not lease.readers:
+                self.remove(name)
+
+    def remove(self, name: str) -> None:
         """Poison a region and forget it."""
         self._regions.release(name)
-        self._n_bytes -= n_bytes
+        self._leases.pop(name, None)
 
-    @property
-    def regions(self) -> PrivateMemory:
-        """The regions by name, whoever owns them."""
-        return self._regions
+    def orphan(self, name: str) -> None:
+        """The owner is dead: nobody else finds the region, and it ends with its use."""
+        lease = self._leases[name]
+        lease.orphaned = True
+        if not lease.readers:
+            self.remove(name)
+
+    def retire(self, values: Vector) -> None:
+        """Poison `values`."""
+        self._regions.retire(values)
 
 
 class LentMemory:
@@ -55,34 +99,44 @@ class LentMemory:
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
-        self._owned: dict[str, int] = {}  # name -> bytes
+        self._owned: set[str] = set()
+        self._attached: set[str] = set()
 
     @property
     def host(self) -> str:
         """The host's name; roles of equal host share memory."""
-        return self._memory.regions.host
+        return self._memory.host
 
     def create(self, name: str, *, n_bytes: int) -> Region:
         """Return a new zeroed region that this life owns."""
         region = self._memory.create(name, n_bytes=n_bytes)
-        self._owned[name] = n_bytes
+        self._owned.add(name)
         return region
 
     def attach(self, name: str) -> Region:
         """Return a region of this host, or raise `MemoryGoneError`."""
-        return self._memory.regions.attach(name)
+        region = self._memory.attach(name, self)
+        self._attached.add(name)
+        return region
 
     def release(self, name: str) -> None:
         """Poison and remove a region this life owns; an attached one stays."""
-        n_bytes = self._owned.pop(name, None)
-        if n_bytes is not None:
-            self._memory.remove(name, n_bytes=n_bytes)
+        if name in self._owned:
+            self._owned.remove(name)
+            self._memory.remove(name)
+        elif name in self._attached:
+            self._attached.remove(name)
+            self._memory.detach(name, self)
 
     def release_all(self) -> None:
-        """Poison and remove whatever this life still owns."""
-        for name in tuple(self._owned):
-            self.release(name)
+        """This life is over: its regions outlive it where somebody uses them."""
+        for name in self._attached:
+            self._memory.detach(name, self)
+        for name in self._owned:
+            self._memory.orphan(name)
+        self._attached.clear()
+        self._owned.clear()
 
     def retire(self, values: Vector) -> None:
         """Fill `values` with NaN: nobody may read them any more."""
-        self._memory.regions.retire(values)
+        self._memory.retire(values)

@@ -57,14 +57,19 @@ def test_arrays_are_fields_of_messages_never_hidden_inside_them(
 def test_what_must_not_be_sent_twice_carries_the_receivers_incarnation() -> None:
     about_one_life = {
         "Fetch", "ParameterBlock", "Credit", "PushBlock", "PushCredit", "Push",
-        "Acknowledge", "Welcome",
+        "Acknowledge", "Welcome", "Leading",
     }  # fmt: skip
-    carrying = {
-        kind.__name__
-        for kind in MESSAGES
-        if "shard_incarnation" in kind.__struct_fields__
-    }
-    assert carrying == about_one_life
+    about_one_pairing = {
+        "Lead", "Alone", "Whole", "Follow", "StateBlock", "StateCredit", "Forward",
+    }  # fmt: skip
+    for fence, expected in (
+        ("shard_incarnation", about_one_life),
+        ("pairing", about_one_pairing),
+    ):
+        carrying = {
+            kind.__name__ for kind in MESSAGES if fence in kind.__struct_fields__
+        }
+        assert carrying == expected
 
 
 def test_messages_cannot_be_changed() -> None:

@@ -76,6 +76,7 @@ class Alone:
         memory: Memory | None = None,
         config: ClientConfig | None = None,
         welcome: bool = True,
+        second_copies: Sequence[Address] = (),
     ) -> None:
         self.layout = layout
         self.client = ParameterClient(
@@ -83,6 +84,7 @@ class Alone:
             layout=layout,
             shards=[Address(f"shard-{k}") for k in range(layout.n_shards)],
             memory=memory or PrivateMemory(host=""),
+            second_copies=second_copies,
         )
         self.now = 0.0
         self.greeting = self.client.start(1, self.now)
@@ -319,13 +321,6 @@ def test_a_shard_that_does_not_know_the_client_is_greeted_again() -> None:
     assert alone.receive(refused) == []  # said once is enough
 
 
-def test_a_shard_speaks_for_its_own_incarnation_only() -> None:
-    with pytest.raises(RemoteProtocolError, match="speaks for incarnation 2"):
-        Alone().receive(
-            PushCredit(sequence=FIRST, shard_incarnation=2, received=0), life=1
-        )
-
-
 def test_the_dead_are_not_heard() -> None:
     alone = Alone()
     alone.welcome(life=3)
@@ -347,14 +342,13 @@ def test_a_shard_that_is_gone_is_greeted_until_it_is_back() -> None:
 
 
 @pytest.mark.parametrize("told_by", ["PeerJoined", "Refused", "Welcome"])
-def test_what_is_in_flight_when_a_shard_restarts_is_given_up_before_hello(
+def test_what_is_in_flight_when_a_shard_restarts_is_pushed_to_its_next_life(
     told_by: str,
 ) -> None:
     alone = Alone()
     alone.push()
     alone.acknowledge(FIRST)
-    alone.push()
-    assert alone.unacknowledged() == 1
+    alone.push(5.0)
     match told_by:
         case "PeerJoined":
             joined = PeerJoined(peer=SHARD, incarnation=2)
@@ -363,17 +357,24 @@ def test_what_is_in_flight_when_a_shard_restarts_is_given_up_before_hello(
             refused = Refused(reason="say Hello first", for_good=False)
             actions = alone.receive(refused, life=2)
         case _:  # it answers a Hello of before
-            actions = alone.welcome(life=2, watermark=FIRST)
-            assert not alone.ready()
+            actions = alone.welcome(life=2, watermark=FIRST - 1)
     (hello,) = sent(actions, Hello)
-    assert hello.next_sequence == FIRST + 2
-    assert alone.unacknowledged() == 0
-    # The snapshot had the first push.
-    alone.welcome(life=2, watermark=FIRST + 1, applied=1)
+    assert hello.next_sequence == FIRST + 1
+    assert not alone.ready()
+    assert not alone.can_push()
+    assert alone.unacknowledged() == 1
+    # The snapshot had nothing: only what was acknowledged is lost.
+    (block,) = sent(alone.welcome(life=2, watermark=FIRST), PushBlock)
+    assert (block.sequence, block.shard_incarnation) == (FIRST + 1, 2)
+    assert block.values.max() == 5.0
     assert alone.ready()
     assert alone.client.counters()["pushes_lost"] == 1
-    (block,) = sent(alone.push(), PushBlock)
-    assert (block.sequence, block.shard_incarnation) == (FIRST + 2, 2)
+    assert alone.can_push()
+    alone.push()
+    assert not alone.can_push()
+    alone.acknowledge(FIRST + 2, life=2)
+    assert alone.unacknowledged() == 0
+    assert alone.client.counters()["pushes_lost"] == 1
 
 
 def test_what_was_acknowledged_beyond_the_snapshot_is_counted_as_lost_once() -> None:
@@ -390,21 +391,55 @@ def test_what_was_acknowledged_beyond_the_snapshot_is_counted_as_lost_once() -> 
     assert alone.client.counters()["pushes_lost"] == 3
 
 
-def test_a_push_that_is_being_staged_when_the_shard_restarts_is_lost() -> None:
+@pytest.mark.parametrize("welcome_first", [True, False])
+def test_a_push_that_is_being_staged_when_the_shard_restarts_goes_to_its_next_life(
+    *, welcome_first: bool
+) -> None:
     alone = Alone()
-    work = alone.client.stage(zeros_of(LAYOUT), zeros_of(LAYOUT))
-    alone.welcome(life=2)
-    assert alone.ready()
-    assert not alone.can_push()
-    actions = alone.client.staged(work(), n_gradients=1, samples=1, now=0.0)
-    (hello,) = sent(actions, Hello)  # it shall not wait for that push
-    assert hello.next_sequence == FIRST + 1
-    assert messages(alone.welcome(life=2)) == ["Hello"]  # answers an older one
-    alone.welcome(life=2, watermark=FIRST)
+    work = alone.client.stage(full_of(LAYOUT, 3.0), zeros_of(LAYOUT))
+    alone.client.handle(PeerJoined(peer=SHARD, incarnation=2), 0.0)
+    actions: list[Action] = []
+    if welcome_first:
+        actions += alone.welcome(life=2)
+        assert not alone.can_push()  # the slot is being filled
+    actions += alone.client.staged(work(), n_gradients=1, samples=1, now=0.0)
+    if not welcome_first:
+        assert messages(actions) == []
+        assert alone.unacknowledged() == 1
+        actions = alone.welcome(life=2)
+    (block,) = sent(actions, PushBlock)
+    (push,) = sent(actions, Push)
+    assert (block.sequence, block.shard_incarnation) == (FIRST, 2)
+    assert (push.sequence, push.shard_incarnation) == (FIRST, 2)
+    assert block.values.max() == 3.0
     assert alone.can_push()
+    alone.acknowledge(FIRST, life=2)
     counters = alone.client.counters()
-    assert counters["pushes_sent"] == counters["pushes_lost"] == 1
+    assert (counters["pushes_sent"], counters["pushes_lost"]) == (1, 0)
     assert alone.unacknowledged() == 0
+
+
+def test_a_push_says_no_clock_that_the_shards_next_life_has_not_come_to() -> None:
+    """Such a push would be refused, for ever."""
+    alone = Alone(welcome=False)
+    alone.welcome(clock=9)
+    (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
+    alone.block(0, request=fetch.request, clock=9)
+    alone.client.installed(alone.client.install(zeros_of(LAYOUT))(), 0.0)
+    old = alone.clocks()
+    alone.push()
+    work = alone.client.stage(zeros_of(LAYOUT), zeros_of(LAYOUT))
+    (again,) = sent(alone.welcome(life=2, clock=4), Push)
+    assert again.fetched_clock == 4
+    actions = alone.client.staged(work(), n_gradients=1, samples=1, now=0.0)
+    (push,) = sent(actions, Push)
+    assert push.fetched_clock == 4
+    alone.acknowledge(FIRST + 1, life=2)
+    # Gradients that have accrued since that life.
+    work = alone.client.stage(zeros_of(LAYOUT), zeros_of(LAYOUT), fetched_clocks=old)
+    actions = alone.client.staged(work(), n_gradients=1, samples=1, now=0.0)
+    (push,) = sent(actions, Push)
+    assert push.fetched_clock == 4
 
 
 def test_a_shard_that_was_only_thought_gone_keeps_what_is_in_flight() -> None:
@@ -757,6 +792,9 @@ def test_memory_that_cannot_be_attached_is_done_without() -> None:
     assert hosts == ["here", "here", ""]
     alone.welcome()
     assert alone.can_push()
+    actions = alone.client.handle(PeerJoined(peer=SHARD, incarnation=2), alone.now)
+    (hello,) = sent(actions, Hello)
+    assert hello.host == "here"  # the next life's may well be there
 
 
 def test_slots_of_another_size_are_refused_with_both_sizes() -> None:

@@ -618,13 +618,13 @@ def test_what_the_client_gave_up_is_not_waited_for() -> None:
     assert (late.watermark, late.applied) == (5, 1)
 
 
-def test_slots_are_retired_once_they_are_applied() -> None:
+def test_a_slot_is_left_as_it_is_for_the_client_may_have_to_push_it_again() -> None:
     alone = Alone()
     region = only(alone.hello(host="here"), Welcome).slots_region
     slot = alone.memory.attach(region).view(np.float64)[N:]  # of sequence 1
     slot[:] = -1.0
     only(alone.work(alone.receive(said(1))), Acknowledge)
-    assert np.isnan(slot).all()
+    assert (slot == -1.0).all()
 
 
 # ----------------------------------------------------------------------- buffers

@@ -117,7 +117,7 @@ def test_a_name_is_not_used_twice() -> None:
 def test_regions_of_a_killed_role_stay_until_its_next_life() -> None:
     cluster = cluster_of_holders()
     reader = cluster.memory(B).lend()
-    old = reader.attach("held-1").view(np.float64)
+    old = memory_of(cluster, A).attach("held-1").view(np.float64)  # by its owner
     cluster.kill(A)
     assert old.tolist() == [1.0] * 8
     cluster.restart(A)
@@ -126,6 +126,40 @@ def test_regions_of_a_killed_role_stay_until_its_next_life() -> None:
         reader.attach("held-1")
     assert reader.attach("held-2").view(np.float64).tolist() == [2.0] * 8
     assert cluster.memory(A).n_bytes == 64
+
+
+def test_a_killed_roles_region_keeps_its_bytes_as_long_as_somebody_has_it() -> None:
+    """As a mapped file does: its name goes, and nobody else finds it."""
+    cluster = cluster_of_holders()
+    readers = [cluster.memory(B).lend() for _ in range(3)]
+    old = readers[0].attach("held-1").view(np.float64)
+    readers[1].attach("held-1")
+    cluster.kill(A)
+    cluster.restart(A)
+    with pytest.raises(MemoryGoneError, match="'held-1' on host 'shared': its owner"):
+        readers[2].attach("held-1")
+    assert readers[0].attach("held-1").view(np.float64).tolist() == [1.0] * 8
+    assert cluster.memory(A).n_bytes == 128  # it takes its room all the while
+    readers[0].release("held-1")
+    assert old.tolist() == [1.0] * 8
+    with pytest.raises(MemoryGoneError):
+        readers[0].attach("held-1")
+    readers[1].release_all()  # the life of the last one that has it is over
+    assert np.isnan(old).all()
+    assert cluster.memory(A).n_bytes == 64
+
+
+def test_what_its_owner_releases_is_poison_whoever_has_it() -> None:
+    """Its lease is over: a late reader is caught."""
+    host = HostMemory("h", n_bytes_max=100)
+    owner, reader = host.lend(), host.lend()
+    owner.create("r", n_bytes=64)
+    values = reader.attach("r").view(np.float32)
+    owner.release("r")
+    assert np.isnan(values).all()
+    reader.release("r")
+    owner.release_all()
+    assert host.n_bytes == 0
 
 
 def test_regions_of_a_zombie_stay_until_it_dies() -> None:
