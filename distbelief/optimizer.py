@@ -34,8 +34,9 @@ from distbelief.memory import Memory, PrivateMemory
 from distbelief.messages import Join
 from distbelief.node import Node
 from distbelief.parameter_server.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.copies import copies_of_all
 from distbelief.parameter_server.layout import Layout
-from distbelief.roles import SUPERVISOR, Address, Computed
+from distbelief.roles import SUPERVISOR, Computed
 from distbelief.server import ServerAddress, parameter_specs
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.transport.zmq_transport import ZmqTransport
@@ -158,8 +159,18 @@ class DownpourSGD(torch.optim.Optimizer):
         self._wait(lambda: client.unacknowledged == 0, "an acknowledgement")
         self._fetch()
 
-    def close(self) -> None:
-        """Finish, then leave the server."""
+    def close(self, *, timeout_seconds: float | None = None) -> None:
+        """Finish, then leave the server.
+
+        Args:
+            timeout_seconds: How long each answer may take; by default as long as in a
+                step.
+
+        Raises:
+            PeerLostError: the server does not answer in time; it is left all the same.
+        """
+        if timeout_seconds is not None:
+            self._timeout_seconds = timeout_seconds
         try:
             self.finish()
         finally:
@@ -244,12 +255,14 @@ class _Session:
         self.closed = False
         self.values = [_flat(parameter) for parameter in parameters]
         layout = Layout.of(parameter_specs(parameters), n_shards=address.n_shards)
+        shards, second_copies = copies_of_all(address.n_shards, address.shard_copies)
         memory = _memory(address)
         self.client = ParameterClient(
             ClientConfig(pushes=True),
             layout=layout,
-            shards=[Address(f"shard-{k}") for k in range(address.n_shards)],
+            shards=shards,
             memory=memory,
+            second_copies=second_copies,
         )
         self._transport = ZmqTransport(name=name, incarnation=1, token=address.token)
         self._transport.start()
@@ -320,9 +333,8 @@ def _finish_at_exit(optimizer: DownpourSGD) -> None:
     def finish() -> None:
         alive = reference()
         if alive is not None:
-            alive._timeout_seconds = EXIT_SECONDS_MAX  # noqa: SLF001 -- of this module
             try:
-                alive.close()
+                alive.close(timeout_seconds=EXIT_SECONDS_MAX)
             except (PeerLostError, JobError) as error:
                 print(f"DownpourSGD: at exit: {error}")  # noqa: T201 -- the last word
 

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from distbelief.errors import JobError, PeerLostError
 from distbelief.job.serving import Ready
+from distbelief.parameter_server.copies import COPIES_MAX
 from distbelief.parameter_server.layout import TensorSpec
 from distbelief.parameter_server.update_rules import UpdateRule
 
@@ -28,18 +29,24 @@ SHARDS_MAX: Final = 4096
 class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
     """All that a worker needs to find its server, and to be let in.
 
-    Written tcp://HOST:PORT?token=…&shards=2&memory=….
+    Written tcp://HOST:PORT?token=…&shards=2&copies=1&memory=….
     """
 
     endpoint: str
     token: str  # whoever knows it may push: keep it as you would a password
     n_shards: int
+    shard_copies: int = 1
     memory: str  # the directory of shared memory, for workers of this host
 
     @override
     def __str__(self) -> str:
         """Write it as one line."""
-        query = {"token": self.token, "shards": self.n_shards, "memory": self.memory}
+        query = {
+            "token": self.token,
+            "shards": self.n_shards,
+            "copies": self.shard_copies,
+            "memory": self.memory,
+        }
         return f"{self.endpoint}?{urlencode(query)}"
 
     @classmethod
@@ -54,9 +61,11 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         try:
             port = parts.port
             token, n_shards = query["token"][0], int(query["shards"][0])
+            shard_copies = int(query.get("copies", ["1"])[0])
         except (KeyError, ValueError):
-            port, token, n_shards = None, "", 0
-        if parts.scheme != "tcp" or not port or not 1 <= n_shards <= SHARDS_MAX:
+            port, token, n_shards, shard_copies = None, "", 0, 0
+        makes_sense = 1 <= n_shards <= SHARDS_MAX and 1 <= shard_copies <= COPIES_MAX
+        if parts.scheme != "tcp" or not port or not makes_sense:
             raise JobError(
                 f"{text!r} is no address of a parameter server: use "
                 "ParameterServer(...).address, which looks like "
@@ -66,6 +75,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
             endpoint=f"tcp://{parts.netloc}",
             token=token,
             n_shards=n_shards,
+            shard_copies=shard_copies,
             memory=query.get("memory", [""])[0],
         )
 
@@ -105,14 +115,16 @@ class ParameterServer:
     Args:
         params: The model's parameters; their present values are the initial ones.
         rule: How the shards apply a push: `distbelief.Adagrad(learning_rate=0.02)`, …
-        shards: How many processes keep them.
+        shards: Into how many slices they are cut, each in processes of its own.
+        shard_copies: How many processes keep each slice, 1 or 2: with 2, one takes
+            over at once where the other is lost, and nothing acknowledged is lost.
         shared_memory: Whether workers on this host share memory with the shards.
         directory: For snapshots and logs; by default one that goes with the server.
         snapshot_every: Seconds between snapshots, from which a shard that dies returns.
         start_seconds_max: How long the shards may take to be there.
 
     Raises:
-        JobError: parameters, rule or number of shards make no sense.
+        JobError: parameters, rule or number of shards or copies make no sense.
     """
 
     def __init__(  # noqa: PLR0913 -- the options of one thing
@@ -121,6 +133,7 @@ class ParameterServer:
         *,
         rule: UpdateRule,
         shards: int = 1,
+        shard_copies: int = 1,
         shared_memory: bool = True,
         directory: str | Path | None = None,
         snapshot_every: float = 30.0,
@@ -129,6 +142,11 @@ class ParameterServer:
         if not 1 <= shards <= SHARDS_MAX:
             raise JobError(
                 f"ParameterServer: shards is {shards}; use 1 to {SHARDS_MAX}"
+            )
+        if not 1 <= shard_copies <= COPIES_MAX:
+            raise JobError(
+                f"ParameterServer: shard_copies is {shard_copies}; use 1, or "
+                f"{COPIES_MAX} to lose nothing with a shard's process"
             )
         if not isinstance(cast("object", rule), UpdateRule):
             raise JobError(
@@ -141,6 +159,7 @@ class ParameterServer:
         self._specs = parameter_specs(self._parameters)
         self._rule = rule
         self._n_shards = shards
+        self._shard_copies = shard_copies
         self._shared_memory = shared_memory
         self._snapshot_every = snapshot_every
         self._start_seconds_max = start_seconds_max
@@ -235,6 +254,7 @@ class ParameterServer:
                 "initial_file": str(initial_file),
                 "rule": self._rule,
                 "n_shards": self._n_shards,
+                "shard_copies": self._shard_copies,
                 "shared_memory": self._shared_memory,
                 "snapshot_every": self._snapshot_every,
                 "directory": str(directory),
@@ -260,6 +280,7 @@ class ParameterServer:
             endpoint=told.endpoint,
             token=told.token,
             n_shards=self._n_shards,
+            shard_copies=self._shard_copies,
             memory=told.memory,
         )
         return str(address)

@@ -8,6 +8,12 @@ restarted goes on where the shards have it from one number, the samples consumed
 
     n = 10, R = 3     replica 0: 0 1 2    replica 1: 3 4 5    replica 2: 6 7 8 9
     batches of 2      pass 0: (8 6) (9 7)   pass 1: (6 7) (9 8)   ... of replica 2
+
+If a run goes on with another number of replicas, their parts are others, and what was
+seen of the present pass is no longer a beginning of each part's order. Then every
+replica begins after the same share of its part as of the whole (`fresh_positions`): the
+samples consumed add up, passes over the data count right, and a run that stops between
+two passes goes on exactly. Within a pass, some samples are read twice and some not.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -67,6 +73,27 @@ class DataShard:
         """Return this part's samples, (len(self),), as pass `epoch` visits them."""
         generator = np.random.default_rng((self.seed, self.replica_index, epoch))
         return self.start + generator.permutation(len(self)).astype(np.int64)
+
+
+def fresh_positions(
+    n_consumed: int, *, n_samples: int, n_replicas: int
+) -> tuple[int, ...]:
+    """Return where each replica begins when others consumed so many samples before.
+
+    Args:
+        n_consumed: By all replicas together; also the sum of what is returned.
+        n_samples: Of the whole data set.
+        n_replicas: Into how many parts it is divided from now on.
+    """
+    parts = [
+        DataShard(n_samples, replica_index=r, n_replicas=n_replicas, seed=0)
+        for r in range(n_replicas)
+    ]
+    # Differences of one rounded line, so that nothing is lost to rounding.
+    return tuple(
+        n_consumed * part.stop // n_samples - n_consumed * part.start // n_samples
+        for part in parts
+    )
 
 
 @final

@@ -18,6 +18,7 @@ from distbelief.downpour.replica import ModelReplica
 from distbelief.downpour.steps import Trainer
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.parameter_server.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.copies import copies_of_all, copy_names, shard_of
 from distbelief.parameter_server.initial import shard_values, shard_values_from
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
@@ -142,6 +143,7 @@ class DownpourAlgorithm:
         *,
         n_replicas: int,
         n_shards: int,
+        shard_copies: int = 1,
         evaluates: bool = True,
     ) -> list[RosterEntry]:
         """Return the roles of a job: shards first, since all others need them.
@@ -150,10 +152,15 @@ class DownpourAlgorithm:
             config: The [algorithm] table.
             n_replicas: Model replicas, each with its own part of the data.
             n_shards: Parameter server shards.
+            shard_copies: Processes that keep each shard.
             evaluates: Whether there is a test set, and so an evaluator.
         """
         del config  # the paper's roles do not depend on it
-        shards = [RosterEntry(name=f"shard-{k}", kind="shard") for k in range(n_shards)]
+        shards = [
+            RosterEntry(name=name, kind="shard")
+            for k in range(n_shards)
+            for name in copy_names(k, shard_copies)
+        ]
         replicas = [
             RosterEntry(name=f"replica-{r}", kind="replica") for r in range(n_replicas)
         ]
@@ -174,8 +181,8 @@ class DownpourAlgorithm:
         """
         kind, _, index = name.partition("-")
         match kind:
-            case "shard" if _within(index, context.n_shards):
-                return _shard(int(index), config=config, context=context)
+            case "shard" if name in _shards(context):
+                return _shard(name, config=config, context=context)
             case "replica" if _within(index, context.n_replicas):
                 return _replica(int(index), config=config, context=context)
             case "evaluator" if not index:
@@ -190,10 +197,17 @@ class DownpourAlgorithm:
 DOWNPOUR: Final = DownpourAlgorithm()
 
 
-def _shard(index: int, *, config: DownpourSettings, context: BuildContext) -> Role:
+def _shard(name: str, *, config: DownpourSettings, context: BuildContext) -> Role:
     layout = _layout(context)
+    index = int(shard_of(name).removeprefix("shard-"))
     return ParameterServerShard(
-        ShardConfig(index=index, layout=layout, rule=config.rule),
+        ShardConfig(
+            index=index,
+            layout=layout,
+            rule=config.rule,
+            name=name,
+            waits_for_lead=context.shard_copies > 1,
+        ),
         memory=context.memory,
         initialise=_initialise(index, layout, context),
     )
@@ -273,13 +287,20 @@ def _evaluator(context: BuildContext) -> Role:
 
 
 def _client(context: BuildContext, *, pushes: bool) -> ParameterClient:
-    shards = [Address(f"shard-{k}") for k in range(context.n_shards)]
+    shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
     return ParameterClient(
         ClientConfig(pushes=pushes),
         layout=_layout(context),
         shards=shards,
         memory=context.memory,
+        second_copies=second_copies,
     )
+
+
+def _shards(context: BuildContext) -> set[Address]:
+    """Return the names of all copies of all shards."""
+    shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
+    return {*shards, *second_copies}
 
 
 def _layout(context: BuildContext) -> Layout:

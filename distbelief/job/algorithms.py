@@ -38,7 +38,13 @@ class Algorithm(Protocol):
         ...
 
     def roster(
-        self, config: object, *, n_replicas: int, n_shards: int, evaluates: bool = True
+        self,
+        config: object,
+        *,
+        n_replicas: int,
+        n_shards: int,
+        shard_copies: int = 1,
+        evaluates: bool = True,
     ) -> "list[RosterEntry]":
         """Return the roles of a job."""
         ...

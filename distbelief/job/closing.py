@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import Final, final
 
-from distbelief.job.ending import Ending, Stage, listed
-from distbelief.job.figures import Figures
+from distbelief.job.books import Books
+from distbelief.job.ending import Stage, listed
 from distbelief.job.lives import Lives
-from distbelief.job.membership import Membership, RoleRecord
-from distbelief.job.rounds import Evaluations, Saves
+from distbelief.job.membership import RoleRecord
 from distbelief.messages import Stop
 from distbelief.roles import Action, Halt, Seconds, Send, Terminate
 
@@ -20,22 +19,14 @@ LAST_SAVE_SECONDS: Final = 10.0
 class Closing:
     """Takes a job through the stages of its end (`ending`)."""
 
-    def __init__(
-        self,
-        ending: Ending,
-        members: Membership,
-        *,
-        lives: Lives,
-        saves: Saves,
-        evaluations: Evaluations,
-        figures: Figures,
-    ) -> None:
-        self._ending = ending
-        self._members = members
+    def __init__(self, books: Books, *, lives: Lives) -> None:
+        self._ending = books.ending
+        self._members = books.members
+        self._pairs = books.pairs
         self._lives = lives
-        self._saves = saves
-        self._evaluations = evaluations
-        self._figures = figures
+        self._saves = books.saves
+        self._evaluations = books.evaluations
+        self._figures = books.figures
 
     def pursue(self, now: Seconds) -> list[Action]:
         """Do what the present stage asks for, and go on as far as that is done."""
@@ -48,12 +39,13 @@ class Closing:
 
     def save(self, now: Seconds) -> list[Action]:
         """Begin a round of snapshots; who is not there yet is asked when it is."""
-        shards = {shard.name for shard in self._members.of("shard") if shard.is_alive}
+        shards = {shard.shard for shard in self._members.of("shard") if shard.is_alive}
         patience = 0.0
         if self._ending.stage is Stage.KEEP and not self._ending.interrupted:
             patience = LAST_SAVE_SECONDS  # there will be no other
         save = self._saves.ask(shards, now, retry_seconds=patience)
-        return [Send(receiver=name, message=save) for name in sorted(shards)]
+        leaders = [self._pairs.leader(name) for name in sorted(shards)]
+        return [Send(receiver=r.name, message=save) for r in leaders if r is not None]
 
     def stop_message(self) -> Stop:
         """Return what every role is told at its end."""

@@ -2,12 +2,19 @@
 
 from typing import Final, final
 
-from distbelief.job.ending import Ending, Stage
-from distbelief.job.figures import Figures
+from distbelief.job.books import Books
+from distbelief.job.ending import Stage
 from distbelief.job.lives import Lives
-from distbelief.job.membership import Membership, RoleRecord
-from distbelief.job.rounds import Evaluations, Saves
-from distbelief.roles import Action, Address, PeerLost, Seconds, SetTimer, Terminate
+from distbelief.job.membership import RoleRecord
+from distbelief.roles import (
+    Action,
+    Address,
+    PeerLost,
+    Seconds,
+    Send,
+    SetTimer,
+    Terminate,
+)
 
 
 TIMER: Final = "supervisor:lost:"
@@ -20,22 +27,14 @@ LAST_WORDS_SECONDS: Final = 0.1
 class Deaths:
     """Decides what follows from the death of a role."""
 
-    def __init__(
-        self,
-        ending: Ending,
-        members: Membership,
-        *,
-        lives: Lives,
-        saves: Saves,
-        evaluations: Evaluations,
-        figures: Figures,
-    ) -> None:
-        self._ending = ending
-        self._members = members
+    def __init__(self, books: Books, *, lives: Lives) -> None:
+        self._ending = books.ending
+        self._members = books.members
+        self._pairs = books.pairs
         self._lives = lives
-        self._saves = saves
-        self._evaluations = evaluations
-        self._figures = figures
+        self._saves = books.saves
+        self._evaluations = books.evaluations
+        self._figures = books.figures
 
     def told(self, event: PeerLost, now: Seconds) -> list[Action]:
         """The launcher tells of a process that has ended: wait for its last words."""
@@ -73,10 +72,10 @@ class Deaths:
                 Terminate(name=record.name),
                 *self._lives.finished(record, now),
             ]
+        led = self._pairs.has_led(record)
         actions = self._lives.restart(record, why, now)
-        if record.kind == "shard" and not record.is_alive:
-            error = f"{record.label} cannot be kept alive: it {why}"
-            ending.begin(error, now, error=error)
+        if record.kind == "shard":
+            actions += self.replace(record, why, now, led=led)
         if not record.is_alive:
             self.await_nothing(record)
         return actions
@@ -85,4 +84,35 @@ class Deaths:
         """Wait for no answer of a role that is gone for good."""
         if record.kind == "evaluator":
             self._evaluations.give_up()
-        self._saves.forget(record.name)
+        if not any(copy.is_alive for copy in self._pairs.copies(record.shard)):
+            self._saves.forget(record.shard)
+
+    def replace(
+        self, record: RoleRecord, why: str, now: Seconds, *, led: bool
+    ) -> list[Action]:
+        """Let the other copy of a shard do without this one, if there is another.
+
+        Args:
+            record: Of the copy that is dead.
+            why: It is.
+            now: The present.
+            led: Whether it led before.
+        """
+        actions: list[Action] = [*self._pairs.lost(record, now)]
+        leader = self._pairs.leader(record.shard)
+        if led and leader is not None and leader is not record:
+            save = self._saves.again(record.shard, now, at_once=True)
+            actions += [Send(receiver=leader.name, message=save)] if save else []
+        if record.is_alive:
+            return actions
+        others = [copy for copy in self._pairs.copies(record.shard) if copy.is_alive]
+        if not others:
+            often = self._lives.so_often(record)
+            label = record.shard.replace("-", " ")
+            error = f"{label} cannot be kept alive{often}: it {why}"
+            self._ending.begin(error, now, error=error)
+        elif leader is None and others[0].has_joined:
+            # It holds a part of a copy: only a new life has a snapshot to lead with.
+            why = f"is not whole, and {record.label} will not come back"
+            actions += self.bury(others[0], why, now)
+        return actions

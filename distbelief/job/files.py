@@ -55,9 +55,9 @@ def write_by(path: Path, fill: Callable[[Path], object]) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
     try:
         fill(temporary)
-        _force(temporary)
+        force(temporary)
         temporary.replace(path)
-        _force(path.parent)
+        force(path.parent)
     except OSError as error:
         raise explained(error, path, doing="write") from error
     finally:
@@ -71,8 +71,12 @@ def of_safetensors(error: SafetensorError) -> OSError:
     return OSError(int(number[1]) if number else errno.EIO, str(error))
 
 
-def _force(path: Path) -> None:
-    """Have the disk hold what the operating system holds for it."""
+def force(path: Path) -> None:
+    """Have the disk hold what the operating system holds for this file or directory.
+
+    Raises:
+        OSError: it cannot.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

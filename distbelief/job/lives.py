@@ -12,10 +12,8 @@ What the supervisor does for each role whatever the job is doing. Rules:
 
 from typing import final
 
-from distbelief.job.figures import Figures
-from distbelief.job.membership import Membership, Presence, RoleRecord
-from distbelief.job.rounds import Saves
-from distbelief.job.supervisor_config import SupervisorConfig
+from distbelief.job.books import Books
+from distbelief.job.membership import Presence, RoleRecord
 from distbelief.messages import Alive, Heartbeat, Join, Peers
 from distbelief.roles import Action, Connect, Launch, Seconds, Send, Terminate
 
@@ -28,18 +26,12 @@ INTRODUCE_SECONDS = 5.0
 class Lives:
     """Looks after all members."""
 
-    def __init__(
-        self,
-        config: SupervisorConfig,
-        members: Membership,
-        *,
-        saves: Saves,
-        figures: Figures,
-    ) -> None:
-        self._config = config
-        self._members = members
-        self._saves = saves
-        self._figures = figures
+    def __init__(self, books: Books) -> None:
+        self._config = books.config
+        self._members = books.members
+        self._pairs = books.pairs
+        self._saves = books.saves
+        self._figures = books.figures
 
     def launch_all(self, now: Seconds) -> list[Action]:
         """Start the whole roster."""
@@ -74,8 +66,12 @@ class Lives:
                 endpoint=message.endpoint,
                 host=message.host,
             )
+            # Who leads is settled first: clients wait to hear of that.
+            leads = self._pairs.joined(record, now)
             actions = [connect, *self._tell_others(record, now)]
-        return [*actions, *self._introduce(record, now)]
+        else:
+            leads = []
+        return [*actions, *self._introduce(record, now), *leads]
 
     def beaten(
         self, record: RoleRecord, message: Heartbeat, now: Seconds
@@ -83,12 +79,16 @@ class Lives:
         """It says how it is."""
         record.state, record.counters = message.state, message.counters
         if record.kind == "shard":
+            self._pairs.count(record)
             applied = message.counters.get("pushes_applied")
             if applied is not None:
                 record.rate.add(now, applied)
         if not record.has_joined:
             return []
-        actions: list[Action] = [Send(receiver=record.name, message=Alive())]
+        actions: list[Action] = [
+            Send(receiver=record.name, message=Alive()),
+            *self._pairs.beaten(record, now),
+        ]
         told_at = record.introduced_at
         if told_at is not None and now - told_at >= INTRODUCE_SECONDS:
             actions += self._introduce(record, now)
@@ -99,7 +99,7 @@ class Lives:
         if (
             record.kind != "shard"
             and record.introduced_at is None
-            and not self._members.shards_are_there
+            and not self._pairs.all_led
         ):
             return []
         record.introduced_at = now
@@ -110,7 +110,7 @@ class Lives:
         """Tell those who need this role that it is there, or no longer."""
         actions: list[Action] = []
         for other in self._members:
-            if other.has_joined and (other.kind == "shard") != (record.kind == "shard"):
+            if other.has_joined and record.needs(other):
                 actions += self._introduce(other, now)
         return actions
 
@@ -121,15 +121,19 @@ class Lives:
 
         Afterwards `record.is_alive` tells which.
         """
-        bound = self._config.restarts_max(record.kind)
-        if record.restarts >= bound:
-            return self.leave_out(
-                record, f"{why}; left out after {record.restarts} restarts", now
-            )
+        if self._is_past_mending(record):
+            why += f"; left out{self.so_often(record)}"
+            return self.leave_out(record, why, now)
+        if record.has_settled(self._config.settled_seconds):
+            record.in_a_row = 0
+        record.in_a_row += 1
         record.restarts += 1
         text = f"{record.label} {why}: {self._plan(record, now)}"
         said = self._figures.tell(text, now, "warning")
-        record.begin_life(record.incarnation + 1, now)
+        # Copies of a shard count their lives together, for they restore each other's
+        # snapshots, which are always of a life before.
+        copies = [record, *self._pairs.copies(record.shard)]
+        record.begin_life(1 + max(copy.incarnation for copy in copies), now)
         return [
             said,
             # What the launcher took for dead may be only silent.
@@ -137,6 +141,19 @@ class Lives:
             Launch(name=record.name, incarnation=record.incarnation),
             *self._tell_others(record, now),
         ]
+
+    def _is_past_mending(self, record: RoleRecord) -> bool:
+        """Whether it has died too often, and each time too soon."""
+        settled = record.has_settled(self._config.settled_seconds)
+        bound = self._config.restarts_max(record.kind)
+        return record.in_a_row >= bound and not (settled and bound)
+
+    def so_often(self, record: RoleRecord) -> str:
+        """Return " after 3 restarts, none of which lasted 30 s"."""
+        n = record.in_a_row
+        noun = "restart" if n == 1 else "restarts"
+        text = f" after {n} {noun}, none of which lasted "
+        return f"{text}{self._config.settled_seconds:g} s" if n else ""
 
     def leave_out(self, record: RoleRecord, why: str, now: Seconds) -> list[Action]:
         """Go on without it."""
@@ -152,15 +169,27 @@ class Lives:
         record.presence = Presence.FINISHED
         if record.kind == "guest":
             self._members.leave(record)
-        return self._tell_others(record, now)
+        actions = self._tell_others(record, now)
+        if record.kind == "shard" and not self._pairs.leads(record):
+            actions += self._pairs.lost(record, now)  # its leader need not wait for it
+        return actions
 
     def _plan(self, record: RoleRecord, now: Seconds) -> str:
         """Return what is done about the loss of a role, and what it costs."""
         if record.kind != "shard":
             return "restarting it"
-        text = f"restarting it from {self._saves.describe(record.name, now)}"
+        other = self._pairs.survivor(record)
+        if other is not None:
+            if self._pairs.has_led(record):
+                text = f"{other.label} takes over, nothing acknowledged is lost"
+            else:
+                text = f"{other.label} goes on alone, nothing acknowledged is lost"
+            return f"{text}; restarting {record.label}"
+        text = f"restarting it from {self._saves.describe(record.shard, now)}"
+        if not self._pairs.leads(record):
+            return text
         clock = record.counters.get("clock", 0.0)
-        n_lost = self._saves.n_since(record.name, clock)
+        n_lost = self._saves.n_since(record.shard, clock)
         if n_lost:
             noun = "push" if n_lost == 1 else "pushes"
             text += f"; about {n_lost:,} acknowledged {noun} will be lost"
@@ -209,7 +238,7 @@ class Lives:
             return []
         record.silence_named = True
         left = config.dead_seconds - silence
-        if record.restarts < config.restarts_max(record.kind):
+        if not self._is_past_mending(record):
             plan = self._plan(record, now)
         else:
             plan = "going on without it" if record.kind != "shard" else "giving up"

@@ -16,7 +16,7 @@ supervisor for a while ends: a job that has lost its head leaves no process behi
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast, final
+from typing import Final, cast, final
 
 from distbelief.errors import (
     DistBeliefError,
@@ -57,6 +57,10 @@ from distbelief.roles import (
 
 TIMER = "member:heartbeat"
 BUILD = "member:build"
+HEARTBEAT_SECONDS: Final = 0.5
+PAIRED_HEARTBEAT_SECONDS: Final = 0.2
+"""Of a shard with another copy, which takes over after a second of silence."""
+
 N_EARLY_MAX = 4096
 """Messages kept for a role that is not there yet; whoever loses one sends it again."""
 
@@ -81,7 +85,7 @@ class MemberConfig:
     endpoint: str = ""
     host: str = ""
     pid: int = 0
-    heartbeat_seconds: Seconds = 0.5
+    heartbeat_seconds: Seconds = HEARTBEAT_SECONDS
     silence_seconds_max: Seconds = 15.0
 
     def __post_init__(self) -> None:
@@ -91,6 +95,12 @@ class MemberConfig:
                 f"silence_seconds_max {self.silence_seconds_max}; use more than 0, and "
                 "several heartbeats to a silence"
             )
+
+
+def heartbeat_seconds(name: str, shard_copies: int) -> Seconds:
+    """Return how often a role of this name says that it lives."""
+    paired = shard_copies > 1 and name.startswith("shard-")
+    return PAIRED_HEARTBEAT_SECONDS if paired else HEARTBEAT_SECONDS
 
 
 @final

@@ -8,7 +8,7 @@
                                +-------------------> left out   it died too often
 
 Clients (replicas, the evaluator, guests) need the shards, and the shards need all
-clients; no shard needs another (DB-5).
+clients; no shard needs another (DB-5), but the two copies of one shard do.
 """
 
 from collections import deque
@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Literal, final
 
 from distbelief.messages import Join, PeerEntry
+from distbelief.parameter_server.copies import shard_of
 from distbelief.roles import Address, Seconds
 
 
@@ -87,7 +88,8 @@ class RoleRecord:
     state: str = ""  # its own word
     counters: dict[str, float] = field(default_factory=dict)
     past: dict[str, float] = field(default_factory=dict)  # of former lives, summed
-    restarts: int = 0
+    restarts: int = 0  # in all
+    in_a_row: int = 0  # since a life that settled
     silence_named: bool = False
     failure: str | None = None  # its own last words
     end: str | None = None  # how its process ended, as soon as that is known
@@ -98,6 +100,18 @@ class RoleRecord:
     begun: bool = False  # a replica: it was told to begin
     progressed: bool = False  # and has
     step: int = 0
+
+    @property
+    def shard(self) -> Address:
+        """The shard that this is a copy of."""
+        return shard_of(self.name)
+
+    def needs(self, other: "RoleRecord") -> bool:
+        """Whether these two have to be able to speak to each other."""
+        if (self.kind == "shard") != (other.kind == "shard"):
+            return True
+        same = self.kind == "shard" and self.shard == other.shard
+        return same and self.name != other.name
 
     @property
     def label(self) -> str:
@@ -140,6 +154,12 @@ class RoleRecord:
         news = entry != self.entry
         self.entry = entry
         return news
+
+    def has_settled(self, settled_seconds: Seconds) -> bool:
+        """Whether this life has lasted, and has been of use."""
+        worked = self.state not in {"", "building", "joining"}
+        lasted = self.heard_at - self.launched_at
+        return worked and lasted >= settled_seconds
 
     def begin_life(self, incarnation: int, now: Seconds) -> None:
         """Forget all that ended with the life before."""
@@ -195,11 +215,6 @@ class Membership:
         """The evaluator, if the job has one."""
         return next(iter(self.of("evaluator")), None)
 
-    @property
-    def shards_are_there(self) -> bool:
-        """Whether every shard has joined."""
-        return all(shard.has_joined for shard in self.of("shard"))
-
     def admit(self, name: Address, incarnation: int, now: Seconds) -> RoleRecord | None:
         """Return the record of a guest, made now if it may come; else None."""
         record = self.get(name)
@@ -221,7 +236,7 @@ class Membership:
         return tuple(
             other.entry
             for other in self
-            if (other.kind == "shard") != (record.kind == "shard")
+            if record.needs(other)
             and other.entry is not None
             and other.presence is Presence.PRESENT
         )

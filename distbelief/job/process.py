@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 import msgspec
 import torch
@@ -16,16 +16,18 @@ import torch
 from distbelief.errors import DistBeliefError
 from distbelief.job import algorithms
 from distbelief.job.jobfile import job_from_json
-from distbelief.job.member import Member, MemberConfig
+from distbelief.job.member import Member, MemberConfig, heartbeat_seconds
 from distbelief.job.sections import Job
 from distbelief.job.store import SnapshotStore
 from distbelief.memory import Memory, PrivateMemory
 from distbelief.messages import Failed
 from distbelief.node import Node
+from distbelief.parameter_server.copies import shard_of
 from distbelief.parameter_server.initial import Initial
 from distbelief.parameter_server.layout import Layout, LayoutSpec
-from distbelief.roles import SUPERVISOR, Role
+from distbelief.roles import SUPERVISOR, Address, Role, Snapshot
 from distbelief.runtime.task import BuildContext
+from distbelief.transport.allocator import KEPT_BYTES_MAX, keep_memory
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.transport.zmq_transport import ZmqTransport
 
@@ -57,6 +59,22 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     initial_file: str | None
 
 
+@final
+class SharedShelf:
+    """Both copies of a shard keep their snapshots under the shard's one name."""
+
+    def __init__(self, store: SnapshotStore) -> None:
+        self._store = store
+
+    def save(self, role: Address, snapshot: Snapshot) -> None:
+        """Keep it for good."""
+        self._store.save(shard_of(role), snapshot)
+
+    def newest(self, role: Address) -> Snapshot | None:
+        """Return the newest one of either copy."""
+        return self._store.newest(shard_of(role))
+
+
 def read_spec(path: str) -> Spec:
     """Return the spec in this file."""
     with Path(path).open("rb") as file:
@@ -69,6 +87,10 @@ def main(name: str, incarnation: int, path: str) -> int:
     job = job_from_json(bytes(spec.job))
     import_from(job)
     torch.set_num_threads(job.cluster.threads if name.startswith("replica") else 1)
+    if name.startswith("replica"):
+        keep_memory()  # each step's gradients lie where the last one's did
+    else:
+        keep_memory(block_bytes_max=KEPT_BYTES_MAX)
     memory: Memory = PrivateMemory(host="")
     if spec.memory:
         memory = FileMemory(Path(spec.memory))
@@ -87,12 +109,13 @@ def main(name: str, incarnation: int, path: str) -> int:
             endpoint=transport.endpoint,
             host=memory.host,
             pid=os.getpid(),
+            heartbeat_seconds=heartbeat_seconds(name, job.cluster.shard_copies),
         )
         member = Member(config, build=lambda: _build(name, job, spec, memory))
         store = SnapshotStore(
             Path(spec.snapshots), report=lambda text: report("warning", text)
         )
-        node = Node(member, transport=transport, log=report, store=store)
+        node = Node(member, transport=transport, log=report, store=SharedShelf(store))
         error = node.run()
         if error is not None and not member.told_failure:
             transport.send(SUPERVISOR, Failed(error=error[:8192], culprit_is_job=False))
@@ -127,6 +150,7 @@ def _build(name: str, job: Job, spec: Spec, memory: Memory) -> Role:
         initial_file=spec.initial_file,
         evaluation_subset=job.evaluation.subset,
         threads=job.cluster.threads,
+        shard_copies=job.cluster.shard_copies,
     )
     try:
         return algorithm.build(name, config=job.algorithm, context=context)

@@ -1,54 +1,55 @@
-"""What former lives of a run left behind, and whether a job can go on from it.
+"""Whether a job can go on with a run, and how.
 
-A run goes on from the newest whole snapshot of each shard by itself. They need not be
-of one moment: shards never were (DB-5). The place of each replica in its data is the
-least that any shard knows of it.
+As it was, it goes on exactly where it stood (`legacy`). With other numbers of shards or
+replicas it goes on too: its snapshots are cut anew (`cuts`, `recutting`), and if the
+replicas are others, each begins after the same share of its own part of the data
+(`data.subset`). With another model, rule or algorithm it does not go on, nor, once
+anything was trained, with other data: then neither values nor places would mean what
+they did.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
 
 import msgspec
 
-from distbelief.errors import JobError
-from distbelief.job.figures import Before
+from distbelief.data.subset import fresh_positions
+from distbelief.errors import JobError, StorageError
+from distbelief.job import toml_text
+from distbelief.job.cuts import Cut, making_cut, newest_cut, write_cut
+from distbelief.job.jobfile import load_job
+from distbelief.job.legacy import Legacy, read_legacy
+from distbelief.job.recutting import Recutting
 from distbelief.job.run_directory import RunDirectory
 from distbelief.job.sections import Job
 from distbelief.job.store import SnapshotStore
-from distbelief.roles import Snapshot
+from distbelief.job.summary import DataFacts
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.update_rules import UpdateRule
+
+
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Legacy:
-    """What the next life of a run has to know of those before.
+class Resumed:
+    """A run that a job can go on with.
 
     Attributes:
-        before: Figures.
-        incarnation: Above all that were used, as far as any snapshot knows of them.
-        label: Number of the next snapshot.
-        restored: Shards that have a snapshot, with its label.
-        missing: Shards that have none.
+        legacy: What is left of it.
+        store: The snapshots of its shards, cut as the job wants them.
+        told: What the user should know of it, a line each.
     """
 
-    before: Before = field(default_factory=Before)
-    incarnation: int = 1
-    label: int = 1
-    restored: Mapping[str, str] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
-
-
-class _Client(msgspec.Struct, frozen=True, kw_only=True):
-    """What a shard's snapshot tells of one client (`parameter_server.snapshots`)."""
-
-    incarnation: int
-    samples: int
+    legacy: Legacy
+    store: SnapshotStore
+    told: tuple[str, ...] = ()
 
 
 _CHANGED: Final = {
     "model": "[model]: the snapshots are of another model",
-    "replicas": "[cluster] replicas: each has its own part of the data",
-    "shards": "[cluster] shards: the snapshots are cut for another number",
     "rule": "[algorithm] rule: its state in the snapshots is of another kind",
     "algorithm": "[algorithm] name: the snapshots are another algorithm's",
 }
@@ -69,77 +70,174 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
             )
 
 
-def read_legacy(run: RunDirectory, store: SnapshotStore, *, n_shards: int) -> Legacy:
-    """Return what the lives before left in this run directory."""
-    incarnation, label = 1, 1
-    restored: dict[str, str] = {}
-    missing: list[str] = []
-    samples: dict[str, int] = {}
-    for name in (f"shard-{k}" for k in range(n_shards)):
-        numbers = [int(text) for text in store.labels(name) if text.isdigit()]
-        label = max([label, *(number + 1 for number in numbers)])
-        snapshot = store.newest(name)
-        if snapshot is None:
-            missing.append(name)
-            continue
-        restored[name] = snapshot.label
-        clients = _clients(snapshot)
-        lives = [client.incarnation for client in clients.values()]
-        lives.append(int(snapshot.facts.get("incarnation", "0")))
-        incarnation = max([incarnation, *(life + 1 for life in lives)])
-        for client, facts in clients.items():
-            known = samples.get(client, facts.samples)
-            samples[client] = min(known, facts.samples)
-    replicas = {
-        client: 0 if missing else n
-        for client, n in samples.items()
-        if client.startswith("replica-")
-    }
-    return Legacy(
-        before=_before(run, replicas),
-        incarnation=incarnation,
-        label=label,
-        restored=restored,
-        missing=tuple(missing),
-    )
+def take_up(
+    job: Job, run: RunDirectory, *, layout: Layout, train: DataFacts, report: Report
+) -> Resumed:
+    """Make this run, new or not, one that the job can go on with.
 
+    Args:
+        job: The job; `check_same` has nothing against it.
+        run: The run, whose job file still is that of its last life.
+        layout: Of the model on the job's shards.
+        train: The training data.
+        report: Told of each damaged snapshot.
 
-def _before(run: RunDirectory, samples: Mapping[str, int]) -> Before:
-    status = run.read_status()
-    if status is None:
-        return Before(samples=samples)
-    view = status.view
-    return Before(
-        seconds=view.seconds,
-        training_seconds=view.training_seconds,
-        step=view.step,
-        samples=samples,
-        loss=view.loss,
-        metric=view.metric,
-        held_out_loss=view.held_out_loss,
-        best_metric=view.best_metric,
-        best_metric_seconds=view.best_metric_seconds,
-        history=view.history,
-    )
-
-
-def _clients(snapshot: Snapshot) -> dict[str, _Client]:
-    try:
-        return msgspec.json.decode(
-            snapshot.facts.get("clients", "{}"), type=dict[str, _Client]
+    Raises:
+        JobError: the data are others, or what would have to be cut anew is not there.
+        StorageError: the run's files cannot be read or written; it is as it was.
+    """
+    directory, was = newest_cut(run)
+    now = Cut(n_shards=job.cluster.shards, n_replicas=job.cluster.replicas, train=train)
+    was = was or now
+    store = SnapshotStore(directory, report=report)
+    legacy = read_legacy(run, store, n_shards=was.n_shards)
+    if legacy.trained:
+        _check_data(job, run, was=was.train, now=train)
+    if was.numbers != now.numbers:
+        if any(store.labels(f"shard-{k}") for k in range(was.n_shards)):
+            change = _Change(
+                job=job, run=run, was=was, now=now, n_samples=train.n_samples
+            )
+            return change.recut(legacy, store, layout=layout, report=report)
+        # Of what was never saved, anything can be made.
+        legacy = read_legacy(run, store, n_shards=now.n_shards)
+    write_cut(directory, now)
+    told: tuple[str, ...] = ()
+    if legacy.restored and legacy.missing:
+        names = ", ".join(legacy.missing)
+        line = (
+            f"{names}: no whole snapshot in {directory}, so it begins anew, and every "
+            "replica at the beginning of its data"
         )
-    except msgspec.MsgspecError:
-        return {}  # the shard itself will say what is wrong with it
+        told = (line,)
+    return Resumed(legacy=legacy, store=store, told=told)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """Of the numbers of shards and replicas."""
+
+    job: Job
+    run: RunDirectory
+    was: Cut
+    now: Cut
+    n_samples: int  # of the training data
+
+    def recut(
+        self, legacy: Legacy, store: SnapshotStore, *, layout: Layout, report: Report
+    ) -> Resumed:
+        """Cut the snapshots anew; return the run that goes on with those."""
+        self._check(legacy, store)
+        rule: object = getattr(self.job.algorithm, "rule", None)
+        if not isinstance(rule, UpdateRule):
+            raise self._refusal(
+                f"those of algorithm {self.job.algorithm_name!r} cannot be cut anew"
+            )
+        recutting = Recutting(
+            source=store,
+            old=Layout.of(
+                layout.tensors, n_shards=self.was.n_shards, dtype=layout.spec.dtype
+            ),
+            new=layout,
+            rule=rule,
+            incarnation=legacy.incarnation,
+        )
+        places = self._places(legacy.before.samples)
+        with making_cut(self.run, legacy.label, self.now) as (written, kept):
+            fresh = SnapshotStore(written, report=report)
+            recutting.write(fresh, label=f"{legacy.label:05d}", samples=places)
+            read_back = read_legacy(self.run, fresh, n_shards=self.now.n_shards)
+            if read_back.missing or read_back.before.samples != places:
+                raise StorageError(
+                    f"what was cut anew cannot be read back from {written}: do not "
+                    "trust this disk. The run is as it was"
+                )
+        return Resumed(
+            legacy=read_back,
+            store=SnapshotStore(kept, report=report),
+            told=tuple(self._told(sum(places.values()), kept)),
+        )
+
+    def _check(self, legacy: Legacy, store: SnapshotStore) -> None:
+        if legacy.missing:
+            names = ", ".join(legacy.missing)
+            raise self._refusal(
+                f"there is no whole one of {names} in {store.directory}. Put it back, "
+                f"or go on with {_numbers(self.was)}, where {names} begins anew"
+            )
+
+    def _refusal(self, why: str) -> JobError:
+        return JobError(
+            f"--resume {self.run.path}: its snapshots cannot be cut for "
+            f"{_numbers(self.now)}: {why}"
+        )
+
+    def _places(self, samples: Mapping[str, int]) -> dict[str, int]:
+        """Return where each replica begins in its data."""
+        n_replicas = self.now.n_replicas
+        names = [f"replica-{r}" for r in range(n_replicas)]
+        if self.was.n_replicas == n_replicas:
+            return {name: samples.get(name, 0) for name in names}
+        positions = fresh_positions(
+            sum(samples.values()), n_samples=self.n_samples, n_replicas=n_replicas
+        )
+        return dict(zip(names, positions, strict=True))
+
+    def _told(self, samples: int, directory: Path) -> Iterator[str]:
+        was, now = self.was, self.now
+        if was.n_shards != now.n_shards:
+            yield (
+                f"shards: {was.n_shards} before, {now.n_shards} now; snapshots are cut "
+                f"anew in {directory}, and the old ones stay where they are"
+            )
+        if was.n_replicas != now.n_replicas:
+            yield (
+                f"replicas: {was.n_replicas} before, {now.n_replicas} now; of the "
+                f"{samples:,} samples so far each counts its share as read in its new "
+                "part of the data, so in this pass some are read twice and some not"
+            )
+
+
+def _check_data(
+    job: Job, run: RunDirectory, *, was: DataFacts | None, now: DataFacts
+) -> None:
+    """Refuse data in which the places of the replicas would mean something else."""
+    earlier = load_job(run.job_file).data.train
+    kept = was or now
+    knows_marks = None not in {kept.fingerprint, now.fingerprint}
+    pairs: list[tuple[object, object]] = [
+        (earlier, job.data.train),
+        (f"{kept.n_samples:,} samples", f"{now.n_samples:,} samples"),
+        (f"fingerprint {kept.fingerprint}", f"fingerprint {now.fingerprint}"),
+    ]
+    for of, to in pairs if knows_marks else pairs[:-1]:
+        if of == to:
+            continue
+        mend = "Leave the data as they were, or begin a new run"
+        if run.model_file.is_file():
+            mend += f" (with model.initial={run.model_file}, from what was learnt)"
+        raise JobError(
+            f"--resume {run.path}: [data.train] has changed, and the places of the "
+            f"replicas in it would be of other samples: it was {_shown(of)}, now "
+            f"{_shown(to)}. {mend}"
+        )
+
+
+def _shown(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    return toml_text.excerpt(msgspec.to_builtins(part), n_max=200)
+
+
+def _numbers(cut: Cut) -> str:
+    return f"{cut.n_shards} shards and {cut.n_replicas} replicas"
 
 
 def _of(job: Job, key: str) -> object:
     match key:
         case "model":
             return job.model
-        case "replicas":
-            return job.cluster.replicas
-        case "shards":
-            return job.cluster.shards
         case "rule":
             return getattr(getattr(job.algorithm, "rule", None), "name", None)
         case _:

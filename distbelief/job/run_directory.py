@@ -150,7 +150,7 @@ class RunDirectory:
 
     @property
     def snapshots(self) -> Path:
-        """Directory with one directory per shard, see `store`."""
+        """Directory with one directory per shard, see `store` and `cuts`."""
         return self.path / "snapshots"
 
     @property

@@ -30,6 +30,7 @@ QUANTITIES: Final[Mapping[str, Mapping[str, units.Dimension]]] = {
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 Processes = Annotated[int, msgspec.Meta(ge=1, le=4096)]  # of one machine
+Copies = Annotated[int, msgspec.Meta(ge=1, le=2)]  # one leads, one is its second
 Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]  # OpenMP crashes at too many
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -42,6 +43,8 @@ class ClusterTable(
     Attributes:
         replicas: Model replicas, each with its own part of the data.
         shards: Parameter server shards.
+        shard_copies: Processes that keep each shard: with 2, one takes over at once
+            where the other is lost, and nothing acknowledged is lost with it.
         threads: Of torch, in each replica's process.
         partitions: Machines per replica.
         shared_memory: Whether roles of one host share memory; false sends all values
@@ -50,6 +53,7 @@ class ClusterTable(
 
     replicas: Processes = 1
     shards: Processes = 1
+    shard_copies: Copies = 1
     threads: Threads = 1
     partitions: AtLeastOne = 1
     shared_memory: bool = True

@@ -35,6 +35,7 @@ from distbelief.job.supervisor import USER, Supervisor
 from distbelief.job.supervisor_config import SupervisorConfig
 from distbelief.messages import Stop
 from distbelief.node import Node
+from distbelief.parameter_server.copies import copy_names
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.update_rules import UpdateRule
 from distbelief.roles import SUPERVISOR, Received
@@ -55,6 +56,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         initial_file: Safetensors file with their initial values.
         rule: How shards apply a push.
         n_shards: How many of them.
+        shard_copies: How many processes keep each.
         shared_memory: Whether workers of this host may share memory with them.
         snapshot_every: Seconds between snapshots.
         directory: For snapshots and logs.
@@ -64,6 +66,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     initial_file: str
     rule: UpdateRule
     n_shards: int
+    shard_copies: int
     shared_memory: bool
     snapshot_every: float
     directory: str
@@ -112,7 +115,11 @@ def _serve(request: Request, memory: str) -> int:
         spec = directory / "spec.json"
         files.write(spec, _spec(request, token, links.endpoint, memory))
         config = SupervisorConfig(
-            roster=tuple((f"shard-{k}", "shard") for k in range(request.n_shards)),
+            roster=tuple(
+                (name, "shard")
+                for k in range(request.n_shards)
+                for name in copy_names(k, request.shard_copies)
+            ),
             stop=None,
             admits_guests=True,
             snapshot_every=request.snapshot_every,
@@ -160,7 +167,9 @@ def _spec(request: Request, token: str, supervisor: str, memory: str) -> bytes:
         data=DataTables(train=DataSpec(factory=nothing)),
         algorithm_name="downpour",
         algorithm=DownpourSettings(loss="mse", batch_size=1, rule=request.rule),
-        cluster=ClusterTable(shards=request.n_shards),
+        cluster=ClusterTable(
+            shards=request.n_shards, shard_copies=request.shard_copies
+        ),
         evaluation=EvaluationTable(),
         stop=StopTable(samples=1),
         output=OutputTable(directory=request.directory),

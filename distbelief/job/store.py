@@ -50,6 +50,11 @@ class SnapshotStore:
         self._directory = directory
         self._report = report
 
+    @property
+    def directory(self) -> Path:
+        """Where they lie."""
+        return self._directory
+
     def save(self, role: str, snapshot: Snapshot) -> None:
         """Keep `snapshot` for good, then drop all but the last few of this role.
 

@@ -67,6 +67,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         rule: "adagrad", if the algorithm has update rules.
         n_replicas: Model replicas.
         n_shards: Parameter server shards.
+        shard_copies: Processes that keep each of them.
         stop_reason: Why the job ended.
         error: Why it failed, if it did.
         seconds: How long it ran, over all lives.
@@ -102,6 +103,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     rule: str | None
     n_replicas: int
     n_shards: int
+    shard_copies: int = 1
     stop_reason: str | None
     error: str | None = None
     seconds: float
@@ -161,6 +163,7 @@ def summarise(
         rule=None if rule is None else str(rule),
         n_replicas=job.cluster.replicas,
         n_shards=job.cluster.shards,
+        shard_copies=job.cluster.shard_copies,
         stop_reason=view.stop_reason,
         error=error,
         seconds=round(view.seconds, 3),
@@ -259,6 +262,8 @@ class _Figures:
 def _what(summary: Summary) -> str:
     replicas = _number(summary.n_replicas, "replica")
     shards = _number(summary.n_shards, "shard")
+    if summary.shard_copies > 1:
+        shards += f" in {summary.shard_copies} copies"
     parts = [summary.algorithm.capitalize(), f"{replicas} x {shards}"]
     return ", ".join(parts + ([summary.rule.capitalize()] if summary.rule else []))
 

@@ -11,6 +11,9 @@ It never sees a parameter. Rules:
 * A dead replica is restarted, and after too many deaths left out, while the others
   train on (DB-12). A dead shard comes back from its newest snapshot. Only if every
   replica is gone, a shard cannot be had, or the user's own code fails, the job does.
+* Where a shard has two copies, one leads; if it dies, or is silent for a second, the
+  other one takes over, if it holds all (`pairs`). Else the shard comes back as if it
+  had none.
 * What is asked of a role is asked again, at its heartbeats, until it is done.
 * Every wait has a bound, and whoever outlasts it is named (`lives`, `ending`).
 """
@@ -20,18 +23,18 @@ from typing import final
 
 from distbelief.errors import RemoteProtocolError
 from distbelief.job import deaths
+from distbelief.job.books import Books
 from distbelief.job.closing import Closing
 from distbelief.job.deaths import Deaths
-from distbelief.job.ending import Ending, Stage, listed
-from distbelief.job.figures import Figures
+from distbelief.job.ending import Stage, listed
 from distbelief.job.lives import Lives
-from distbelief.job.membership import Membership, Presence, RoleRecord
-from distbelief.job.rounds import Evaluations, Saves
+from distbelief.job.membership import Presence, RoleRecord
 from distbelief.job.supervisor_config import SupervisorConfig
 from distbelief.job.view import Phase, SupervisorView
 from distbelief.job.viewing import view_of
 from distbelief.job.warm_start import WarmStart
 from distbelief.messages import (
+    Alone,
     Begin,
     Failed,
     Finished,
@@ -42,6 +45,7 @@ from distbelief.messages import (
     Progress,
     Saved,
     Stop,
+    Whole,
 )
 from distbelief.roles import (
     Action,
@@ -73,34 +77,16 @@ class Supervisor:
 
     def __init__(self, config: SupervisorConfig) -> None:
         self._config = config
-        self._members = Membership(
-            config.roster,
-            incarnation=config.first_incarnation,
-            admits_guests=config.admits_guests,
-        )
-        self._figures = Figures(metric_name=config.metric_name, before=config.before)
-        self._evaluations = Evaluations(every=config.evaluate_every)
-        self._saves = Saves(every=config.snapshot_every, first=config.first_label)
-        self._lives = Lives(
-            config, self._members, saves=self._saves, figures=self._figures
-        )
-        self._ending = Ending()
-        self._closing = Closing(
-            self._ending,
-            self._members,
-            lives=self._lives,
-            saves=self._saves,
-            evaluations=self._evaluations,
-            figures=self._figures,
-        )
-        self._deaths = Deaths(
-            self._ending,
-            self._members,
-            lives=self._lives,
-            saves=self._saves,
-            evaluations=self._evaluations,
-            figures=self._figures,
-        )
+        self._books = Books.open(config)
+        self._members = self._books.members
+        self._pairs = self._books.pairs
+        self._figures = self._books.figures
+        self._evaluations = self._books.evaluations
+        self._saves = self._books.saves
+        self._ending = self._books.ending
+        self._lives = Lives(self._books)
+        self._closing = Closing(self._books, lives=self._lives)
+        self._deaths = Deaths(self._books, lives=self._lives)
         self._warm_start = WarmStart(self._members, n_steps=config.warm_start_steps)
         self._tick_at: Seconds = 0.0
         self._report_at: Seconds = 0.0
@@ -152,14 +138,7 @@ class Supervisor:
 
     def view(self, now: Seconds) -> SupervisorView:
         """Return what is to be shown of the job now."""
-        return view_of(
-            self._figures,
-            self._members,
-            ending=self._ending,
-            stop=self._config.stop,
-            phase=self._phase,
-            now=now,
-        )
+        return view_of(self._books, phase=self._phase, now=now)
 
     @property
     def _phase(self) -> Phase:
@@ -168,7 +147,7 @@ class Supervisor:
         if self._ending.stage is not Stage.RUN:
             return "stopping"
         if not any(replica.begun for replica in self._replicas):
-            served = self._config.stop is None and self._members.shards_are_there
+            served = self._config.stop is None and self._pairs.all_led
             return "training" if served else "starting"
         return "training" if self._warm_start.is_over else "warm start"
 
@@ -196,6 +175,7 @@ class Supervisor:
             self._progress_at += late
         actions: list[Action] = [self._next_tick(now)]
         if self._ending.stage < Stage.CLOSE:
+            actions += self._depose(now)
             said, dead = self._lives.silent(now)
             actions += said
             for record, why in dead:
@@ -208,6 +188,17 @@ class Supervisor:
             self._record(now)
         return actions
 
+    def _depose(self, now: Seconds) -> list[Action]:
+        """Let seconds take over from leaders that say nothing."""
+        if self._ending.interrupted:
+            return []
+        sends, deposed = self._pairs.tick(now)
+        actions: list[Action] = [*sends]
+        for record in deposed:
+            why = f"silent for {now - record.heard_at:.1f} s"
+            actions += self._deaths.bury(record, why, now)
+        return actions
+
     def _ask(self, now: Seconds) -> list[Action]:
         """Ask for the evaluation and the snapshot that are due."""
         actions: list[Action] = []
@@ -216,7 +207,7 @@ class Supervisor:
             request = self._evaluations.due(now)
             if request is not None:
                 actions.append(Send(receiver=evaluator.name, message=request))
-        if self._members.shards_are_there:
+        if self._pairs.all_led:
             if self._config.stop is None and not self._saves.has_begun:
                 self._saves.begin(now)  # a standing server hears of no progress
             if self._saves.is_due(now):
@@ -284,16 +275,25 @@ class Supervisor:
             case Heartbeat():
                 beaten = self._lives.beaten(record, message, now)
                 return [*beaten, *self._ask_again(record, now)]
+            case Finished():
+                return self._finished(record, message, now)
+            case Failed():
+                return self._failed(record, message, now)
+            case _:
+                return self._hear_of_work(record, message, now)
+
+    def _hear_of_work(
+        self, record: RoleRecord, message: Message, now: Seconds
+    ) -> list[Action]:
+        match message:
             case Progress():
                 self._progressed(record, message, now)
             case Measured():
                 self._measured(message, now)
             case Saved():
                 return self._saved(record, message, now)
-            case Finished():
-                return self._finished(record, message, now)
-            case Failed():
-                return self._failed(record, message, now)
+            case Alone() | Whole():
+                return self._paired(record, message, now)
             case _:
                 raise RemoteProtocolError(
                     f"{record.name} sent the supervisor {type(message).__name__}"
@@ -307,8 +307,8 @@ class Supervisor:
             messages.append(self._closing.stop_message())
         elif record.begun and not record.progressed:
             messages.append(Begin())
-        if record.kind == "shard":
-            messages.append(self._saves.again(record.name, now))
+        if record.kind == "shard" and self._pairs.leads(record):
+            messages.append(self._saves.again(record.shard, now))
         elif record.kind == "evaluator":
             messages.append(self._evaluations.again(now))
         return [Send(receiver=record.name, message=m) for m in messages if m]
@@ -338,16 +338,28 @@ class Supervisor:
             self._stop_if_due(now)
 
     def _saved(self, record: RoleRecord, message: Saved, now: Seconds) -> list[Action]:
-        error = self._saves.answered(record.name, message, now)
+        error = self._saves.answered(record.shard, message, now)
         if error is None:
             return []
         text = f"{record.label} could not save its snapshot: {error}"
         return [self._figures.tell(text, now, "error")]
 
+    def _paired(
+        self, record: RoleRecord, message: Alone | Whole, now: Seconds
+    ) -> list[Action]:
+        if record.kind != "shard":
+            raise RemoteProtocolError(
+                f"{record.name} sent {type(message).__name__}, but is no shard"
+            )
+        text = self._pairs.news(record, message)
+        actions = self._pairs.hear(record, message, now)
+        return [*actions, *([self._figures.tell(text, now)] if text else [])]
+
     def _finished(
         self, record: RoleRecord, message: Finished, now: Seconds
     ) -> list[Action]:
         record.counters.update(message.counters)
+        self._pairs.count(record)
         return self._lives.finished(record, now)
 
     def _failed(
@@ -357,7 +369,11 @@ class Supervisor:
         if message.culprit_is_job and record.kind != "guest":
             error = f"{record.label}: {message.error}"
             self._ending.begin(error, now, error=error)
-            actions = self._lives.leave_out(record, f"failed: {message.error}", now)
+            why = f"failed: {message.error}"
+            actions = self._lives.leave_out(record, why, now)
+            if record.kind == "shard":
+                led = self._pairs.has_led(record)
+                actions += self._deaths.replace(record, why, now, led=led)
             self._deaths.await_nothing(record)
             return actions
         return []  # its process ends now; the launcher tells when

@@ -30,9 +30,12 @@ class SupervisorConfig:
         start_seconds_max: From its launch to a role's first word.
         build_seconds_max: For building a role: its model, its data.
         stall_seconds: Without progress of any replica, after which that is told.
-        replica_restarts_max: Of one replica, in all; then it is left out (DB-12).
-        shard_restarts_max: Of one shard; then the job fails.
-        evaluator_restarts_max: Then nothing is measured any more.
+        settled_seconds: Of a life that got past joining, which forgives the deaths
+            before it: where machines are taken away now and then, a long run sees many.
+        replica_restarts_max: Of one replica in a row; then it is left out (DB-12).
+        shard_restarts_max: Of one shard's process in a row; with the last of its
+            copies the job fails.
+        evaluator_restarts_max: In a row; then nothing is measured any more.
     """
 
     roster: tuple[tuple[str, Kind], ...]
@@ -51,6 +54,7 @@ class SupervisorConfig:
     start_seconds_max: Seconds = 60.0
     build_seconds_max: Seconds = 1800.0
     stall_seconds: Seconds = 60.0
+    settled_seconds: Seconds = 30.0
     replica_restarts_max: int = 3
     shard_restarts_max: int = 5
     evaluator_restarts_max: int = 2
@@ -69,6 +73,7 @@ class SupervisorConfig:
             "start_seconds_max",
             "build_seconds_max",
             "stall_seconds",
+            "settled_seconds",
         ):
             value = getattr(self, name)
             if not value > 0 or math.isnan(value):
@@ -80,7 +85,7 @@ class SupervisorConfig:
             )
 
     def restarts_max(self, kind: Kind) -> int:
-        """Return how often a role of this kind is restarted."""
+        """Return how often in a row a role of this kind is restarted."""
         match kind:
             case "shard":
                 return self.shard_restarts_max

@@ -11,36 +11,32 @@ of the machine leaves is swept at the next start.
 
 import os
 import secrets
-import select
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from contextlib import ExitStack
 from importlib import import_module
-from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Final, NoReturn, Self, final
+from types import TracebackType
+from typing import Final, Self, final
 
 import msgspec
 from rich.console import Console
-from safetensors.torch import load_file
-from torch import nn
 
-from distbelief.errors import DistBeliefError, JobError, StorageError
+from distbelief.errors import JobError, StorageError
 from distbelief.job import algorithms
-from distbelief.job.checking import Answer, Question, read_answer
+from distbelief.job.checking import Answer
 from distbelief.job.jobfile import Job, load_job
 from distbelief.job.launcher import Launcher
+from distbelief.job.legacy import Legacy
 from distbelief.job.metrics import Measurement, MetricsFile, read_metrics
 from distbelief.job.process import Spec, import_from
 from distbelief.job.progress import Progress
-from distbelief.job.resuming import Legacy, check_same, read_legacy
+from distbelief.job.resuming import check_same, take_up
+from distbelief.job.run import Run
 from distbelief.job.run_directory import RunDirectory, Status
+from distbelief.job.signals import EXIT_CODES, REASONS, caught_signals, ended_by_sigterm
 from distbelief.job.stop_rules import StopRules
 from distbelief.job.store import SnapshotStore
 from distbelief.job.summary import (
@@ -53,60 +49,20 @@ from distbelief.job.summary import (
 from distbelief.job.supervisor import USER, Supervisor
 from distbelief.job.supervisor_config import SupervisorConfig
 from distbelief.job.trained_model import write_model
+from distbelief.job.trying import CHECK, prepare, try_out
 from distbelief.job.view import SupervisorView
 from distbelief.messages import Stop
 from distbelief.node import Node
 from distbelief.parameter_server.layout import Layout
-from distbelief.roles import SUPERVISOR, Address, PeerLost, Received
-from distbelief.runtime.imports import call_factory, resolve
-from distbelief.runtime.task import DataSpec, build_model
+from distbelief.roles import SUPERVISOR, Received
+from distbelief.runtime.task import build_model
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
-CHECK: Final = Address("check")
-CHECK_SECONDS_MAX: Final = 1800.0
 STATUS_SECONDS: Final = 1.0
 DRAWING_SECONDS: Final = 2.0
 """Of training, after which what draws the curve is imported."""
-
-_EXIT_CODES: Final = {signal.SIGINT: 130, signal.SIGTERM: 143}  # 128 + the signal
-_REASONS: Final = {signal.SIGINT: "Ctrl+C", signal.SIGTERM: "terminated (SIGTERM)"}
-
-
-@final
-@dataclass(frozen=True)
-class Run:
-    """A job that has ended.
-
-    Attributes:
-        directory: Where everything lies.
-        summary: Its figures.
-        exit_code: 0 done, 1 failed, 130 stopped by Ctrl+C, 143 by SIGTERM.
-        job: As it ran.
-    """
-
-    directory: Path
-    summary: Summary
-    exit_code: int
-    job: Job
-
-    @cached_property
-    def model(self) -> nn.Module:
-        """The trained model, in evaluation mode.
-
-        Raises:
-            StorageError: the run ended before there was one.
-        """
-        path = self.directory / "model.safetensors"
-        if not path.is_file():
-            raise StorageError(
-                f"{path} does not exist: the run ended before anything was trained "
-                f"({self.summary.error or self.summary.stop_reason})"
-            )
-        module = build_model(self.job.model)
-        module.load_state_dict(load_file(path))
-        return module.eval()
 
 
 def train(
@@ -135,7 +91,7 @@ def train(
         StorageError: a directory or shared memory cannot be had.
     """
     console = Console(quiet=not show)
-    with _ended_by_sigterm(), ExitStack() as stack:
+    with ended_by_sigterm(), ExitStack() as stack:
         # The server's import of torch takes longer than all else here.
         launcher = stack.enter_context(launcher or Launcher())
         if not isinstance(job, Job):
@@ -161,7 +117,7 @@ def train(
             sys.stdout.write(summary_text(summary))
         else:
             console.print(final_table(summary))
-        if exit_code not in _EXIT_CODES.values():  # who interrupts wants an end now
+        if exit_code not in EXIT_CODES.values():  # who interrupts wants an end now
             training.draw()
     return Run(run.path, summary, exit_code, job)
 
@@ -215,11 +171,17 @@ class _Training:
         """
         job = self._job
         import_from(job)
-        _prepare(job.data.train, table="data.train")
+        prepare(job.data.train, table="data.train")
         if job.data.test is not None:
-            _prepare(job.data.test, table="data.test")
+            prepare(job.data.test, table="data.test")
         with console.status("Trying model and data ..."):
-            self._answer = self._try_out()
+            self._answer = try_out(
+                job,
+                self._launcher,
+                directory=self._memory.directory,
+                initial_file=self._initial_file,
+                log=self._run.log_file(CHECK),
+            )
         if job.cluster.replicas > 1 and self._answer.task.train is not None:
             n_samples = self._answer.task.train.n_samples
             if n_samples < job.cluster.replicas:
@@ -232,44 +194,23 @@ class _Training:
             n_shards=job.cluster.shards,
             dtype=self._answer.dtype,
         )
-        self._legacy = read_legacy(self._run, self._store, n_shards=job.cluster.shards)
+        self._take_up(console)
         self._run.write(self._run.job_file, job.to_toml())
 
-    def _try_out(self) -> Answer:
-        question = self._memory.directory / ".question.json"
-        answer = self._memory.directory / ".answer.json"
-        content = Question(
-            job=msgspec.Raw(self._job.to_json()),
-            answer=str(answer),
-            initial_file=str(self._initial_file.absolute()),
+    def _take_up(self, console: Console) -> None:
+        assert self._layout is not None
+        assert self._answer.task.train is not None
+        resumed = take_up(
+            self._job,
+            self._run,
+            layout=self._layout,
+            train=self._answer.task.train,
+            report=self._warn,
         )
-        question.write_bytes(msgspec.json.encode(content))
-        self._launcher.check(CHECK, question)
-        deadline = time.monotonic() + CHECK_SECONDS_MAX
-        ends: list[PeerLost] = []
-        while not ends:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise JobError(
-                    f"model and data could not be tried out in {CHECK_SECONDS_MAX:.0f} "
-                    f"s: see {self._run.log_file(CHECK)}"
-                )
-            select.select([self._launcher.fileno()], [], [], left)
-            ends = [e for e in self._launcher.events() if isinstance(e, PeerLost)]
-        found = read_answer(answer)
-        if found is None:
-            log = self._run.log_file(CHECK)
-            tail = log.read_text(errors="replace")[-2000:] if log.is_file() else ""
-            # With this error the log is removed: do not send anybody to look for it.
-            reason = ends[0].reason.removesuffix(f" (see {log})")
-            raise JobError(
-                f"the process that tried out model and data {reason}. Its log "
-                f"ends:\n{tail}"
-            )
-        if found.error is not None:
-            kind = JobError if found.is_users else DistBeliefError
-            raise kind(found.error)
-        return found
+        self._legacy, self._store = resumed.legacy, resumed.store
+        for line in resumed.told:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._log("info", line)
 
     # ------------------------------------------------------------------ while it
 
@@ -289,7 +230,7 @@ class _Training:
         with (
             MetricsFile(self._run.metrics_file) as metrics,
             transport,
-            _signals() as caught,
+            caught_signals() as caught,
         ):
             self._write_spec(token, transport.endpoint)
             node = Node(
@@ -297,7 +238,7 @@ class _Training:
             )
 
             def stop(number: signal.Signals) -> None:
-                message = Stop(reason=_REASONS[number])
+                message = Stop(reason=REASONS[number])
                 node.post(Received(sender=USER, incarnation=0, message=message))
 
             caught.tell = stop
@@ -310,7 +251,7 @@ class _Training:
             self._view = supervisor.view(time.monotonic())
         self._error = None if supervisor.interrupted else error
         if supervisor.interrupted:
-            self._exit_code = _EXIT_CODES.get(caught.number or signal.SIGINT, 130)
+            self._exit_code = EXIT_CODES.get(caught.number or signal.SIGINT, 130)
         elif error is not None:
             self._exit_code = 1
         return self._exit_code
@@ -322,6 +263,7 @@ class _Training:
             job.algorithm,
             n_replicas=job.cluster.replicas,
             n_shards=job.cluster.shards,
+            shard_copies=job.cluster.shard_copies,
             evaluates=job.data.test is not None,
         )
         assert answer.task.train is not None
@@ -351,7 +293,7 @@ class _Training:
             token=token,
             supervisor=endpoint,
             memory=str(self._memory.directory) if shares else "",
-            snapshots=str(self._run.snapshots.absolute()),
+            snapshots=str(self._store.directory.absolute()),
             layout=self._layout.spec,
             initials=self._answer.initials,
             initial_file=self._answer.initial_file,
@@ -452,73 +394,3 @@ class _Training:
 
     def _warn(self, text: str) -> None:
         self._log("warning", text)
-
-
-def _prepare(spec: DataSpec, *, table: str) -> None:
-    """Let the module of a data factory build what its factory will open.
-
-    A function `prepare` beside the factory is called once, here, with the factory's
-    arguments, so that the roles need not do the same work side by side.
-    """
-    resolve(spec.factory, table=table)
-    module_name = spec.factory.partition(":")[0]
-    if hasattr(sys.modules[module_name], "prepare"):
-        call_factory(f"{module_name}:prepare", spec.arguments, table=table)
-
-
-@final
-class _Caught:
-    """Signals caught so far, and whom to tell."""
-
-    def __init__(self) -> None:
-        self.number: signal.Signals | None = None
-        self.tell: Callable[[signal.Signals], None] = _ignore
-
-    def __call__(self, number: int, _frame: FrameType | None) -> None:
-        self.number = self.number or signal.Signals(number)
-        self.tell(signal.Signals(number))
-
-
-def _ignore(_number: signal.Signals) -> None:
-    """Nobody is there to be told yet."""
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, while nobody else handles it."""
-
-
-def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise _Terminated
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end this in good order, as Ctrl+C does: nothing is left behind."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
-        yield
-        return
-    signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    except _Terminated:
-        raise SystemExit(_EXIT_CODES[signal.SIGTERM]) from None
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextmanager
-def _signals() -> Iterator[_Caught]:
-    """Catch Ctrl+C and SIGTERM, if this is the thread that can."""
-    caught = _Caught()
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-    before = {number: signal.signal(number, caught) for number in _EXIT_CODES}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

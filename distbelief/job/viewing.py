@@ -2,19 +2,23 @@
 
 from collections.abc import Iterable
 
-from distbelief.job.ending import Ending
-from distbelief.job.figures import Figures
-from distbelief.job.membership import Membership, Presence, RoleRecord
-from distbelief.job.stop_rules import StopRules
+from distbelief.job.books import Books
+from distbelief.job.membership import Presence, RoleRecord
 from distbelief.job.view import Phase, RoleView, SupervisorView
 from distbelief.roles import Seconds
 
 
-def role_view(record: RoleRecord, now: Seconds) -> RoleView:
-    """Return one role's row."""
+def role_view(record: RoleRecord, now: Seconds, *, part: str | None) -> RoleView:
+    """Return one role's row.
+
+    Args:
+        record: Of the role.
+        now: The present.
+        part: What it is in a pair of copies: "leading", ...
+    """
     state = record.presence.value
     if record.presence is Presence.PRESENT:
-        state = record.state or state
+        state = part or record.state or state
     elif record.presence is Presence.LAUNCHED and record.restarts:
         state = "restarting"
     heard = record.presence is Presence.PRESENT
@@ -54,25 +58,24 @@ def total(records: Iterable[RoleRecord], counter: str) -> int:
     return int(sum(record.total(counter) for record in records))
 
 
-def view_of(
-    figures: Figures,
-    members: Membership,
-    *,
-    ending: Ending,
-    stop: StopRules | None,
-    phase: Phase,
-    now: Seconds,
-) -> SupervisorView:
-    """Return the whole job at one moment."""
+def view_of(books: Books, *, phase: Phase, now: Seconds) -> SupervisorView:
+    """Return the whole job at one moment.
+
+    What is sent and received is taken from the clients' counters: nobody tells a shard
+    of reads from shared memory, and what goes to its other copy is not meant.
+    """
+    figures, members, pairs = books.figures, books.members, books.pairs
+    stop = books.config.stop
     reached = figures.reached(now)
-    shards, replicas = members.of("shard"), members.of("replica")
-    mean, p95, largest = staleness(shards)
+    shards = members.of("shard")
+    clients = [record for record in members if record.kind != "shard"]
+    mean, p95, largest = staleness([r for r in shards if pairs.leads(r)])
     return SupervisorView(
         now=now,
         seconds=figures.seconds(now),
         training_seconds=figures.training_seconds(now),
         phase=phase,
-        stop_reason=ending.reason,
+        stop_reason=books.ending.reason,
         samples=figures.samples,
         total_samples=None if stop is None else stop.total_samples,
         eta_seconds=None if stop is None else stop.eta_seconds(reached),
@@ -88,12 +91,12 @@ def view_of(
         staleness_mean=mean,
         staleness_p95=p95,
         staleness_max=largest,
-        bytes_in=total(shards, "bytes_in"),
-        bytes_out=total(shards, "bytes_out"),
-        pushes_applied=total(shards, "pushes_applied"),
+        bytes_in=total(clients, "bytes_out"),
+        bytes_out=total(clients, "bytes_in"),
+        pushes_applied=pairs.pushes_applied,
         pushes_refused=total(shards, "pushes_refused"),
-        pushes_lost=total(replicas, "pushes_lost"),
-        roles=tuple(role_view(record, now) for record in members),
+        pushes_lost=total(members.of("replica"), "pushes_lost"),
+        roles=tuple(role_view(r, now, part=pairs.part(r)) for r in members),
         history=tuple(figures.history),
         messages=tuple(figures.messages),
     )

@@ -107,11 +107,13 @@ class Clients:
         """
         client = self._clients.get(name)
         if client is None or incarnation > client.incarnation:
-            samples = 0
+            samples, queued = 0, False
             if client is not None:
-                samples = client.samples
+                samples, queued = client.samples, client.queued  # under this name
                 self._take_back(client)
-            client = Client(name=name, incarnation=incarnation, samples=samples)
+            client = Client(
+                name=name, incarnation=incarnation, samples=samples, queued=queued
+            )
             self._clients[name] = client
         warning = None
         if self._needs_slots(client, hello):

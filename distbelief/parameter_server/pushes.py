@@ -4,6 +4,8 @@
 
 Rules:
 
+* If the shard has a second copy, what is applied here is held until it is applied there
+  as well (`forwarding`): until then it is neither acknowledged nor told of.
 * Complete pushes wait in one queue, first come, first served, at most one of each
   client, so that nobody's second push is before another's first.
 * What was applied before is acknowledged again. What is here but not yet applied is
@@ -16,23 +18,33 @@ from dataclasses import dataclass
 from typing import final
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.messages import Push, PushBlock
+from distbelief.messages import ClientRecord, Push, PushBlock
 from distbelief.parameter_server.clients import Clients
 from distbelief.parameter_server.replies import Replies
 from distbelief.parameter_server.slots import Bounds, Client, Slot
 from distbelief.parameter_server.staleness import Staleness
 from distbelief.roles import Action, Address
-from distbelief.vectors import Vector
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class _Applying:
+class Applying:
     """A complete push; until it is applied nobody else touches its slot."""
 
     client: Client
     slot: Slot
     push: Push
+
+    def record(self, *, clock: int) -> ClientRecord:
+        """Return the client as it will be once this is applied at `clock`."""
+        return ClientRecord(
+            name=self.client.name,
+            incarnation=self.client.incarnation,
+            watermark=self.push.sequence,
+            applied=self.client.applied + 1,
+            samples=self.push.samples,
+            staleness=clock - self.push.fetched_clock,
+        )
 
 
 @final
@@ -44,7 +56,7 @@ class Pushes:
         self._replies = replies
         self._bounds = bounds
         self._queue: deque[Address] = deque()  # clients whose next push is complete
-        self._applying: _Applying | None = None
+        self._applying: Applying | None = None
         self._staleness = Staleness()
         self._n_applied = 0
         self._n_refused = 0
@@ -76,7 +88,7 @@ class Pushes:
         """Put a block into its slot, and say how far that is filled."""
         sequence = message.sequence
         if sequence <= client.watermark:
-            return [self._replies.acknowledge(client, clock=clock)]
+            return [self._again(client, sequence, clock=clock)]
         received = client.take_block(message, bounds=self._bounds)
         self._bytes_in += message.values.nbytes
         if received is None:
@@ -89,7 +101,7 @@ class Pushes:
         sequence = message.sequence
         if sequence <= client.watermark:
             self._n_duplicates += 1
-            return [self._replies.acknowledge(client, clock=clock)]
+            return [self._again(client, sequence, clock=clock)]
         if message.fetched_clock > clock:
             raise RemoteProtocolError(
                 f"{client.name} says that it fetched at clock {message.fetched_clock}; "
@@ -105,35 +117,46 @@ class Pushes:
             return []  # the answer is its acknowledgement
         return [self._replies.push_credit(client, sequence=sequence, received=received)]
 
-    def begin_next(self) -> Vector | None:
-        """Take the oldest complete push from the queue; return what was pushed."""
+    def begin_next(self) -> Applying | None:
+        """Take the oldest complete push from the queue, to apply it."""
         while self._queue:
             client = self._clients.get(self._queue.popleft())
             assert client is not None
             client.queued = False
             slot = client.next_complete(n_blocks=len(self._bounds))
             if slot is not None and slot.push is not None:
-                self._applying = _Applying(client, slot, slot.push)
-                return slot.values
+                self._applying = Applying(client, slot, slot.push)
+                return self._applying
         return None
 
-    def end(self, *, clock: int) -> tuple[Vector, Action]:
+    def end(self, *, clock: int, held: bool) -> list[Action]:
         """The push is in the values, whose clock was `clock` before.
 
-        Returns:
-            Its slot, free again, and the acknowledgement.
+        Unless it is `held` it is acknowledged, and its slot is free again.
         """
         assert self._applying is not None
         applying, self._applying = self._applying, None
         client, slot, push = applying.client, applying.slot, applying.push
         staleness = clock - push.fetched_clock
-        client.count_applied(push, staleness=staleness)
+        client.count_applied(push, staleness=staleness, held=held)
         self._staleness.add(staleness)
         self._n_applied += 1
         if client.region:
             self._bytes_in += slot.values.nbytes
         self._enqueue(client)
-        return slot.values, self._replies.acknowledge(client, clock=clock + 1)
+        return [] if held else [self._replies.acknowledge(client, clock=clock + 1)]
+
+    def settle(self, applied: Applying, *, staleness: int, clock: int) -> Action:
+        """This push, the oldest of its client that is held, is held no longer."""
+        applied.client.settle(staleness=staleness)
+        return self._replies.acknowledge(applied.client, clock=clock)
+
+    def _again(self, client: Client, sequence: int, *, clock: int) -> Action:
+        """Answer word of a push that was applied before."""
+        if sequence <= client.told:
+            return self._replies.acknowledge(client, clock=clock)
+        n_blocks = len(self._bounds)
+        return self._replies.push_credit(client, sequence=sequence, received=n_blocks)
 
     def _enqueue(self, client: Client) -> None:
         """Let the client's next push stand in the queue, if it is complete."""

@@ -4,6 +4,7 @@ from typing import final
 
 from distbelief.messages import (
     Acknowledge,
+    Leading,
     Message,
     ParameterBlock,
     PushCredit,
@@ -36,12 +37,16 @@ class Replies:
                 shard_incarnation=self.incarnation,
                 clock=clock,
                 samples=client.samples,
-                watermark=client.watermark,
-                applied=client.applied,
+                watermark=client.told,
+                applied=client.applied - client.n_held,
                 parameters_region=client.parameters_region,
                 slots_region=client.region,
             ),
         )
+
+    def leading(self, receiver: Address) -> Send:
+        """Tell a client of the shard's other copy that this one serves it now."""
+        return _to(receiver, Leading(shard_incarnation=self.incarnation))
 
     def refuse(self, receiver: Address, reason: str, *, for_good: bool = False) -> Send:
         """Say why not; unless `for_good`, the client says Hello and tries again."""
@@ -49,14 +54,14 @@ class Replies:
         return _to(receiver, Refused(reason=text, for_good=for_good))
 
     def acknowledge(self, client: Client, *, clock: int) -> Send:
-        """Every push of this client up to its watermark is settled."""
+        """Every push of this client is settled, save those that are held."""
         return _to(
             client.name,
             Acknowledge(
-                sequence=client.watermark,
+                sequence=client.told,
                 shard_incarnation=self.incarnation,
                 clock=clock,
-                staleness=client.staleness,
+                staleness=client.told_staleness,
             ),
         )
 

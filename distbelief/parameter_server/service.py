@@ -6,23 +6,25 @@ Rules:
   dropped. One that is meant for another incarnation of the shard, or comes from a
   client that has not said Hello to this one, is answered by `Refused`.
 * A Hello that arrives before the values are there, or says something new while a push
-  of this client is applied, is answered afterwards, and with "busy" at once.
+  of this client is applied or held, is answered afterwards, and with "busy" at once.
+* One of two copies that does not lead says nothing to clients. It keeps their Hellos,
+  to welcome them when it leads, and tells the others that its leader knew.
 * After `close` nobody gets an answer; what is complete is still applied.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import assert_never, final
 
 from distbelief.memory import Memory
 from distbelief.messages import Credit, Fetch, Hello, Push, PushBlock
 from distbelief.parameter_server.clients import Clients
 from distbelief.parameter_server.fetches import Fetches
+from distbelief.parameter_server.forwarding import Forwarding
 from distbelief.parameter_server.leases import Leases
 from distbelief.parameter_server.pushes import Pushes
 from distbelief.parameter_server.replies import Replies
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.slots import Client
-from distbelief.parameter_server.snapshots import ShardState
 from distbelief.parameter_server.values import ShardValues
 from distbelief.roles import (
     Action,
@@ -45,6 +47,8 @@ class Service:
     Attributes:
         pushes: Until they are applied.
         fetches: By blocks.
+        forwarding: Of pushes, to a second copy of the shard if it has one.
+        bounds: Of each block of a vector: (start, stop).
     """
 
     def __init__(
@@ -52,13 +56,14 @@ class Service:
     ) -> None:
         layout, index = config.layout, config.index
         size, dtype = layout.shard_size(index), layout.dtype
-        self._index = index
+        self._name = config.name
+        self._life = 0
         self._values = values
         self._replies = Replies(index=index)
         self._clients = Clients(
             config.identity, memory=memory, n_clients_max=config.n_clients_max
         )
-        bounds = tuple(block_bounds(size, itemsize=dtype.itemsize))
+        self.bounds = bounds = tuple(block_bounds(size, itemsize=dtype.itemsize))
         self.pushes = Pushes(self._clients, self._replies, bounds=bounds)
         leases = Leases(
             n_elements=size,
@@ -68,14 +73,16 @@ class Service:
             memory=memory,
         )
         self.fetches = Fetches(self._clients, self._replies, leases, bounds=bounds)
+        self.forwarding = Forwarding(values, self._clients, self.pushes, bounds=bounds)
         self._n_held_max = config.n_clients_max
         self._held: dict[Address, tuple[Received, Hello]] = {}
+        self._leads = not config.waits_for_lead
         self._open = False
         self._closed = False
 
     @property
     def incarnation(self) -> int:
-        """Of the shard; 0 before it has started."""
+        """Of the shard, to clients; 0 before it has started, or leads."""
         return self._replies.incarnation
 
     @property
@@ -98,17 +105,29 @@ class Service:
 
     def region(self, what: str) -> str:
         """Return a name that no other role, and no other life of this one, uses."""
-        return f"shard-{self._index}.{self.incarnation}.{what}"
+        return f"{self._name}.{self._life}.{what}"
 
     def start(self, incarnation: int) -> None:
         """The shard's life begins; nobody is served yet."""
-        self._replies.incarnation = incarnation
+        self._life = incarnation
+        if self._leads:
+            self._replies.incarnation = incarnation
 
-    def open(self, state: ShardState) -> list[Action]:
+    def open(self, clients: Iterable[Client]) -> list[Action]:
         """The values are there: serve, beginning with those who have said Hello."""
-        self._clients.restore(state.clients)
+        self._clients.restore(clients)
         self._open = True
         return self.greet_held()
+
+    def lead(self, pairing: int, clients: Iterable[Client]) -> list[Action]:
+        """Serve from now on, as the copy that leads; these clients may not know yet."""
+        self._leads, self._replies.incarnation = True, pairing
+        clients = tuple(clients)
+        unheard = [client for client in clients if client.name not in self._held]
+        return [
+            *self.open(clients),
+            *(self._replies.leading(client.name) for client in unheard),
+        ]
 
     def close(self) -> None:
         """Answer nobody from now on."""
@@ -120,6 +139,9 @@ class Service:
 
     def lost(self, event: PeerLost) -> None:
         """A peer is gone: what it reads is free again, its buffers do not count."""
+        held = self._held.get(event.peer)
+        if held is not None and held[0].incarnation <= event.incarnation:
+            del self._held[event.peer]
         client = self._clients.get(event.peer)
         if client is not None and client.incarnation <= event.incarnation:
             client.present = False
@@ -130,6 +152,9 @@ class Service:
     def greet(self, event: Received, hello: Hello) -> list[Action]:
         """Answer a Hello, now or when that can be done."""
         sender, clients = event.sender, self._clients
+        if not self._leads:
+            self._hold(event, hello)
+            return []
         if self._closed or clients.is_older(sender, event.incarnation):
             return []  # an answer to the older one would reach its successor
         reason = clients.why_not(sender, hello)
@@ -154,19 +179,24 @@ class Service:
         return actions
 
     def greet_held(self) -> list[Action]:
-        """Answer the Hellos that had to wait."""
+        """Answer those Hellos that had to wait and need not any more."""
         held, self._held = self._held, {}
         actions: list[Action] = []
-        for event, hello in held.values():
-            actions += self.greet(event, hello)
+        for sender, (event, hello) in held.items():
+            if self._must_wait(event, hello):
+                self._held[sender] = event, hello
+            else:
+                actions += self.greet(event, hello)
         return actions
 
     def _must_wait(self, event: Received, hello: Hello) -> bool:
         if not self._open:
             return True
-        return self.pushes.is_applying(event.sender) and self._clients.changes(
-            event.sender, event.incarnation, hello
-        )
+        client = self._clients.get(event.sender)
+        is_held = client is not None and client.n_held > 0
+        return (
+            is_held or self.pushes.is_applying(event.sender)
+        ) and self._clients.changes(event.sender, event.incarnation, hello)
 
     def _hold(self, event: Received, hello: Hello) -> None:
         held = self._held.get(event.sender)
@@ -182,7 +212,8 @@ class Service:
     ) -> list[Action]:
         """Serve a client that said Hello; ask the others to."""
         sender, client = event.sender, self._clients.get(event.sender)
-        if self._closed or self._clients.is_older(sender, event.incarnation):
+        serves = self._leads and not self._closed
+        if not serves or self._clients.is_older(sender, event.incarnation):
             self.pushes.refuse(message)
             return []
         if (

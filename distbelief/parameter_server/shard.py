@@ -9,7 +9,17 @@ pieces the shard decides what is next:
                              +--> apply    the oldest complete push
                              +--> halt     told to stop, and nothing is left to do
 
+One of two copies does not serve before it is told to lead, and may be a second before:
+
+    initialise --> waiting --+-----------------------------------> serving
+                             +--> following --+--> apply             ^
+                                      |       +--> halt              |
+                                      +-- Lead, and all is applied --+
+
 Rules:
+
+* `forwarding` has the rules of a leader with a second, `following` those of a second.
+  Who leads never follows again in the same life: it halts if another one leads.
 
 * `service` has the rules of the handshake, `slots` and `pushes` those of pushes,
   `leases` and `fetches` those of fetches by blocks.
@@ -20,12 +30,11 @@ Rules:
   begun, and clients get no answer.
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import assert_never, final
 
-from distbelief.errors import RemoteProtocolError
+from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
 from distbelief.memory import Memory
 from distbelief.messages import (
     Acknowledge,
@@ -60,6 +69,10 @@ from distbelief.messages import (
     Welcome,
     Whole,
 )
+from distbelief.parameter_server.following import Following
+from distbelief.parameter_server.forwarding import TIMER as SECOND_TIMER
+from distbelief.parameter_server.pushes import Applying
+from distbelief.parameter_server.saves import Saves
 from distbelief.parameter_server.service import Service
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.snapshots import ShardState, take
@@ -87,8 +100,7 @@ from distbelief.vectors import Vector
 
 __all__ = ["ParameterServerShard", "ShardConfig"]
 
-N_SAVES_MAX = 8
-"""Snapshots that may wait to be taken."""
+CopyMessage = Follow | StateBlock | Forward | StateCredit | Acknowledge | PushCredit
 
 
 class _Work(Enum):
@@ -102,7 +114,7 @@ class _Work(Enum):
 
 @final
 class ParameterServerShard:
-    """The role `shard-INDEX`."""
+    """The role `shard-INDEX`, or one of two copies of it."""
 
     def __init__(
         self,
@@ -124,8 +136,19 @@ class ParameterServerShard:
         self._identity = config.identity
         self._values = ShardValues(self._identity, memory=memory)
         self._service = Service(config, self._values, memory=memory)
-        self._saves: deque[tuple[str, Address]] = deque()  # label, who asked for it
-        self._last_saved = ""
+        self._following: Following | None = None  # until it leads
+        if config.waits_for_lead:
+            self._following = Following(
+                self._values,
+                memory=memory,
+                bounds=self._service.bounds,
+                n_clients_max=config.n_clients_max,
+            )
+        self._waits_for_lead = config.waits_for_lead
+        self._lead: Lead | None = None  # that it is to obey
+        self._followed: Address | None = None  # before it led
+        self._restored_pairing = 0  # of the snapshot
+        self._saves = Saves()
         self._work: _Work | None = None
         self._ready = False
         self._copied_last = False
@@ -138,12 +161,16 @@ class ParameterServerShard:
                 actions = self._start(event)
             case Received():
                 actions = self._receive(event, now)
+            case TimerFired() if event.name == SECOND_TIMER:
+                actions = self._service.forwarding.timer(now)
             case TimerFired():
                 actions = self._service.fetches.timer(event.name, now)
             case Computed():
                 actions = self._computed(event, now)
             case Persisted():
-                actions = self._persisted(event)
+                assert self._work is _Work.SAVE, self._work
+                self._work = None
+                actions = self._saves.taken(event, clock=self._values.clock)
             case PeerLost():
                 self._service.lost(event)
                 actions = []
@@ -151,7 +178,7 @@ class ParameterServerShard:
                 actions = []
             case _:
                 assert_never(event)
-        return [*actions, *self._next_work()]
+        return [*actions, *self._next_work(now)]
 
     def status(self) -> tuple[str, Mapping[str, float]]:
         """Return what it is doing, and its counters.
@@ -159,14 +186,27 @@ class ParameterServerShard:
         `bytes_in` counts what was pushed, by blocks or through shared memory;
         `bytes_out` blocks only: nobody tells a shard of reads from shared memory.
         """
+        following = self._following
         if self._work is not None:
             state = self._work.value
+        elif self._stopped_by is not None:
+            state = "stopping"
+        elif following is None:
+            state = "serving"
         else:
-            state = "serving" if self._stopped_by is None else "stopping"
-        return state, {
+            state = "following" if following.follows else "waiting"
+        counters = {
             "clock": float(self._values.clock),
             **self._service.counters(),
         }
+        if self._waits_for_lead:
+            part = self._service.forwarding if following is None else following
+            counters |= {
+                "pairing": float(part.pairing),
+                "whole": 0.0 if following is None else float(following.whole_for),
+                "leading": float(following is None),
+            }
+        return state, counters
 
     # ------------------------------------------------------------- life and death
 
@@ -176,7 +216,9 @@ class ParameterServerShard:
             self._service.region("values"), incarnation=event.incarnation
         )
         work, cost = self._values.initialising(
-            event.restored, self._initialise, incarnation=event.incarnation
+            event.restored,
+            self._initialise,
+            incarnation=None if self._waits_for_lead else event.incarnation,
         )
         self._work = _Work.INITIALISE
         actions: list[Action] = [Compute(name="initialise", work=work, cost=cost)]
@@ -188,6 +230,8 @@ class ParameterServerShard:
     def _end(self) -> list[Action]:
         assert self._stopped_by is not None
         self._service.release()
+        if self._following is not None:
+            self._following.release()
         self._memory.release(self._values.region)
         _, counters = self.status()
         finished = Finished(counters=dict(counters))
@@ -195,32 +239,61 @@ class ParameterServerShard:
 
     # ----------------------------------------------------------------------- work
 
-    def _next_work(self) -> list[Action]:
+    def _next_work(self, now: Seconds) -> list[Action]:
         if self._work is not None or not self._ready:
             return []
-        if self._saves:
-            return self._begin_save()
+        if self._following is not None:
+            return self._follow(self._following, now)
+        label = self._saves.next_label
+        if label is not None:
+            return self._begin_save(label)
         may_copy = self._service.fetches.wants_copy and self._stopped_by is None
         if may_copy and not self._copied_last:
             return self._begin_copy()
-        pushed = self._service.pushes.begin_next()
-        if pushed is not None:
-            return self._begin_apply(pushed)
+        forwarding = self._service.forwarding
+        actions = forwarding.transfer(now)
+        if forwarding.may_apply:
+            applying = self._service.pushes.begin_next()
+            if applying is not None:
+                return [*actions, *self._begin_apply(applying, now)]
         if may_copy:
-            return self._begin_copy()
-        return [] if self._stopped_by is None else self._end()
+            return [*actions, *self._begin_copy()]
+        return actions if self._stopped_by is None else self._end()
 
-    def _begin_apply(self, pushed: Vector) -> list[Action]:
+    def _follow(self, following: Following, now: Seconds) -> list[Action]:
+        """Do what is next for a copy that does not lead."""
+        if self._stopped_by is not None:
+            return self._end()
+        forwarded = following.begin_next()
+        if forwarded is not None:
+            n_clients = max(1, forwarded.message.n_pushing)
+            return self._apply(forwarded.values, n_clients=n_clients)
+        if self._lead is not None:
+            actions = self._begin_to_lead(following, self._lead, now)
+            return [*actions, *self._next_work(now)]
+        return []
+
+    def _apply(self, pushed: Vector, *, n_clients: int) -> list[Action]:
         self._work = _Work.APPLY
         self._copied_last = False
-        n_clients = max(1, self._service.n_pushing)
         work, cost = self._values.begin_push(pushed, n_clients=n_clients)
         return [Compute(name="apply", work=work, cost=cost)]
 
+    def _begin_apply(self, applying: Applying, now: Seconds) -> list[Action]:
+        n_clients = max(1, self._service.n_pushing)
+        forwards = self._service.forwarding.forward(
+            applying, n_clients=n_clients, now=now
+        )
+        return [*forwards, *self._apply(applying.slot.values, n_clients=n_clients)]
+
     def _end_apply(self) -> list[Action]:
-        _, acknowledgement = self._service.pushes.end(clock=self._values.clock)
+        if self._following is not None:
+            return self._following.end()
+        clock = self._values.clock
         self._values.end_push()
-        return [acknowledgement, *self._service.greet_held()]
+        held = self._service.forwarding.applied(clock=clock)
+        actions = self._service.pushes.end(clock=clock, held=held)
+        return [*actions, *self._service.greet_held()]
 
     def _begin_copy(self) -> list[Action]:
         self._work = _Work.COPY
@@ -228,9 +301,8 @@ class ParameterServerShard:
         work, cost = self._values.copying(self._service.fetches.begin_copy())
         return [Compute(name="copy", work=work, cost=cost)]
 
-    def _begin_save(self) -> list[Action]:
+    def _begin_save(self, label: str) -> list[Action]:
         self._work = _Work.SAVE
-        label, _ = self._saves[0]
         state = ShardState(
             incarnation=self._service.incarnation,
             clock=self._values.clock,
@@ -239,14 +311,6 @@ class ParameterServerShard:
             clients=self._service.clients,
         )
         return [Persist(snapshot=take(label, state, identity=self._identity))]
-
-    def _persisted(self, event: Persisted) -> list[Action]:
-        assert self._work is _Work.SAVE, self._work
-        self._work = None
-        label, requester = self._saves.popleft()
-        if event.error is None:
-            self._last_saved = label
-        return [self._saved(requester, label, error=event.error)]
 
     def _computed(self, event: Computed, now: Seconds) -> list[Action]:
         if event.error is not None:
@@ -257,7 +321,10 @@ class ParameterServerShard:
                 assert isinstance(event.result, ShardState), event.result
                 self._values.initialised(event.result)
                 self._ready = True
-                return self._service.open(event.result)
+                if self._following is None:
+                    return self._service.open(event.result.clients)
+                self._restored_pairing = event.result.incarnation
+                return self._following.restored(event.result.clients)
             case _Work.APPLY:
                 return self._end_apply()
             case _Work.COPY:
@@ -274,14 +341,27 @@ class ParameterServerShard:
         match message:
             case Hello():
                 return self._service.greet(event, message)
+            case PushBlock() if self._following is not None:
+                return self._following.take_block(sender, message)
+            case PushBlock() if sender == self._followed:
+                return []  # it was deposed
             case Fetch() | Credit() | PushBlock() | Push():
                 return self._service.serve(event, message, now)
+            case (
+                Follow()
+                | StateBlock()
+                | Forward()
+                | StateCredit()
+                | Acknowledge()
+                | PushCredit()
+            ):
+                return self._receive_from_copy(event, message, now)
             case Save():
                 return self._save(sender, message.label)
             case Stop():
-                self._stopped_by = sender
-                self._service.close()
-                return []
+                return self._stop(sender)
+            case Lead():
+                return self._take_lead(message, now)
             case (
                 Join()
                 | Peers()
@@ -294,19 +374,12 @@ class ParameterServerShard:
                 | Evaluate()
                 | Measured()
                 | Saved()
-                | Lead()
                 | Alone()
                 | Whole()
-                | Follow()
-                | StateBlock()
-                | StateCredit()
-                | Forward()
                 | Leading()
                 | Welcome()
                 | Refused()
                 | ParameterBlock()
-                | PushCredit()
-                | Acknowledge()
             ):
                 raise RemoteProtocolError(
                     f"{sender} sent {type(message).__name__} to a shard, which has no "
@@ -315,19 +388,110 @@ class ParameterServerShard:
             case _:
                 assert_never(message)
 
+    def _receive_from_copy(
+        self, event: Received, message: CopyMessage, now: Seconds
+    ) -> list[Action]:
+        """Take a message of the other copy of this shard."""
+        if not self._waits_for_lead:
+            raise RemoteProtocolError(
+                f"{event.sender} sent {type(message).__name__}, but shard "
+                f"{self._identity.index} has one copy only"
+            )
+        if self._following is not None:
+            return _to_second(self._following, event.sender, message)
+        forwarding = self._service.forwarding
+        match message:
+            case StateCredit():
+                return forwarding.credit_pieces(event, message, now)
+            case Acknowledge():
+                actions = forwarding.acknowledged(event, message, now)
+                return [*actions, *self._service.greet_held()]
+            case PushCredit():
+                return forwarding.credit_blocks(event, message, now)
+            case Follow() if message.pairing > forwarding.pairing:
+                raise DistBeliefError(
+                    f"{event.sender} leads shard {self._identity.index} as pairing "
+                    f"{message.pairing}, after this life did as {forwarding.pairing}: "
+                    "only the next one can be its second"
+                )
+            case Follow() | StateBlock() | Forward():
+                return []  # of a leader that was deposed
+            case _:
+                assert_never(message)
+
+    def _stop(self, sender: Address) -> list[Action]:
+        self._stopped_by = sender
+        self._service.close()
+        return self._service.forwarding.stop()
+
     def _save(self, sender: Address, label: str) -> list[Action]:
-        if label == self._last_saved:
-            return [self._saved(sender, label)]
-        if (label, sender) in self._saves:
+        clock = self._values.clock
+        if self._following is not None and self._lead is None:
+            return self._saves.refuse(sender, label, clock=clock)
+        return self._saves.ask(sender, label, clock=clock)
+
+    # -------------------------------------------------------------------- leading
+
+    def _take_lead(self, message: Lead, now: Seconds) -> list[Action]:
+        """Lead, or go on leading with another second."""
+        if not self._waits_for_lead:
+            raise RemoteProtocolError(
+                f"shard {self._identity.index} has one copy only, and leads already"
+            )
+        following, forwarding = self._following, self._service.forwarding
+        if following is None:
+            if message.pairing <= forwarding.pairing:
+                return []
+            actions = forwarding.lead(message.pairing, _second(message), now)
+            return [*actions, *self._service.greet_held()]
+        if message.pairing <= following.pairing:
             return []
-        if len(self._saves) >= N_SAVES_MAX:
-            error = f"{N_SAVES_MAX} snapshots wait to be taken already: ask less often"
-            return [self._saved(sender, label, error=error)]
-        self._saves.append((label, sender))
+        if not following.lead(message.pairing):
+            raise DistBeliefError(
+                f"told to lead shard {self._identity.index} as pairing "
+                f"{message.pairing} with {self._values.n_held} of "
+                f"{self._values.n_pieces} pieces of what {following.leader} held: the "
+                "next life begins from the newest snapshot"
+            )
+        self._lead = message
         return []
 
-    def _saved(
-        self, receiver: Address, label: str, *, error: str | None = None
-    ) -> Action:
-        saved = Saved(label=label, clock=self._values.clock, error=error)
-        return Send(receiver=receiver, message=saved)
+    def _begin_to_lead(
+        self, following: Following, lead: Lead, now: Seconds
+    ) -> list[Action]:
+        if not following.follows and lead.pairing <= self._restored_pairing:
+            raise StorageError(
+                f"the snapshot of shard {self._identity.index} is of pairing "
+                f"{self._restored_pairing}, and the shard is told to lead as "
+                f"{lead.pairing}: a resumed run must go on counting pairings where the "
+                "first ended"
+            )
+        self._following = self._lead = None
+        self._followed = following.leader
+        following.release()
+        text = f"leads as pairing {lead.pairing}, from clock {self._values.clock}"
+        return [
+            Report(text=text),
+            *self._service.lead(lead.pairing, following.clients.values()),
+            *self._service.forwarding.lead(lead.pairing, _second(lead), now),
+        ]
+
+
+def _second(lead: Lead) -> Address | None:
+    return Address(lead.second) if lead.second else None
+
+
+def _to_second(
+    following: Following, sender: Address, message: CopyMessage
+) -> list[Action]:
+    match message:
+        case Follow():
+            return following.follow(sender, message)
+        case StateBlock():
+            return following.take_piece(sender, message)
+        case Forward():
+            return following.forward(sender, message)
+        case StateCredit() | Acknowledge() | PushCredit():
+            return []  # meant for an earlier life
+        case _:
+            assert_never(message)

@@ -15,7 +15,8 @@ class ShardConfig:
     """What a shard is to be.
 
     Its memory is bounded by its values, the rule's state, `n_copies` more copies of the
-    values, and two per client that pushes.
+    values, and two per client that pushes. The second of two copies of a shard has of
+    these only the first two; and two vectors more if its leader lies on another host.
     """
 
     index: int
@@ -24,8 +25,12 @@ class ShardConfig:
     lease_seconds_max: Seconds = 10.0  # without progress
     n_copies: int = 2  # lent to those who fetch by blocks
     n_clients_max: int = 4096
+    name: str = ""  # of the role; by default "shard-INDEX"
+    waits_for_lead: bool = False  # one of two copies: the supervisor says which leads
 
     def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", f"shard-{self.index}")
         if not 0 <= self.index < self.layout.n_shards:
             raise ValueError(
                 f"index is {self.index}; the layout has {self.layout.n_shards} shards, "

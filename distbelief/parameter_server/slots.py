@@ -14,6 +14,8 @@ Rules:
   order is dropped, and the client begins again where the shard says.
 * The watermark only rises: by an application, or because the client says at the
   handshake from which push on it will go (what it gave up is never applied).
+* A push may be applied and yet be held: nobody is told, and its slot stays as it is,
+  until a second copy of the shard has it as well (`forwarding`).
 * A new incarnation of the client begins anew; only `samples` stays, so that it knows
   how much of its data is in the values.
 """
@@ -26,7 +28,7 @@ import numpy as np
 
 from distbelief.errors import RemoteProtocolError
 from distbelief.memory import Region
-from distbelief.messages import Push, PushBlock
+from distbelief.messages import ClientRecord, Push, PushBlock
 from distbelief.roles import Address
 from distbelief.vectors import Element, Vector
 
@@ -87,6 +89,8 @@ class Client:
         applied: How many pushes of this incarnation the values contain.
         samples: Its total in the last push applied, of any incarnation.
         staleness: Of the last push applied.
+        n_held: How many of the last pushes applied nobody is to know of yet.
+        told_staleness: Of the last push that is not held.
         greeted: Has this incarnation said Hello to this life of the shard?
         present: Is it there, as far as the shard knows?
         slots: Two if it pushes, none if it only fetches.
@@ -103,6 +107,8 @@ class Client:
     applied: int = 0
     samples: int = 0
     staleness: int = 0
+    n_held: int = 0
+    told_staleness: int = 0
     greeted: bool = False
     present: bool = True
     slots: tuple[Slot, ...] = field(default=())
@@ -111,6 +117,36 @@ class Client:
     queued: bool = False
     request: int = 0
     expired: int = 0
+
+    @classmethod
+    def of(cls, record: ClientRecord) -> "Client":
+        """Return the client that another copy, or another life, of the shard knew."""
+        return cls(
+            name=Address(record.name),
+            incarnation=record.incarnation,
+            watermark=record.watermark,
+            applied=record.applied,
+            samples=record.samples,
+            staleness=record.staleness,
+            told_staleness=record.staleness,
+        )
+
+    @property
+    def record(self) -> ClientRecord:
+        """What the other copy of the shard has to know."""
+        return ClientRecord(
+            name=self.name,
+            incarnation=self.incarnation,
+            watermark=self.watermark,
+            applied=self.applied,
+            samples=self.samples,
+            staleness=self.staleness,
+        )
+
+    @property
+    def told(self) -> int:
+        """The watermark, as the client may know it."""
+        return self.watermark - self.n_held
 
     def take_block(self, message: PushBlock, *, bounds: Bounds) -> int | None:
         """Put a block where it belongs; return how many its slot holds now.
@@ -163,26 +199,36 @@ class Client:
         """Return the slot of push watermark + 1 if it is complete."""
         if not self.slots:
             return None
-        slot = self._slot_of(self.watermark + 1)
+        slot = self.slots[(self.watermark + 1) % N_SLOTS]
         if slot.sequence != self.watermark + 1 or slot.push is None:
             return None
         return slot if self.region or slot.received == n_blocks else None
 
-    def count_applied(self, push: Push, *, staleness: int) -> None:
-        """`push` is in the values."""
+    def count_applied(self, push: Push, *, staleness: int, held: bool) -> None:
+        """`push` is in the values; it is `held` if nobody is to know of it yet."""
         self.watermark = max(self.watermark, push.sequence)
         self.applied += 1
         self.samples = push.samples
         self.staleness = staleness
+        if held:
+            self.n_held += 1
+        else:
+            self.told_staleness = staleness
+
+    def settle(self, *, staleness: int) -> None:
+        """The oldest push that is held, of that staleness, is held no longer."""
+        assert self.n_held > 0, self
+        self.n_held -= 1
+        self.told_staleness = staleness
 
     def _slot_of(self, sequence: int) -> Slot:
         if not self.slots:
             raise RemoteProtocolError(
                 f"{self.name} pushes, but said at the handshake that it would not"
             )
-        if not 0 < sequence - self.watermark <= N_SLOTS:
+        if not self.watermark < sequence <= self.told + N_SLOTS:
             raise RemoteProtocolError(
                 f"{self.name} sent push {sequence}; its slots have room for pushes "
-                f"{self.watermark + 1} to {self.watermark + N_SLOTS}"
+                f"{self.watermark + 1} to {self.told + N_SLOTS}"
             )
         return self.slots[sequence % N_SLOTS]

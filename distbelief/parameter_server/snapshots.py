@@ -9,7 +9,9 @@ client the watermark, so that no push is applied twice to what was restored (Lee
 
 A snapshot is not trusted: whatever does not fit raises `StorageError` and says what to
 do. Incarnations only rise, in a resumed run too: a snapshot that is not of an earlier
-incarnation cannot be told from one whose watermarks belong to other clients' pushes.
+incarnation cannot be told from one whose watermarks belong to other clients' pushes. Of
+two copies of a shard the pairing stands for the incarnation (`messages`), and whoever
+is told to lead compares.
 """
 
 from collections.abc import Iterable
@@ -45,7 +47,7 @@ class _ClientFacts(msgspec.Struct, frozen=True, kw_only=True):
 class ShardState:
     """All of a shard that outlives it."""
 
-    incarnation: int  # of the shard
+    incarnation: int  # of the shard, in the sense of `messages`; 0: of none yet
     clock: int
     values: Vector  # (shard_size,)
     state: State  # each (n_gradient,)
@@ -92,14 +94,15 @@ def take(label: str, state: ShardState, *, identity: ShardIdentity) -> Snapshot:
 
 
 def restore(
-    snapshot: Snapshot, *, identity: ShardIdentity, incarnation: int
+    snapshot: Snapshot, *, identity: ShardIdentity, incarnation: int | None
 ) -> ShardState:
     """Return the state that the snapshot holds, in arrays of its own.
 
     Args:
         snapshot: The newest whole one of this shard.
         identity: What it must agree with.
-        incarnation: Of the shard now; the snapshot must be of an earlier one.
+        incarnation: Of the shard now; the snapshot must be of an earlier one. None if
+            nobody can say yet: then the state is of the snapshot's incarnation.
 
     Raises:
         StorageError: it is damaged, or of another shard, layout, rule or run.
@@ -115,7 +118,7 @@ class _Reader:
         self._snapshot = snapshot
         self._identity = identity
 
-    def read(self, *, incarnation: int) -> ShardState:
+    def read(self, *, incarnation: int | None) -> ShardState:
         """Check everything, then copy."""
         identity, layout = self._identity, self._identity.layout
         self._expect("format", FORMAT, mend="it was written by another version")
@@ -129,7 +132,7 @@ class _Reader:
             "rule", identity.rule.name, mend="resume with that rule, or start anew"
         )
         earlier = self._count("incarnation")
-        if earlier >= incarnation:
+        if incarnation is not None and earlier >= incarnation:
             raise self._error(
                 f"incarnation is {earlier}, and this shard's only {incarnation}: a "
                 "resumed run must go on counting incarnations where the first ended"
@@ -146,7 +149,7 @@ class _Reader:
         if unknown:
             raise self._error(f"arrays {sorted(unknown)} mean nothing to this shard")
         return ShardState(
-            incarnation=incarnation,
+            incarnation=earlier if incarnation is None else incarnation,
             clock=self._count("clock"),
             values=self._array("values", size, layout.dtype),
             state={
@@ -215,4 +218,5 @@ class _Reader:
                 applied=facts.applied,
                 samples=facts.samples,
                 staleness=facts.staleness,
+                told_staleness=facts.staleness,
             )

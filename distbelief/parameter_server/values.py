@@ -4,17 +4,23 @@ The values lie under a sequence lock (`published`) where clients of the host can
 them, if there is such memory. From `begin_push` to `end_push` they are marked as being
 written; the work between runs outside the role, and nothing else may touch them.
 
+Who becomes a copy of another shard (`follow`) takes its values piece by piece. Until it
+has them all they are marked as being written, and pushes are applied to that prefix of
+the elements which it holds.
+
 Buffers are averages over the clients that push: v += (pushed - v) / n. With n = 1 they
 are what was pushed, to the bit, so one replica has BatchNorm as sequential training.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import final
 
 import torch
 
 from distbelief.errors import LocalProtocolError, StorageError
 from distbelief.memory import Memory
+from distbelief.parameter_server.pieces import Pieces
 from distbelief.parameter_server.published import Published
 from distbelief.parameter_server.snapshots import ShardIdentity, ShardState, restore
 from distbelief.parameter_server.update_rules import State
@@ -35,6 +41,8 @@ class ShardValues:
         self._dtype = layout.dtype
         self._published = Published.private(n_elements=0, dtype=self._dtype)
         self._state: State = {}
+        self._pieces = Pieces(self.vector, self._state)
+        self._n_held: int | None = None  # pieces, while it becomes a copy
         self.clock = 0
 
     @property
@@ -78,9 +86,14 @@ class ShardValues:
         restored: Snapshot | None,
         initialise: Callable[[], Vector],
         *,
-        incarnation: int,
+        incarnation: int | None,
     ) -> tuple[Callable[[], ShardState], Cost]:
         """Return the work that fills them, and what it costs.
+
+        Args:
+            restored: From what, if not from the initial values.
+            initialise: Returns those.
+            incarnation: Of the shard; None if nobody can say yet.
 
         The work raises:
             StorageError: the snapshot cannot be restored.
@@ -93,7 +106,7 @@ class ShardValues:
                 state = restore(restored, identity=identity, incarnation=incarnation)
             else:
                 state = ShardState(
-                    incarnation=incarnation,
+                    incarnation=incarnation or 0,
                     clock=0,
                     values=initialise(),
                     state=identity.rule.state(self._n_gradient, dtype),
@@ -105,15 +118,54 @@ class ShardValues:
                     f"{state.values.shape}, not {vector.shape}"
                 )
             vector[:] = state.values
-            return state
+            # Nobody keeps the others: slots are lent next, and memory is short.
+            return replace(state, values=vector)
 
         return work, Cost(n_bytes=2.0 * vector.nbytes)
 
     def initialised(self, state: ShardState) -> None:
         """The work is done: they can be read."""
         self._state = state.state
+        self._pieces = Pieces(self.vector, self._state)
         self.clock = state.clock
         self._published.end(clock=self.clock)
+
+    # -------------------------------------------------------------------- pieces
+
+    @property
+    def n_pieces(self) -> int:
+        """In how many pieces all of it can be sent."""
+        return len(self._pieces)
+
+    @property
+    def n_held(self) -> int:
+        """How many of them are here."""
+        return len(self._pieces) if self._n_held is None else self._n_held
+
+    def piece(self, index: int) -> Vector:
+        """Return a copy of one piece."""
+        return self._pieces.pack(index)
+
+    def follow(self, *, clock: int) -> None:
+        """Hold nothing from now on, and become a copy of a shard at that clock."""
+        if self._n_held is None:
+            self._published.begin()
+        self._n_held, self.clock = 0, clock
+
+    def take_piece(self, packed: Vector) -> None:
+        """Hold the next piece as well.
+
+        Raises:
+            RemoteProtocolError: it cannot be that piece.
+        """
+        assert self._n_held is not None
+        self._pieces.unpack(self._n_held, packed)
+        self._n_held += 1
+        if self._n_held == len(self._pieces):
+            self._n_held = None
+            self._published.end(clock=self.clock)
+
+    # -------------------------------------------------------------------- pushes
 
     def begin_push(
         self, pushed: Vector, *, n_clients: int
@@ -124,14 +176,17 @@ class ShardValues:
             pushed: (shard_size,) gradient of the parameters, then buffers.
             n_clients: Over how many clients buffers are averaged.
         """
-        self._published.begin()
-        n, rule, clock = self._n_gradient, self._identity.rule, self.clock
-        values, state = self.vector, self._state
+        if self._n_held is None:
+            self._published.begin()
+        n_here = self._pieces.n_elements(self.n_held)
+        n, rule, clock = min(self._n_gradient, n_here), self._identity.rule, self.clock
+        values = self.vector[:n_here]
+        state = {name: vector[:n] for name, vector in self._state.items()}
 
         def work() -> None:
             rule.apply(values[:n], pushed[:n], state, clock=clock)
-            if n < values.size:
-                _average(values[n:], pushed[n:], n_clients=n_clients)
+            if n < n_here:
+                _average(values[n:], pushed[n:n_here], n_clients=n_clients)
 
         n_passes = 3 + 2 * len(state)  # read and write each vector, read the gradient
         return work, Cost(n_bytes=float(n_passes * values.nbytes), flops=4.0 * n)
@@ -139,7 +194,8 @@ class ShardValues:
     def end_push(self) -> None:
         """The work is done: one more push is in the values."""
         self.clock += 1
-        self._published.end(clock=self.clock)
+        if self._n_held is None:
+            self._published.end(clock=self.clock)
 
     def copying(self, out: Vector) -> tuple[Callable[[], None], Cost]:
         """Return the work that copies them into `out`, and what it costs."""

@@ -100,7 +100,7 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class RosterEntry:
     """One role of a job."""
 
-    name: str  # "shard-0", "replica-1", "evaluator"
+    name: str  # "shard-0" (its other copy: "shard-0b"), "replica-1", "evaluator"
     kind: Literal["shard", "replica", "evaluator"]
 
 
@@ -114,6 +114,7 @@ class BuildContext:
             parameter server.
         n_replicas: Model replicas of the job.
         n_shards: Shards of the job.
+        shard_copies: Processes that keep each of them, 1 or 2.
         seed: Of the evaluation subset (the order of samples has its own, in the
             algorithm's table; initial values have [model] seed).
         memory: What the driver lends.
@@ -137,6 +138,7 @@ class BuildContext:
     initial_file: str | None = None
     evaluation_subset: int | None = None
     threads: int = 1
+    shard_copies: int = 1
     await_begin: bool = True
 
 

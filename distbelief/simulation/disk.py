@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from distbelief.parameter_server.copies import shard_of
 from distbelief.roles import Address, Snapshot
 from distbelief.simulation.brief import crc
 
@@ -21,7 +22,10 @@ class Stored:
 
 
 class Disk:
-    """Snapshots of all roles. Copies in, copies out: no array is shared with a role."""
+    """Snapshots of all roles. Copies in, copies out: no array is shared with a role.
+
+    Both copies of a shard have one shelf, as in a job's run directory.
+    """
 
     def __init__(self) -> None:
         self._n_fillers = 0
@@ -42,30 +46,28 @@ class Disk:
 
     def save(self, role: Address, snapshot: Snapshot, *, whole: bool = True) -> None:
         """Keep a copy; one of the same label is replaced."""
-        shelf = self._stored.setdefault(role, {})
+        shelf = self._stored.setdefault(shard_of(role), {})
         shelf[snapshot.label] = Stored(snapshot=_copy(snapshot), whole=whole)
         while len(shelf) > N_KEPT:
             del shelf[min(shelf)]
 
     def newest(self, role: Address) -> Snapshot | None:
         """Return a copy of the newest whole snapshot (labels sort by age), or None."""
-        labels = [
-            label
-            for label, stored in self._stored.get(role, {}).items()
-            if stored.whole
-        ]
-        return _copy(self._stored[role][max(labels)].snapshot) if labels else None
+        shelf = self._stored.get(shard_of(role), {})
+        labels = [label for label, stored in shelf.items() if stored.whole]
+        return _copy(shelf[max(labels)].snapshot) if labels else None
 
     def snapshots(self, role: Address) -> tuple[Stored, ...]:
         """Return all that lies there, torn ones too, oldest first."""
-        shelf = self._stored.get(role, {})
+        shelf = self._stored.get(shard_of(role), {})
         return tuple(shelf[label] for label in sorted(shelf))
 
     def tear_newest(self, role: Address) -> None:
         """Damage the newest whole snapshot, so that the one before it is the newest."""
         newest = self.newest(role)
         if newest is not None:
-            self._stored[role][newest.label] = Stored(snapshot=newest, whole=False)
+            shelf = self._stored[shard_of(role)]
+            shelf[newest.label] = Stored(snapshot=newest, whole=False)
 
 
 def size_of(snapshot: Snapshot) -> int:

@@ -39,7 +39,7 @@ from distbelief.simulation.disk import NO_SPACE, checksums, size_of
 from distbelief.simulation.lanes import Work
 from distbelief.simulation.lives import Life, Lives
 from distbelief.simulation.network import Network, Packet
-from distbelief.simulation.world import World
+from distbelief.simulation.world import Happening, World
 from distbelief.wire import Wire
 
 
@@ -67,11 +67,25 @@ class Driver:
             self._world.agenda.now, life.name, life.incarnation, event
         )
         try:
-            self._perform_all(life, self._handle(life, event))
+            actions = self._handle(life, event)
+            n_performed = self._perform_all(life, actions)
         except LocalProtocolError as error:  # of the wire, of the agenda
             raise self._blame(life, error) from error
+        if self._world.observers:
+            self._observe(life, event, actions[:n_performed])
         for check in self._world.checks:
             check()
+
+    def _observe(self, life: Life, event: Event, actions: Sequence[Action]) -> None:
+        happening = Happening(
+            name=life.name,
+            incarnation=life.incarnation,
+            role=life.role,
+            event=event,
+            actions=actions,
+        )
+        for observer in self._world.observers:
+            observer(happening)
 
     def _handle(self, life: Life, event: Event) -> Sequence[Action]:
         try:
@@ -124,14 +138,18 @@ class Driver:
 
     # ------------------------------------------------------------------- actions
 
-    def _perform_all(self, life: Life, actions: Sequence[Action]) -> None:
+    def _perform_all(self, life: Life, actions: Sequence[Action]) -> int:
+        """Perform them as long as it lives; return how many that was."""
         n_last = life.last_actions if actions else None
+        n_performed = 0
         for action in actions[:n_last]:
             self._perform(life, action)
+            n_performed += 1
             if not life.alive:
-                return
+                return n_performed
         if n_last is not None:
             self.lives.end(life, f"killed after {n_last} actions of this event")
+        return n_performed
 
     def _perform(self, life: Life, action: Action) -> None:
         match action:

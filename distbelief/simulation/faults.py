@@ -39,6 +39,14 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Supersede:
+    """The process is taken for dead: its next life begins while this one goes on."""
+
+    at: Seconds
+    role: Address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
     """Work that begins meanwhile takes `factor` times as long."""
 
@@ -111,7 +119,7 @@ class TornSnapshot:
 
 MessageFault = Drop | Duplicate | Delay
 NetworkFault = MessageFault | CutOff
-Fault = Kill | Pause | Slow | DiskFull | TornSnapshot | NetworkFault
+Fault = Kill | Pause | Supersede | Slow | DiskFull | TornSnapshot | NetworkFault
 
 
 def random_faults(

@@ -1,11 +1,11 @@
 """What the parts of one simulation share: clock, chance, disk, trace, counts."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distbelief.memory import Memory
-from distbelief.roles import Address, Received, Report, Role
+from distbelief.roles import Action, Address, Event, Received, Report, Role
 from distbelief.simulation.agenda import Agenda
 from distbelief.simulation.disk import Disk
 from distbelief.simulation.faults import Slow
@@ -15,6 +15,20 @@ from distbelief.simulation.trace import SimulationFailed, Trace
 
 
 Builder = Callable[[Memory], Role]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)  # frozen would double its cost
+class Happening:
+    """One event, as one life has handled it."""
+
+    name: Address
+    incarnation: int
+    role: Role  # of that life, which need not be the newest
+    event: Event
+    actions: Sequence[Action]  # those that were performed: a kill may cut them short
+
+
+Observer = Callable[[Happening], None]
 
 N_REMEMBERED = 100_000  # reports, and messages to each outsider
 
@@ -42,6 +56,7 @@ class World:
     counts: Counts = field(default_factory=Counts)
     slow: list[Slow] = field(default_factory=list)  # in force at present
     checks: list[Callable[[], None]] = field(default_factory=list)
+    observers: list[Observer] = field(default_factory=list)
     reports: deque[tuple[Address, Report]] = field(
         default_factory=lambda: deque(maxlen=N_REMEMBERED)
     )

@@ -65,8 +65,9 @@ class Lanes:
         for lane, thread in self._threads.items():
             if thread.ident is not None:  # started
                 thread.join(max(0.0, deadline - self._now()))
-            if thread.is_alive():
-                left_behind.append(f"{self._busy_with[lane]} ({lane.value})")
+            work = self._busy_with.get(lane)
+            if thread.is_alive() and work is not None:  # an idle one just ends later
+                left_behind.append(f"{work} ({lane.value})")
         return left_behind
 
     def _work(self, lane: Lane) -> None:
@@ -74,7 +75,7 @@ class Lanes:
             self._busy_with[lane], task = item
             self._answers.append(task())
             # A waiting thread keeps nothing alive: work may hold a whole batch.
-            del item, task
+            del item, task, self._busy_with[lane]
             self._wake()
 
     def _compute(self, action: Compute) -> Computed:

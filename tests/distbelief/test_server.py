@@ -10,12 +10,20 @@ from distbelief.server import ServerAddress, parameter_specs
 NAMES = st.text(min_size=1, max_size=40)
 
 
-@given(token=NAMES, memory=st.text(max_size=60), n_shards=st.integers(1, 999))
-def test_an_address_is_read_as_written(token: str, memory: str, n_shards: int) -> None:
+@given(
+    token=NAMES,
+    memory=st.text(max_size=60),
+    n_shards=st.integers(1, 999),
+    shard_copies=st.integers(1, 2),
+)
+def test_an_address_is_read_as_written(
+    token: str, memory: str, n_shards: int, shard_copies: int
+) -> None:
     address = ServerAddress(
         endpoint="tcp://127.0.0.1:41000",
         token=token,
         n_shards=n_shards,
+        shard_copies=shard_copies,
         memory=memory,
     )
     assert ServerAddress.parse(str(address)) == address
@@ -31,6 +39,7 @@ def test_an_address_is_read_as_written(token: str, memory: str, n_shards: int) -
         "tcp://127.0.0.1:99999?token=a&shards=1",
         "tcp://127.0.0.1:41000?token=a&shards=0",
         "tcp://127.0.0.1:41000?token=a&shards=two",
+        "tcp://127.0.0.1:41000?token=a&shards=2&copies=3",
         "http://127.0.0.1:41000?token=a&shards=1",
     ],
 )

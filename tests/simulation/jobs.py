@@ -5,7 +5,7 @@ from functools import partial
 
 from distbelief.downpour.algorithm import DOWNPOUR, DownpourSettings
 from distbelief.job.figures import Before
-from distbelief.job.member import Member, MemberConfig
+from distbelief.job.member import Member, MemberConfig, heartbeat_seconds
 from distbelief.job.sections import StopTable
 from distbelief.job.stop_rules import StopRules
 from distbelief.job.supervisor import USER, Supervisor
@@ -13,6 +13,7 @@ from distbelief.job.supervisor_config import SupervisorConfig
 from distbelief.job.view import SupervisorView
 from distbelief.memory import Memory
 from distbelief.messages import Stop
+from distbelief.parameter_server.copies import copy_names
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.update_rules import Adagrad
 from distbelief.roles import SUPERVISOR, Address, Received, Role
@@ -61,6 +62,7 @@ class JobCluster:
         tasks: dict[str, TaskSpec] | None = None,
         n_replicas: int = 2,
         n_shards: int = 2,
+        shard_copies: int = 1,
         seed: int = 0,
         faults: Sequence[Fault] = (),
         warm_start_steps: int = 0,
@@ -76,6 +78,10 @@ class JobCluster:
         self.layout = Layout.of(model.specs(), n_shards=n_shards)
         self.replicas = [Address(f"replica-{r}") for r in range(n_replicas)]
         self.shards = [Address(f"shard-{k}") for k in range(n_shards)]
+        self.copies = [
+            name for k in range(n_shards) for name in copy_names(k, shard_copies)
+        ]
+        self._shard_copies = shard_copies
         self._host = host
         self._settings = DownpourSettings(
             loss=task.loss,
@@ -90,6 +96,7 @@ class JobCluster:
             layout=self.layout,
             n_replicas=n_replicas,
             n_shards=n_shards,
+            shard_copies=shard_copies,
             seed=0,
             initials=model.initials(),
             evaluation_subset=20,
@@ -98,6 +105,7 @@ class JobCluster:
             self._settings,
             n_replicas=n_replicas,
             n_shards=n_shards,
+            shard_copies=shard_copies,
             evaluates=task.test is not None,
         )
         config = SupervisorConfig(
@@ -134,7 +142,11 @@ class JobCluster:
         def build(memory: Memory) -> Role:
             context = self._context(task=task, memory=memory)
             return Member(
-                MemberConfig(name=name, host=memory.host),
+                MemberConfig(
+                    name=name,
+                    host=memory.host,
+                    heartbeat_seconds=heartbeat_seconds(name, self._shard_copies),
+                ),
                 build=lambda: DOWNPOUR.build(
                     name, config=self._settings, context=context
                 ),
@@ -183,6 +195,16 @@ class JobCluster:
 
     def state(self, name: str) -> str:
         return {role.name: role.state for role in self.view.roles}[name]
+
+    def copy_that_is(self, part: str, shard_index: int = 0) -> Address:
+        """Return the copy of this shard that is "leading", or its "second"."""
+        names = copy_names(shard_index, self._shard_copies)
+        return next(name for name in names if self.state(name) == part)
+
+    def is_paired(self) -> bool:
+        """Whether a second of every shard could take over now."""
+        parts = [role.state for role in self.view.roles if role.name in self.copies]
+        return sorted(parts) == sorted(["leading", "second"] * len(self.shards))
 
     def restarts(self, name: str) -> int:
         return {role.name: role.restarts for role in self.view.roles}[name]

@@ -220,6 +220,106 @@ def test_a_job_survives_whatever_heals(seed: int) -> None:
     assert job.view.samples >= 800
 
 
+# ------------------------------------------------------------- shards in two copies
+
+
+@pytest.mark.parametrize("host", ["host-0", ""], ids=["one host", "block messages"])
+def test_a_leader_that_dies_costs_nothing(host: str) -> None:
+    job = JobCluster(stop=StopTable(samples=1200), shard_copies=2, host=host)
+    job.run_until(job.is_paired)
+    job.run_until(lambda: job.view.samples > 200)
+    leader, second = job.copy_that_is("leading"), job.copy_that_is("second")
+    job.simulation.kill(leader)
+    job.run_until(lambda: job.state(second) == "leading", within=1.0)
+    job.run_until(job.is_paired)
+    assert job.copy_that_is("second") == leader
+    assert job.run() is None
+    assert any("takes over, nothing acknowledged is lost" in text for text in job.told)
+    view = job.view
+    assert view.pushes_lost == 0
+    assert view.pushes_applied == 2 * view.step  # each push once, on both shards
+    assert sum(role.restarts for role in view.roles) == 1
+
+
+def test_leaders_die_one_after_the_other_and_nothing_is_lost() -> None:
+    job = JobCluster(stop=LONG, shard_copies=2, snapshot_every=1e3)
+    for n in range(8):
+        job.run_until(job.is_paired)
+        job.simulation.run(until=job.simulation.now + 0.3)
+        if job.is_paired():
+            job.simulation.kill(job.copy_that_is("leading", n % 2))
+    before = job.view.samples
+    job.run_until(lambda: job.view.samples > before + 200)
+    assert job.view.pushes_lost == 0
+    job.interrupt()
+    assert job.run() == "interrupted"
+
+
+def test_a_leader_that_stands_still_is_replaced_within_two_seconds() -> None:
+    job = JobCluster(stop=LONG, shard_copies=2)
+    job.run_until(job.is_paired)
+    job.run_until(lambda: job.view.samples > 40)
+    leader, second = job.copy_that_is("leading"), job.copy_that_is("second")
+    pause = Pause(at=job.simulation.now, role=leader, seconds=3.0)
+    job.simulation.inject(pause)
+    job.run_until(lambda: job.state(second) == "leading", within=2.0)
+    before = job.view.samples
+    job.run_until(lambda: job.view.samples > before + 40, within=2.0)
+    job.run_until(job.is_paired)
+    assert job.restarts(leader) == 1
+    assert job.view.pushes_lost == 0
+
+
+def test_a_second_that_stands_still_holds_nobody_up_for_long() -> None:
+    job = JobCluster(stop=LONG, shard_copies=2)
+    job.run_until(job.is_paired)
+    job.run_until(lambda: job.view.samples > 40)
+    second = job.copy_that_is("second")
+    pause = Pause(at=job.simulation.now, role=second, seconds=5.0)
+    job.simulation.inject(pause)
+    before = job.view.samples
+    job.run_until(lambda: job.view.samples > before + 100, within=6.0)
+    job.run_until(job.is_paired)
+    assert job.restarts(second) == 0
+    assert job.view.pushes_lost == 0
+
+
+def test_a_shard_that_loses_both_copies_comes_back_from_its_snapshot() -> None:
+    job = JobCluster(stop=StopTable(samples=2000), shard_copies=2)
+    job.run_until(lambda: job.simulation.disk.newest(job.shards[0]) is not None)
+    job.simulation.run(until=job.simulation.now + 1.0)
+    for copy in job.copies[:2]:
+        job.simulation.kill(copy)
+    assert job.run() is None
+    assert job.view.pushes_lost > 0
+    assert job.view.samples >= 2000
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_job_with_two_copies_survives_whatever_heals(seed: int) -> None:
+    job = JobCluster(
+        stop=StopTable(samples=800), seed=seed, shard_copies=2, warm_start_steps=5
+    )
+    roles = [*job.copies, *job.replicas, Address("evaluator")]
+    for fault in random_faults(
+        seed, roles, horizon=10.0, intensity=0.7, restarts=False
+    ):
+        job.simulation.inject(fault)
+    assert job.run(within=600.0) is None
+    assert job.view.samples >= 800
+
+
+def test_an_interrupted_job_with_two_copies_is_saved_within_two_seconds() -> None:
+    job = JobCluster(stop=LONG, snapshot_every=1e3, shard_copies=2)
+    job.run_until(lambda: job.view.samples > 100)
+    begun = job.simulation.now
+    job.interrupt()
+    assert job.run() == "interrupted"
+    assert job.simulation.now - begun <= 1.3 + 1.0  # run() adds a second
+    for shard in job.shards:
+        assert job.simulation.disk.newest(shard) is not None
+
+
 def test_a_disk_that_is_full_at_the_end_fails_the_job() -> None:
     job = JobCluster(
         stop=StopTable(samples=400), faults=[DiskFull(at=1.0, seconds=1000.0)]

@@ -96,6 +96,16 @@ def test_the_roster_has_shards_first() -> None:
     ]
 
 
+def test_the_copies_of_a_shard_come_together() -> None:
+    roster = DOWNPOUR.roster(SETTINGS, n_replicas=1, n_shards=2, shard_copies=2)
+    names = [entry.name for entry in roster if entry.kind == "shard"]
+    assert names == ["shard-0", "shard-0b", "shard-1", "shard-1b"]
+    for entry in roster:
+        build(entry.name, context(shard_copies=2))
+    with pytest.raises(LocalProtocolError, match="no role 'shard-0b' in a job"):
+        build("shard-0b", context())
+
+
 def test_without_test_data_there_is_no_evaluator() -> None:
     roster = DOWNPOUR.roster(SETTINGS, n_replicas=1, n_shards=1, evaluates=False)
     assert [entry.kind for entry in roster] == ["shard", "replica"]
@@ -104,6 +114,7 @@ def test_without_test_data_there_is_no_evaluator() -> None:
 def context(
     *,
     n_shards: int = 2,
+    shard_copies: int = 1,
     n_layout_shards: int = 2,
     test: bool = True,
     initial_file: str | None = None,
@@ -123,6 +134,7 @@ def context(
         layout=None if no_layout else layout,
         n_replicas=2,
         n_shards=n_shards,
+        shard_copies=shard_copies,
         seed=0,
         memory=PrivateMemory(),
         initials=model.initials(),

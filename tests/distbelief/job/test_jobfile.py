@@ -180,6 +180,7 @@ def test_an_unknown_key_names_the_nearest_known_one() -> None:
         ("name=3", "name = 3: wants text in quotes"),
         # ranges
         ("cluster.replicas=0", "replicas = 0: wants a whole number, at least 1"),
+        ("cluster.shard_copies=3", "shard_copies = 3: wants a whole number, at most 2"),
         ("stop.accuracy=60", "[stop] accuracy = 60: wants a number, at most 1"),
         ("stop.epochs=0", "[stop] epochs = 0: wants a number, above 0"),
         ("algorithm.batch_size=0", "[algorithm] batch_size is 0; use "),

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from distbelief.job import process
 from distbelief.job.jobfile import Job, parse_job
-from distbelief.job.process import Spec
+from distbelief.job.process import SharedShelf, Spec
+from distbelief.job.store import SnapshotStore
 from distbelief.messages import (
     Failed,
     Finished,
@@ -24,6 +26,7 @@ from distbelief.messages import (
     Stop,
 )
 from distbelief.parameter_server.layout import Layout
+from distbelief.roles import Address, Snapshot
 from distbelief.runtime.local_model import LocalModel
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.distbelief.runtime.examples import net
@@ -129,6 +132,21 @@ def test_a_shard_lives_from_join_to_stop(
     assert shard.status == 0
     assert any(isinstance(message, Heartbeat) for message in shard.heard)
     assert "shard-0#2 info: ends: as planned" in capsys.readouterr().out
+
+
+def test_copies_of_a_shard_keep_their_snapshots_in_one_place(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path, report=pytest.fail)
+    shelf = SharedShelf(store)
+    for label, copy in (("00001", "shard-1"), ("00002", "shard-1b")):
+        values = np.zeros(3, np.float32)
+        snapshot = Snapshot(label=label, arrays={"values": values}, facts={})
+        shelf.save(Address(copy), snapshot)
+    assert store.labels("shard-1") == ["00001", "00002"]
+    for copy in ("shard-1", "shard-1b"):
+        newest = shelf.newest(Address(copy))
+        assert newest is not None
+        assert newest.label == "00002"
+    assert shelf.newest(Address("shard-0b")) is None
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from distbelief.errors import JobError
-from distbelief.job.resuming import check_same, read_legacy
+from distbelief.job.legacy import read_legacy
+from distbelief.job.resuming import check_same
 from distbelief.job.run_directory import RunDirectory, Status
 from distbelief.job.store import SnapshotStore
 from distbelief.job.view import Point, SupervisorView
@@ -76,6 +77,15 @@ def test_a_resumed_run_goes_on_from_what_every_shard_has(
     assert (before.best_metric, before.history) == (0.5, history)
 
 
+def test_a_replica_that_a_shard_knows_nothing_of_begins_anew(
+    run: RunDirectory, store: SnapshotStore
+) -> None:
+    store.save("shard-0", snapshot("00001", clients(replica_0=70)))
+    store.save("shard-1", snapshot("00001", clients(replica_0=70, replica_1=50)))
+    legacy = read_legacy(run, store, n_shards=2)
+    assert legacy.before.samples == {"replica-0": 70, "replica-1": 0}
+
+
 def test_where_a_shard_has_nothing_no_sample_counts(
     run: RunDirectory, store: SnapshotStore
 ) -> None:
@@ -85,15 +95,23 @@ def test_where_a_shard_has_nothing_no_sample_counts(
     assert legacy.before.samples == {"replica-0": 0}
 
 
-def test_the_same_job_may_go_on_with_other_ends() -> None:
-    check_same(speech("stop.epochs=9"), speech(), directory="runs/x")
+@pytest.mark.parametrize(
+    "override",
+    [
+        "stop.epochs=9",
+        "cluster.replicas=3",
+        "cluster.shards=3",
+        "cluster.shard_copies=2",
+        "algorithm.batch_size=9",
+    ],
+)
+def test_a_job_may_go_on_with_other_ends_and_on_other_machines(override: str) -> None:
+    check_same(speech(override), speech(), directory="runs/x")
 
 
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("cluster.replicas=3", "[cluster] replicas: each has its own part of the data"),
-        ("cluster.shards=3", "[cluster] shards"),
         ("model.arguments.hidden=[9]", "[model]"),
         ('algorithm.rule={name="sgd", learning_rate=0.1}', "[algorithm] rule"),
     ],

@@ -69,6 +69,13 @@ def shown(summary: Summary, *, width: int) -> list[str]:
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
+def test_shards_in_two_copies_are_told_of() -> None:
+    job = speech("cluster.shard_copies=2")
+    summary = summarise(job, VIEW, directory="runs/a", task=FACTS)
+    assert summary.shard_copies == 2
+    assert "2 replicas x 2 shards in 2 copies" in shown(summary, width=100)[1]
+
+
 def test_a_summary_holds_figures_seeds_versions_and_data() -> None:
     summary = a_summary()
     assert summary.samples_per_second == 10_000.0  # over the time of training only

@@ -63,7 +63,9 @@ class Desk:
             config or SupervisorConfig(roster=ROSTER, stop=stop)
         )
         self.now = 0.0
-        self.incarnations = dict.fromkeys((name for name, _ in ROSTER), 1)
+        roster = config.roster if config else ROSTER
+        self.names = [name for name, _ in roster]
+        self.incarnations = dict.fromkeys(self.names, 1)
         self.start = self.handle(Started(incarnation=1))
 
     def handle(self, event: Event) -> list[Action]:
@@ -83,7 +85,7 @@ class Desk:
 
     def join(self, *names: str) -> list[Action]:
         actions: list[Action] = []
-        for name in names or [name for name, _ in ROSTER]:
+        for name in names or self.names:
             actions += self.hear(name, Join(endpoint=f"at-{name}", host="h", pid=1))
         return actions
 
@@ -270,6 +272,16 @@ def test_a_job_that_takes_no_steps_is_talked_about(desk: Desk) -> None:
     ]
 
 
+def test_bytes_are_those_that_clients_tell_of(desk: Desk) -> None:
+    """Of reads from shared memory nobody tells a shard."""
+    desk.join()
+    desk.beat("shard-0", bytes_in=40.0, bytes_out=0.0)
+    desk.beat("replica-0", bytes_in=300.0, bytes_out=40.0)
+    desk.beat("evaluator", bytes_in=100.0)
+    view = desk.supervisor.view(desk.now)
+    assert (view.bytes_in, view.bytes_out) == (40, 400)
+
+
 def test_records_for_the_metrics_come_as_often_as_was_asked(desk: Desk) -> None:
     desk.join()
     desk.progress()
@@ -339,6 +351,51 @@ def test_a_fault_of_the_users_code_ends_the_job(desk: Desk) -> None:
     assert actions[-1] == Halt(error="replica 1: the loss is NaN")
 
 
+def test_a_replica_left_out_is_told_of_with_how_long_its_lives_were(
+    desk: Desk,
+) -> None:
+    desk.join()
+    desk.progress()
+    for _ in range(4):
+        desk.beat("replica-1", "computing")
+        desk.pass_time(5.0, beats=EVERYBODY)
+        desk.die("replica-1", "ended with status 1")
+        desk.join("replica-1")
+    assert desk.told[-1] == (
+        "replica 1 ended with status 1; left out after 3 restarts, none of which "
+        "lasted 30 s"
+    )
+
+
+def test_a_life_that_lasts_forgives_those_before(desk: Desk) -> None:
+    desk.join()
+    desk.progress()
+    for _ in range(10):
+        desk.pass_time(31.0, beats=EVERYBODY)
+        for name in ("replica-1", "shard-0", "evaluator"):
+            for _ in range(2):
+                desk.die(name)
+                desk.join(name)
+    rows = {role.name: role for role in desk.supervisor.view(desk.now).roles}
+    for name in ("replica-1", "shard-0", "evaluator"):
+        assert rows[name].restarts == 20
+    assert desk.supervisor.view(desk.now).phase == "training"
+    assert not any("left out" in text for text in desk.told)
+
+
+def test_a_life_that_never_got_past_joining_forgives_nothing(desk: Desk) -> None:
+    desk.join()
+    desk.progress()
+    others = [name for name in EVERYBODY if name != "replica-1"]
+    for _ in range(4):
+        for _ in range(40):
+            desk.beat("replica-1", "building")
+            desk.pass_time(1.0, beats=others)
+        desk.die("replica-1")
+        desk.join("replica-1")
+    assert "left out after 3 restarts" in desk.told[-1]
+
+
 def test_a_shard_that_cannot_be_kept_alive_ends_the_job(desk: Desk) -> None:
     desk.join()
     desk.progress()
@@ -348,7 +405,10 @@ def test_a_shard_that_cannot_be_kept_alive_ends_the_job(desk: Desk) -> None:
     view = desk.supervisor.view(desk.now)
     assert view.phase == "stopping"
     assert desk.supervisor.error is not None
-    assert "shard 0 cannot be kept alive" in desk.supervisor.error
+    assert desk.supervisor.error == (
+        "shard 0 cannot be kept alive after 5 restarts, none of which lasted 30 s: it "
+        "ended with status 1"
+    )
 
 
 # ------------------------------------------------------------------------------ ends
@@ -541,6 +601,7 @@ def test_a_resumed_job_goes_on_counting() -> None:
         ({"roster": ROSTER[2:]}, "at least one shard"),
         ({"report_every": 0.0}, "report_every is 0.0"),
         ({"dead_seconds": 1.0}, "dead_seconds is 1.0"),
+        ({"settled_seconds": 0.0}, "settled_seconds is 0.0"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(

@@ -32,11 +32,8 @@ from distbelief.messages import (
     Welcome,
 )
 from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.shard import (
-    N_SAVES_MAX,
-    ParameterServerShard,
-    ShardConfig,
-)
+from distbelief.parameter_server.saves import N_SAVES_MAX
+from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
 from distbelief.parameter_server.update_rules import SGD, Adagrad
 from distbelief.roles import (
     Action,

@@ -1,0 +1,142 @@
+"""Cuts: for how many shards and replicas the snapshots of a run are, of which data.
+
+    snapshots/cut.json, snapshots/shard-K/              as the run began
+    snapshots/cut-00012/cut.json, .../shard-K/          since it went on with others
+
+Rules:
+
+* The newest cut is in use; its number is that of its first snapshots.
+* A cut is whole or not there: it is written under a name that nobody reads, read back,
+  then renamed. Whatever ends it half-way leaves the run as it was.
+* The cuts before it stay as they are.
+"""
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, final
+
+import msgspec
+
+from distbelief.errors import StorageError
+from distbelief.job import files
+from distbelief.job.jobfile import load_job
+from distbelief.job.run_directory import RunDirectory
+from distbelief.job.summary import DataFacts, read_summary
+
+
+_FILE: Final = "cut.json"
+_DIRECTORY: Final = re.compile(r"cut-(\d{1,18})")
+
+
+@final
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of cut.json: what the snapshots beside it mean.
+
+    Attributes:
+        n_shards: Which together hold the model.
+        n_replicas: Among which the data were divided.
+        train: The training data, as far as anybody looked at them.
+    """
+
+    n_shards: int
+    n_replicas: int
+    train: DataFacts | None = None
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """Of shards and of replicas."""
+        return self.n_shards, self.n_replicas
+
+
+def newest_cut(run: RunDirectory) -> tuple[Path, Cut | None]:
+    """Return the cut in use: its directory, and what it is; None of a new run.
+
+    Raises:
+        JobFileError: the run's job file, of which an old run's cut is known, is wrong.
+        StorageError: the file that tells of it is damaged.
+    """
+    made = max(_directories(run.snapshots), default=None)
+    directory = run.snapshots if made is None else made[1]
+    file = directory / _FILE
+    try:
+        return directory, msgspec.json.decode(file.read_bytes(), type=Cut)
+    except FileNotFoundError:
+        return directory, _cut_of_job(run)
+    except OSError as error:
+        raise files.explained(error, file, doing="read") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise StorageError(
+            f"{file} is damaged ({error}): without it nobody knows what the snapshots "
+            "beside it are of"
+        ) from None
+
+
+def write_cut(directory: Path, cut: Cut) -> None:
+    """Say what the snapshots in this directory are.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    files.write(directory / _FILE, msgspec.json.encode(cut))
+
+
+@contextmanager
+def making_cut(run: RunDirectory, number: int, cut: Cut) -> Iterator[tuple[Path, Path]]:
+    """Make a new cut in a `with` block; it is in use once the block has ended well.
+
+    Args:
+        run: Whose it is.
+        number: Above that of every cut and every snapshot before.
+        cut: What it is.
+
+    Yields:
+        Where the block is to write its snapshots, and where they will be found.
+
+    Raises:
+        StorageError: it cannot be written; then the one before stays in use.
+    """
+    final_place = _directory(run.snapshots, number)
+    place = final_place.with_suffix(files.TEMPORARY)
+    try:
+        for left in run.snapshots.glob(f"cut-*{files.TEMPORARY}"):
+            shutil.rmtree(left)
+        place.mkdir(parents=True)
+        yield place, final_place
+        write_cut(place, cut)  # this forces the directory to the disk, too
+        place.rename(final_place)
+        files.force(run.snapshots)
+    except OSError as error:
+        raise files.explained(error, place, doing="write") from error
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _directory(snapshots: Path, number: int) -> Path:
+    return snapshots / f"cut-{number:05d}"
+
+
+def _directories(snapshots: Path) -> Iterator[tuple[int, Path]]:
+    if not snapshots.is_dir():
+        return
+    for path in snapshots.iterdir():
+        found = _DIRECTORY.fullmatch(path.name)
+        if found is not None and path.is_dir():
+            yield int(found[1]), path
+
+
+def _cut_of_job(run: RunDirectory) -> Cut | None:
+    """Return the cut of a run that was made when nobody wrote it down."""
+    if not run.job_file.is_file():
+        return None
+    cluster = load_job(run.job_file).cluster
+    train = None
+    try:
+        summary = read_summary(run)
+    except StorageError:
+        summary = None  # it is only a second source
+    if summary is not None:
+        train = summary.train
+    return Cut(n_shards=cluster.shards, n_replicas=cluster.replicas, train=train)

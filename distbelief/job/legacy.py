@@ -1,0 +1,108 @@
+"""What former lives of a run left behind.
+
+A run goes on from the newest whole snapshot of each shard by itself. They need not be
+of one moment: shards never were (DB-5). The place of each replica in its data is the
+least that any shard knows of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from distbelief.job.figures import Before
+from distbelief.job.run_directory import RunDirectory
+from distbelief.job.store import SnapshotStore
+from distbelief.roles import Snapshot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Legacy:
+    """What the next life of a run has to know of those before.
+
+    Attributes:
+        before: Figures.
+        incarnation: Above all that were used, as far as any snapshot knows of them.
+        label: Number of the next snapshot.
+        restored: Shards that have a snapshot, with its label.
+        missing: Shards that have none.
+        trained: Whether any push is in any of the snapshots.
+    """
+
+    before: Before = field(default_factory=Before)
+    incarnation: int = 1
+    label: int = 1
+    restored: Mapping[str, str] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    trained: bool = False
+
+
+class _Client(msgspec.Struct, frozen=True, kw_only=True):
+    """What a shard's snapshot tells of one client (`parameter_server.snapshots`)."""
+
+    incarnation: int
+    samples: int
+
+
+def read_legacy(run: RunDirectory, store: SnapshotStore, *, n_shards: int) -> Legacy:
+    """Return what the lives before left in this run directory."""
+    incarnation, label = 1, 1
+    restored: dict[str, str] = {}
+    missing: list[str] = []
+    clients: list[dict[str, _Client]] = []  # of each snapshot
+    for name in (f"shard-{k}" for k in range(n_shards)):
+        numbers = [int(text) for text in store.labels(name) if text.isdigit()]
+        label = max([label, *(number + 1 for number in numbers)])
+        snapshot = store.newest(name)
+        if snapshot is None:
+            missing.append(name)
+            continue
+        restored[name] = snapshot.label
+        clients.append(_clients(snapshot))
+        lives = [client.incarnation for client in clients[-1].values()]
+        lives.append(int(snapshot.facts.get("incarnation", "0")))
+        incarnation = max([incarnation, *(life + 1 for life in lives)])
+    known = [{name: c.samples for name, c in of_one.items()} for of_one in clients]
+    replicas = {
+        name for of_one in known for name in of_one if name.startswith("replica-")
+    }
+    samples = {
+        name: 0 if missing else min(of_one.get(name, 0) for of_one in known)
+        for name in sorted(replicas)
+    }
+    return Legacy(
+        before=_before(run, samples),
+        incarnation=incarnation,
+        label=label,
+        restored=restored,
+        missing=tuple(missing),
+        trained=any(n for of_one in known for n in of_one.values()),
+    )
+
+
+def _before(run: RunDirectory, samples: Mapping[str, int]) -> Before:
+    status = run.read_status()
+    if status is None:
+        return Before(samples=samples)
+    view = status.view
+    return Before(
+        seconds=view.seconds,
+        training_seconds=view.training_seconds,
+        step=view.step,
+        samples=samples,
+        loss=view.loss,
+        metric=view.metric,
+        held_out_loss=view.held_out_loss,
+        best_metric=view.best_metric,
+        best_metric_seconds=view.best_metric_seconds,
+        history=view.history,
+    )
+
+
+def _clients(snapshot: Snapshot) -> dict[str, _Client]:
+    try:
+        return msgspec.json.decode(
+            snapshot.facts.get("clients", "{}"), type=dict[str, _Client]
+        )
+    except msgspec.MsgspecError:
+        return {}  # the shard itself will say what is wrong with it

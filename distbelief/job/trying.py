@@ -1,0 +1,82 @@
+"""What is done with a job before it starts: data prepared, model and data tried out."""
+
+import select
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from distbelief.errors import DistBeliefError, JobError
+from distbelief.job.checking import Answer, Question, read_answer
+from distbelief.job.launcher import Launcher
+from distbelief.job.sections import Job
+from distbelief.roles import Address, PeerLost
+from distbelief.runtime.imports import call_factory, resolve
+from distbelief.runtime.task import DataSpec
+
+
+CHECK: Final = Address("check")
+CHECK_SECONDS_MAX: Final = 1800.0
+
+
+def prepare(spec: DataSpec, *, table: str) -> None:
+    """Let the module of a data factory build what its factory will open.
+
+    A function `prepare` beside the factory is called once, here, with the factory's
+    arguments, so that the roles need not do the same work side by side.
+    """
+    resolve(spec.factory, table=table)
+    module_name = spec.factory.partition(":")[0]
+    if hasattr(sys.modules[module_name], "prepare"):
+        call_factory(f"{module_name}:prepare", spec.arguments, table=table)
+
+
+def try_out(
+    job: Job, launcher: Launcher, *, directory: Path, initial_file: Path, log: Path
+) -> Answer:
+    """Try model and data out, in a process of its own; return what was found.
+
+    Args:
+        job: The job.
+        launcher: Starts the process.
+        directory: For question and answer.
+        initial_file: For the module's initial values, where they are needed.
+        log: Where the process writes.
+
+    Raises:
+        JobError: the job cannot be run.
+        DistBeliefError: nor can it, for a reason that is not the user's.
+    """
+    question, answer = directory / ".question.json", directory / ".answer.json"
+    content = Question(
+        job=msgspec.Raw(job.to_json()),
+        answer=str(answer),
+        initial_file=str(initial_file.absolute()),
+    )
+    question.write_bytes(msgspec.json.encode(content))
+    launcher.check(CHECK, question)
+    deadline = time.monotonic() + CHECK_SECONDS_MAX
+    ends: list[PeerLost] = []
+    while not ends:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise JobError(
+                f"model and data could not be tried out in {CHECK_SECONDS_MAX:.0f} "
+                f"s: see {log}"
+            )
+        select.select([launcher.fileno()], [], [], left)
+        ends = [e for e in launcher.events() if isinstance(e, PeerLost)]
+    found = read_answer(answer)
+    if found is None:
+        tail = log.read_text(errors="replace")[-2000:] if log.is_file() else ""
+        # With this error the log is removed: do not send anybody to look for it.
+        reason = ends[0].reason.removesuffix(f" (see {log})")
+        raise JobError(
+            f"the process that tried out model and data {reason}. Its log ends:\n{tail}"
+        )
+    if found.error is not None:
+        kind = JobError if found.is_users else DistBeliefError
+        raise kind(found.error)
+    return found

@@ -1,0 +1,342 @@
+"""What a copy of a shard is until it leads: a second that becomes its leader's equal.
+
+    Follow                    hold nothing; know the clients; be at that clock
+    StateBlock i              hold pieces [0, i]                      -> StateCredit
+    Forward at this clock     apply it to the elements held; rise     -> Acknowledge
+    all pieces are held       whole                                   -> Whole
+    Lead                      apply what has come in order; lead
+
+Rules:
+
+* The highest pairing heard of counts, from `Follow` or `Lead`; messages of any other
+  are dropped. So a leader that was deposed can have nothing acknowledged any more.
+* A piece is taken if it is the next one, of this very clock, while nothing is being
+  applied; a push if its clock is the one to which those before it lead. Whatever else
+  comes is dropped, and the leader sends again what it sees missing.
+* A push is read where its client left it, in memory that the leader lent. If that
+  cannot be reached, the answer is a `PushCredit` of no blocks, and the leader sends it
+  in blocks, for which there is room for two pushes: the slots of sequence s mod 2, as
+  a client's, where the push at clock c has sequence c + 1.
+* A word of a push that waits here is answered by a `PushCredit`, a sign of life.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from distbelief.errors import MemoryGoneError, RemoteProtocolError
+from distbelief.memory import Memory
+from distbelief.messages import (
+    Acknowledge,
+    Follow,
+    Forward,
+    Message,
+    PushBlock,
+    PushCredit,
+    StateBlock,
+    StateCredit,
+    Whole,
+)
+from distbelief.parameter_server.slots import (
+    N_SLOTS,
+    Bounds,
+    Client,
+    Slot,
+    slot_views,
+)
+from distbelief.parameter_server.values import ShardValues
+from distbelief.roles import SUPERVISOR, Action, Address, Send
+from distbelief.vectors import Vector
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Forwarded:
+    """A push to be applied."""
+
+    message: Forward
+    values: Vector  # (shard_size,)
+
+
+@final
+class Following:
+    """A copy of a shard that does not lead.
+
+    Attributes:
+        pairing: The highest that it has heard of; 0 before there is one.
+        clients: Those of the snapshot it began from, or those of its leader.
+    """
+
+    def __init__(
+        self,
+        values: ShardValues,
+        *,
+        memory: Memory,
+        bounds: Bounds,
+        n_clients_max: int,
+    ) -> None:
+        self._values = values
+        self._memory = memory
+        self._bounds = bounds
+        self._n_waiting_max = N_SLOTS * n_clients_max
+        self._leader: Address | None = None  # once a Follow was accepted
+        self._next: tuple[Address, Follow] | None = None  # to be accepted
+        self._ready = False
+        self._fenced = False  # told to lead: takes nothing more
+        self._queue: deque[Forwarded] = deque()
+        self._applying: Forwarded | None = None
+        self._attached: dict[str, tuple[str, tuple[Vector, Vector]]] = {}  # by client
+        self._slots: tuple[Slot, Slot] | None = None  # once blocks come
+        self.pairing = 0
+        self.clients: dict[Address, Client] = {}
+
+    @property
+    def leader(self) -> Address | None:
+        """Whom it follows; None as long as it has the values it began with."""
+        return self._leader
+
+    @property
+    def follows(self) -> bool:
+        """Has it given up those?"""
+        return self._leader is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Does it hold all that its leader of this pairing has acknowledged?"""
+        return self.follows and self._values.n_held == self._values.n_pieces
+
+    @property
+    def whole_for(self) -> int:
+        """The pairing for which it is whole, else 0."""
+        return self.pairing if self.is_whole and self._next is None else 0
+
+    # ------------------------------------------------------------------------- life
+
+    def restored(self, clients: tuple[Client, ...]) -> list[Action]:
+        """The values are there, from a snapshot or the initial ones."""
+        self._ready = True
+        self.clients = {client.name: client for client in clients}
+        return self._accept_next()
+
+    def lead(self, pairing: int) -> bool:
+        """Take nothing more from anybody; return whether this copy can lead.
+
+        It cannot if it has given up the values it began with, and has no others.
+        """
+        can_lead = not self.follows or (self.is_whole and self._next is None)
+        self.pairing, self._fenced, self._next = pairing, True, None
+        return can_lead
+
+    @property
+    def drained(self) -> bool:
+        """Is everything applied that was taken?"""
+        return self._ready and self._applying is None and not self._queue
+
+    def release(self) -> None:
+        """Let go of all memory that is not the shard's own."""
+        self._queue.clear()
+        for region, _ in self._attached.values():
+            self._memory.release(region)
+        self._attached.clear()
+        self._slots = None
+
+    # ------------------------------------------------------------------- the leader
+
+    def follow(self, sender: Address, message: Follow) -> list[Action]:
+        """Become the copy of this leader, now or when the work under way has ended."""
+        if self._fenced or message.pairing < self.pairing:
+            return []
+        if self._obeys(sender, message.pairing) and self._values.n_held:
+            return [self._credit()]  # it is this one's copy already
+        self.pairing, self._next = message.pairing, (sender, message)
+        self._queue.clear()
+        return self._accept_next()
+
+    def take_piece(self, sender: Address, message: StateBlock) -> list[Action]:
+        """Hold one piece more.
+
+        Raises:
+            RemoteProtocolError: it cannot be that piece.
+        """
+        if not self._obeys(sender, message.pairing):
+            return []
+        values = self._values
+        if (
+            message.index == values.n_held < values.n_pieces
+            and message.clock == values.clock
+            and self._applying is None
+        ):
+            values.take_piece(message.values)
+            if self.is_whole:
+                whole = Whole(pairing=self.pairing)
+                return [self._credit(), Send(receiver=SUPERVISOR, message=whole)]
+        return [self._credit()]
+
+    def forward(self, sender: Address, message: Forward) -> list[Action]:
+        """Let this push stand in the queue, if it is the next one.
+
+        Raises:
+            RemoteProtocolError: it lies in memory of another size.
+        """
+        if not self._obeys(sender, message.pairing):
+            return []
+        n_waiting = len(self._queue) + (self._applying is not None)
+        ahead = message.clock - self._values.clock
+        if ahead < 0:
+            return [self._acknowledge(message.clock)]
+        if ahead < n_waiting:
+            return [self._push_credit(message.clock + 1, len(self._bounds))]
+        if ahead > n_waiting or n_waiting >= self._n_waiting_max:
+            return []
+        values = self._pushed(message)
+        if values is None:
+            return [self._push_credit(message.clock + 1, self._received(message))]
+        self._queue.append(Forwarded(message, values))
+        return []
+
+    def take_block(self, sender: Address, message: PushBlock) -> list[Action]:
+        """Put a block of a push where it belongs.
+
+        Raises:
+            RemoteProtocolError: no such block can be.
+        """
+        if not self._obeys(sender, message.shard_incarnation):
+            return []
+        sequence, clock = message.sequence, self._values.clock
+        if sequence <= clock:
+            return [self._acknowledge(sequence - 1)]
+        if sequence > clock + N_SLOTS:
+            return []
+        if message.block_index >= len(self._bounds):
+            raise RemoteProtocolError(
+                f"{sender} sent block {message.block_index} of a push; a push has "
+                f"{len(self._bounds)}"
+            )
+        slot = self._room()[sequence % N_SLOTS]
+        slot.lend(sequence)
+        if message.block_index == slot.received:
+            start, stop = self._bounds[slot.received]
+            values, dtype = message.values, slot.values.dtype
+            if values.dtype != dtype or values.size != stop - start:
+                raise RemoteProtocolError(
+                    f"{sender} sent {values.size} elements of {values.dtype} as block "
+                    f"{slot.received} of a push; it has {stop - start} of {dtype}"
+                )
+            slot.values[start:stop] = values
+            slot.received += 1
+        return [self._push_credit(sequence, slot.received)]
+
+    # ------------------------------------------------------------------------- work
+
+    def begin_next(self) -> Forwarded | None:
+        """Take the next push from the queue, to apply it to what is held."""
+        if self._applying is None and self._queue:
+            self._applying = self._queue.popleft()
+            return self._applying
+        return None
+
+    def end(self) -> list[Action]:
+        """It is applied."""
+        assert self._applying is not None
+        applied, self._applying = self._applying, None
+        self._values.end_push()
+        record = applied.message.client
+        self.clients[Address(record.name)] = Client.of(record)
+        if self._next is not None:
+            return self._accept_next()
+        if self._fenced:
+            return []
+        return [self._acknowledge(applied.message.clock)]
+
+    # ---------------------------------------------------------------------- details
+
+    def _obeys(self, sender: Address, pairing: int) -> bool:
+        return (
+            pairing == self.pairing
+            and sender == self._leader
+            and not self._fenced
+            and self._next is None
+        )
+
+    def _accept_next(self) -> list[Action]:
+        if self._next is None or not self._ready or self._applying is not None:
+            return []
+        (sender, message), self._next = self._next, None
+        self.release()
+        self._leader = sender
+        self._values.follow(clock=message.clock)
+        clients = map(Client.of, message.clients)
+        self.clients = {client.name: client for client in clients}
+        return [self._credit()]
+
+    def _pushed(self, message: Forward) -> Vector | None:
+        """Return what was pushed, or None if it is not all here."""
+        if message.slots_region:
+            return self._attach(message)
+        slots, sequence = self._slots, message.clock + 1
+        if slots is None:
+            return None
+        slot = slots[sequence % N_SLOTS]
+        is_here = slot.sequence == sequence and slot.received == len(self._bounds)
+        return slot.values if is_here else None
+
+    def _attach(self, message: Forward) -> Vector | None:
+        name, region = message.client.name, message.slots_region
+        known = self._attached.get(name)
+        if known is None or known[0] != region:
+            if known is not None:  # what lay there was applied before
+                self._memory.release(known[0])
+                del self._attached[name]
+            values = self._values.vector
+            try:
+                memory = self._memory.attach(region)
+            except MemoryGoneError:
+                return None
+            views = slot_views(memory, n_elements=len(values), dtype=values.dtype)
+            known = self._attached[name] = region, views
+        return known[1][message.slot % N_SLOTS]
+
+    def _received(self, message: Forward) -> int:
+        """How many blocks of this push are here; none if it does not come in blocks."""
+        sequence = message.clock + 1
+        if message.slots_region or self._slots is None:
+            return 0
+        slot = self._slots[sequence % N_SLOTS]
+        return slot.received if slot.sequence == sequence else 0
+
+    def _room(self) -> tuple[Slot, Slot]:
+        if self._slots is None:
+            values = self._values.vector
+            self._slots = Slot(np.zeros_like(values)), Slot(np.zeros_like(values))
+        return self._slots
+
+    def _credit(self) -> Action:
+        values = self._values
+        return self._answer(
+            StateCredit(
+                pairing=self.pairing, clock=values.clock, received=values.n_held
+            )
+        )
+
+    def _acknowledge(self, clock: int) -> Action:
+        return self._answer(
+            Acknowledge(
+                sequence=clock + 1,
+                shard_incarnation=self.pairing,
+                clock=self._values.clock,
+                staleness=0,
+            )
+        )
+
+    def _push_credit(self, sequence: int, received: int) -> Action:
+        return self._answer(
+            PushCredit(
+                sequence=sequence, shard_incarnation=self.pairing, received=received
+            )
+        )
+
+    def _answer(self, message: Message) -> Action:
+        assert self._leader is not None
+        return Send(receiver=self._leader, message=message)

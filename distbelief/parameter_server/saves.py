@@ -1,0 +1,63 @@
+"""The snapshots that a shard was asked for, until they are taken.
+
+    Save -> waits -> being taken -> Saved
+
+Rules:
+
+* One that is safe is not taken again: whoever asks again for the last is told so.
+* At most `N_SAVES_MAX` wait; whoever asks for more is told that it is too much.
+"""
+
+from collections import deque
+from typing import Final, final
+
+from distbelief.messages import Saved
+from distbelief.roles import Action, Address, Persisted, Send
+
+
+N_SAVES_MAX: Final = 8
+"""Snapshots that may wait to be taken."""
+
+
+@final
+class Saves:
+    """Snapshots asked of one life of a shard."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[str, Address]] = deque()  # label, who asked for it
+        self._last = ""
+
+    @property
+    def next_label(self) -> str | None:
+        """Which is to be taken now, if one is."""
+        return self._waiting[0][0] if self._waiting else None
+
+    def ask(self, sender: Address, label: str, *, clock: int) -> list[Action]:
+        """Let this snapshot wait, or say at once how it stands with it."""
+        if label == self._last:
+            return [_saved(sender, label, clock=clock)]
+        if (label, sender) in self._waiting:
+            return []
+        if len(self._waiting) >= N_SAVES_MAX:
+            error = f"{N_SAVES_MAX} snapshots wait to be taken already: ask less often"
+            return [_saved(sender, label, clock=clock, error=error)]
+        self._waiting.append((label, sender))
+        return []
+
+    def refuse(self, sender: Address, label: str, *, clock: int) -> list[Action]:
+        """Say that this copy of the shard takes none."""
+        error = "this copy of the shard does not lead: ask the one that does"
+        return [_saved(sender, label, clock=clock, error=error)]
+
+    def taken(self, event: Persisted, *, clock: int) -> list[Action]:
+        """The oldest is safe, or failed."""
+        label, requester = self._waiting.popleft()
+        if event.error is None:
+            self._last = label
+        return [_saved(requester, label, clock=clock, error=event.error)]
+
+
+def _saved(
+    receiver: Address, label: str, *, clock: int, error: str | None = None
+) -> Action:
+    return Send(receiver=receiver, message=Saved(label=label, clock=clock, error=error))

@@ -1,0 +1,345 @@
+"""A run goes on with other numbers of shards and replicas, or stays as it was."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distbelief.errors import JobError, StorageError
+from distbelief.job.cuts import Cut, making_cut, newest_cut
+from distbelief.job.jobfile import Job
+from distbelief.job.resuming import Resumed, take_up
+from distbelief.job.run_directory import RunDirectory
+from distbelief.job.store import SnapshotStore
+from distbelief.job.summary import DataFacts
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.slots import Client
+from distbelief.parameter_server.snapshots import ShardIdentity, ShardState, take
+from distbelief.parameter_server.update_rules import Adagrad
+from distbelief.roles import Address
+from tests.distbelief.job.jobs import speech
+
+
+TENSORS = (
+    TensorSpec(name="w", shape=(500,)),
+    TensorSpec(name="b", shape=(7,)),
+    TensorSpec(name="m", shape=(300,), kind="buffer"),
+)
+TRAIN = DataFacts(n_samples=100, fingerprint="abc")
+FRAMES = 'factory = "speech.data:frames"'
+RULE = Adagrad(learning_rate=0.02)
+
+
+def job(shards: int = 2, replicas: int = 2, *more: str) -> Job:
+    return speech(f"cluster.shards={shards}", f"cluster.replicas={replicas}", *more)
+
+
+def layout(n_shards: int) -> Layout:
+    return Layout.of(TENSORS, n_shards=n_shards)
+
+
+class Run:
+    """A run directory, and the lives of its run."""
+
+    def __init__(self, path: Path) -> None:
+        self.directory = RunDirectory.create(path)
+        self.reports: list[str] = []
+
+    def take_up(self, job: Job, *, train: DataFacts = TRAIN) -> Resumed:
+        """Begin a life, as far as the training does before it begins."""
+        resumed = take_up(
+            job,
+            self.directory,
+            layout=layout(job.cluster.shards),
+            train=train,
+            report=self.reports.append,
+        )
+        self.directory.write(self.directory.job_file, job.to_toml())
+        return resumed
+
+    def train(self, resumed: Resumed, *samples: int, n_shards: int = 2) -> None:
+        """Save what shards have after so many samples of each replica."""
+        for k in range(n_shards):
+            self.save(resumed, k, *samples, cut=layout(n_shards))
+
+    def save(self, resumed: Resumed, k: int, *samples: int, cut: Layout) -> None:
+        stream = np.random.default_rng(k)
+        tensors = [
+            torch.arange(1.0, spec.n_elements + 1.0) * (i + 1)
+            for i, spec in enumerate(cut.tensors)
+        ]
+        values = np.zeros(cut.shard_size(k), np.float32)
+        cut.gather(k, tensors, values)
+        sums = stream.random(cut.n_gradient(k)).astype(np.float32)
+        lives = resumed.legacy.incarnation
+        state = ShardState(
+            incarnation=lives,
+            clock=30 + k,
+            values=values,
+            state={"sum_of_squares": sums},
+            clients=tuple(
+                # A shard has what others have not, and they meet at the least.
+                Client(
+                    name=Address(f"replica-{r}"),
+                    incarnation=lives + 1,
+                    samples=n + 4 * (k == r),
+                )
+                for r, n in enumerate(samples)
+            ),
+        )
+        identity = ShardIdentity(index=k, layout=cut, rule=RULE)
+        label = f"{resumed.legacy.label:05d}"
+        resumed.store.save(f"shard-{k}", take(label, state, identity=identity))
+
+    def files(self) -> list[str]:
+        snapshots = self.directory.snapshots
+        found = snapshots.rglob("*")
+        return sorted(str(p.relative_to(snapshots)) for p in found if p.is_file())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "run")
+
+
+def values(store: SnapshotStore, n_shards: int) -> list[list[float]]:
+    """Return the whole tensors that these snapshots hold."""
+    tensors = [torch.zeros(spec.n_elements) for spec in layout(n_shards).tensors]
+    for k in range(n_shards):
+        snapshot = store.newest(f"shard-{k}")
+        assert snapshot is not None
+        vector = snapshot.arrays["values"].copy()
+        layout(n_shards).scatter(k, vector, tensors)
+    return [tensor.tolist() for tensor in tensors]
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+# ------------------------------------------------------------------------- other cuts
+
+
+def test_the_first_life_finds_nothing_and_says_what_its_snapshots_are(run: Run) -> None:
+    resumed = run.take_up(job())
+    assert resumed.legacy.missing == ("shard-0", "shard-1")
+    assert resumed.told == ()
+    assert resumed.store.directory == run.directory.snapshots
+    assert newest_cut(run.directory) == (
+        run.directory.snapshots,
+        Cut(n_shards=2, n_replicas=2, train=TRAIN),
+    )
+
+
+def test_the_same_numbers_go_on_from_the_very_files(run: Run) -> None:
+    run.train(run.take_up(job()), 40, 52)
+    before = run.files()
+    resumed = run.take_up(job(2, 2, "cluster.shard_copies=2"))
+    assert run.files() == before
+    assert resumed.told == ()
+    assert resumed.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
+
+
+def test_other_shards_hold_the_same_and_replicas_keep_their_places(run: Run) -> None:
+    first = run.take_up(job())
+    run.train(first, 40, 52)
+    before = run.files()
+    resumed = run.take_up(job(shards=3))
+    assert values(resumed.store, 3) == values(first.store, 2)
+    assert resumed.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
+    assert set(before) < set(run.files())  # nothing saved is lost
+    assert resumed.store.directory == run.directory.snapshots / "cut-00002"
+    assert resumed.legacy.restored == dict.fromkeys(
+        ("shard-0", "shard-1", "shard-2"), "00002"
+    )
+    assert resumed.legacy.label == 3
+    assert resumed.legacy.incarnation > first.legacy.incarnation + 1
+    (line,) = resumed.told
+    assert line.startswith("shards: 2 before, 3 now; ")
+
+
+def test_other_replicas_share_out_what_was_consumed(run: Run) -> None:
+    run.train(run.take_up(job()), 40, 53)
+    resumed = run.take_up(job(replicas=3))
+    samples = resumed.legacy.before.samples
+    assert samples == {"replica-0": 30, "replica-1": 31, "replica-2": 32}
+    assert sum(samples.values()) == 93
+    (line,) = resumed.told
+    assert line.startswith("replicas: 2 before, 3 now; of the 93 samples so far each ")
+    snapshot = resumed.store.newest("shard-1")
+    assert snapshot is not None
+    assert snapshot.facts["clock"] == "31"  # these shards are as they were
+
+
+def test_there_and_back_again_uses_the_newest_values(run: Run) -> None:
+    run.train(run.take_up(job()), 40, 52)
+    there = run.take_up(job(3, 4))
+    run.train(there, 30, 30, 30, 30, n_shards=3)
+    back = run.take_up(job())
+    assert sum(back.legacy.before.samples.values()) == 120
+    assert back.store.directory.name == "cut-00004"
+    assert values(back.store, 2) == values(there.store, 3)
+    assert back.legacy.before.samples == run.take_up(job()).legacy.before.samples
+
+
+# -------------------------------------------------------------- ends in between, damage
+
+
+def test_a_cut_that_was_left_half_way_is_none(run: Run) -> None:
+    first = run.take_up(job())
+    run.train(first, 40, 52)
+    half = run.directory.snapshots / "cut-00002.tmp" / "shard-0"
+    half.mkdir(parents=True)  # as a machine leaves it that stops
+    (half / "00002.safetensors").write_bytes(b"half")
+    resumed = run.take_up(job())
+    assert resumed.store.directory == run.directory.snapshots
+    assert resumed.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
+    resumed = run.take_up(job(shards=1))
+    assert values(resumed.store, 1) == values(first.store, 2)
+    assert not [name for name in run.files() if ".tmp" in name]
+
+
+def test_a_cut_that_fails_leaves_the_run_as_it_was(run: Run) -> None:
+    run.train(run.take_up(job()), 40, 52)
+    before = run.files()
+    cut = Cut(n_shards=3, n_replicas=2, train=TRAIN)
+
+    def fail() -> None:
+        with making_cut(run.directory, 2, cut) as (place, _):
+            (place / "shard-0").mkdir()
+            raise StorageError("no space left")
+
+    with pytest.raises(StorageError, match="no space left"):
+        fail()
+    assert run.files() == before
+    assert newest_cut(run.directory)[0] == run.directory.snapshots
+
+
+def test_a_crash_after_the_cut_and_before_the_job_file_loses_nothing(run: Run) -> None:
+    run.train(run.take_up(job()), 40, 53)
+    job_file = run.directory.job_file.read_text()
+    run.take_up(job(3, 3))
+    run.directory.job_file.write_text(job_file)
+    resumed = run.take_up(job())
+    assert sum(resumed.legacy.before.samples.values()) == 93
+    assert resumed.legacy.missing == ()
+
+
+@pytest.mark.parametrize("how", ["missing", "cut short"])
+def test_what_is_not_all_there_is_not_cut_anew(run: Run, how: str) -> None:
+    first = run.take_up(job())
+    run.train(first, 40, 52)
+    path = first.store.path("shard-1", "00001")
+    if how == "missing":
+        path.unlink()
+    else:
+        damage(path)
+    before = run.files()
+    with pytest.raises(JobError) as caught:
+        run.take_up(job(shards=3))
+    assert str(caught.value) == (
+        f"--resume {run.directory.path}: its snapshots cannot be cut for 3 shards and "
+        f"2 replicas: there is no whole one of shard-1 in {run.directory.snapshots}. "
+        "Put it back, or go on with 2 shards and 2 replicas, where shard-1 begins anew"
+    )
+    assert run.files() == before
+    (line,) = run.take_up(job()).told
+    assert line.startswith("shard-1: no whole snapshot in ")
+    assert bool(run.reports) == (how == "cut short")
+
+
+def test_an_older_whole_snapshot_will_do(run: Run) -> None:
+    run.train(run.take_up(job()), 40, 52)
+    second = run.take_up(job())
+    run.train(second, 60, 72)
+    damage(second.store.path("shard-0", "00002"))
+    resumed = run.take_up(job(shards=1))
+    assert resumed.legacy.before.samples == {"replica-0": 44, "replica-1": 52}
+    assert resumed.legacy.label == 4
+    assert "is damaged and passed over" in run.reports[0]
+
+
+def test_a_run_that_saved_nothing_may_go_on_with_any_numbers(run: Run) -> None:
+    run.take_up(job())
+    resumed = run.take_up(job(3, 4))
+    assert resumed.legacy.missing == ("shard-0", "shard-1", "shard-2")
+    assert newest_cut(run.directory)[1] == Cut(n_shards=3, n_replicas=4, train=TRAIN)
+
+
+def test_snapshots_of_another_model_are_not_cut_anew(run: Run) -> None:
+    first = run.take_up(job())
+    other = Layout.of([TensorSpec(name="w", shape=(500,))], n_shards=2)
+    for k in range(2):
+        run.save(first, k, 40, 52, cut=other)
+    with pytest.raises(StorageError, match=r"'00001' of shard 0 cannot .* layout is"):
+        run.take_up(job(shards=3))
+    assert newest_cut(run.directory)[0] == run.directory.snapshots
+
+
+def test_a_file_that_says_nothing_of_its_cut_is_named(run: Run) -> None:
+    run.take_up(job())
+    (run.directory.snapshots / "cut.json").write_text("{")
+    with pytest.raises(StorageError, match=r"cut\.json is damaged"):
+        run.take_up(job())
+
+
+def test_runs_of_which_no_cut_is_written_down_are_as_their_job_says(run: Run) -> None:
+    first = run.take_up(job())
+    run.train(first, 40, 52)
+    (run.directory.snapshots / "cut.json").unlink()
+    assert newest_cut(run.directory)[1] == Cut(n_shards=2, n_replicas=2)
+    resumed = run.take_up(job(shards=1))
+    assert values(resumed.store, 1) == values(first.store, 2)
+
+
+# ---------------------------------------------------------------------------- the data
+
+
+@pytest.mark.parametrize(
+    ("override", "train", "told"),
+    [
+        (
+            "data.train.arguments.part='all'",
+            TRAIN,
+            (
+                f'it was {{ {FRAMES}, arguments = {{ part = "train" }} }}, '
+                f'now {{ {FRAMES}, arguments = {{ part = "all" }} }}'
+            ),
+        ),
+        (
+            "stop.epochs=2",
+            DataFacts(n_samples=1200, fingerprint="abc"),
+            "it was 100 samples, now 1,200 samples",
+        ),
+        (
+            "stop.epochs=2",
+            DataFacts(n_samples=100, fingerprint="abd"),
+            "it was fingerprint abc, now fingerprint abd",
+        ),
+    ],
+)
+def test_other_data_are_refused_once_anything_was_trained(
+    run: Run, override: str, train: DataFacts, told: str
+) -> None:
+    first = run.take_up(job())
+    run.train(first)
+    changed = job(2, 2, override)
+    assert run.take_up(changed, train=train).legacy.restored  # nothing was trained
+    run.train(run.take_up(job()), 40, 52)
+    for numbers in ((2, 2), (3, 3)):
+        with pytest.raises(JobError) as caught:
+            run.take_up(job(*numbers, override), train=train)
+        assert str(caught.value) == (
+            f"--resume {run.directory.path}: [data.train] has changed, and the places "
+            f"of the replicas in it would be of other samples: {told}. Leave the data "
+            "as they were, or begin a new run"
+        )
+    run.directory.model_file.touch()
+    with pytest.raises(JobError, match=r"with model\.initial=.*model\.safetensors"):
+        run.take_up(changed, train=train)
+
+
+def test_data_without_fingerprint_are_known_by_their_size(run: Run) -> None:
+    run.train(run.take_up(job(), train=DataFacts(n_samples=100)), 40, 52)
+    assert run.take_up(job()).legacy.trained

@@ -1,0 +1,112 @@
+"""Who leads: decisions against the story of a shard's two copies."""
+
+from hypothesis import given, strategies as st
+
+from distbelief.messages import Lead
+from distbelief.parameter_server.pairing import REST_SECONDS, Decision, Pairing
+from distbelief.roles import Address
+
+
+A, B = Address("shard-0"), Address("shard-0b")
+
+
+def told(decision: Decision) -> list[tuple[str, int, str]]:
+    """Return receiver, number and second of each Lead."""
+    found: list[tuple[str, int, str]] = []
+    for send in decision.sends:
+        assert isinstance(send.message, Lead)
+        found.append((send.receiver, send.message.pairing, send.message.second))
+    return found
+
+
+def paired() -> Pairing:
+    pairing = Pairing((A, B), first=1)
+    pairing.joined(A, 0.0)
+    pairing.joined(B, 0.0)
+    return pairing
+
+
+def test_who_joins_first_leads_and_the_other_one_is_its_second() -> None:
+    pairing = Pairing((A, B), first=7)
+    assert told(pairing.joined(B, 0.0)) == [(B, 7, "")]
+    assert told(pairing.joined(A, 0.1)) == [(B, 8, A)]
+    assert (pairing.leader, pairing.second, pairing.is_whole) == (B, A, False)
+
+
+def test_a_whole_second_takes_over_and_the_old_leader_comes_back_as_its_second() -> (
+    None
+):
+    pairing = paired()
+    pairing.whole(B, 2, 0.2)
+    assert told(pairing.lost(A, 0.5)) == [(B, 3, "")]
+    assert told(pairing.joined(A, 1.0)) == [(B, 4, A)]
+    assert not pairing.is_whole
+
+
+def test_a_second_that_is_not_whole_does_not_take_over() -> None:
+    pairing = paired()
+    pairing.whole(B, 1, 0.2)  # of an earlier pairing
+    pairing.whole(A, 2, 0.2)  # not the second
+    assert told(pairing.lost(A, 0.5)) == []
+    assert pairing.leader is None
+    assert told(pairing.joined(A, 1.0)) == [(A, 3, "")]
+    assert told(pairing.heard(B, {}, 1.1)) == [(A, 4, B)]
+
+
+def test_without_its_second_a_leader_goes_on_alone_until_there_is_one_again() -> None:
+    pairing = paired()
+    pairing.whole(B, 2, 0.2)
+    assert told(pairing.lost(B, 0.5)) == [(A, 3, "")]
+    assert told(pairing.joined(B, 1.0)) == [(A, 4, B)]
+
+
+def test_a_second_that_does_not_answer_is_let_go_for_a_while() -> None:
+    pairing = paired()
+    assert told(pairing.alone(A, 1, 0.3)) == [(A, 2, B)]  # of an earlier pairing
+    assert told(pairing.alone(A, 2, 5.0)) == [(A, 3, "")]
+    assert told(pairing.alone(A, 2, 5.1)) == [(A, 3, "")]
+    assert told(pairing.heard(B, {}, 5.0 + 0.9 * REST_SECONDS)) == []
+    assert told(pairing.heard(B, {}, 5.0 + REST_SECONDS)) == [(A, 4, B)]
+
+
+def test_a_lead_that_was_lost_is_repeated_and_wholeness_is_heard_twice() -> None:
+    pairing = paired()
+    assert told(pairing.heard(A, {"pairing": 1.0}, 0.5)) == [(A, 2, B)]
+    assert told(pairing.heard(A, {"pairing": 2.0}, 0.6)) == []
+    assert told(pairing.heard(B, {"pairing": 2.0, "whole": 2.0}, 0.7)) == []
+    assert pairing.is_whole
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["join", "lose", "whole", "alone"]), st.sampled_from([A, B])
+        ),
+        max_size=40,
+    )
+)
+def test_numbers_rise_and_only_a_present_copy_leads_or_follows(
+    story: list[tuple[str, Address]],
+) -> None:
+    pairing, present, numbers = Pairing((A, B), first=1), set[Address](), [0]
+    for step, (what, copy) in enumerate(story):
+        now = 0.7 * step
+        match what:
+            case "join" if copy not in present:
+                present.add(copy)
+                decision = pairing.joined(copy, now)
+            case "lose":
+                present.discard(copy)
+                decision = pairing.lost(copy, now)
+            case "whole":
+                decision = pairing.whole(copy, pairing.number, now)
+            case _:
+                decision = pairing.alone(copy, pairing.number, now)
+        for receiver, number, second in told(decision):
+            assert number >= numbers[-1]  # the latest is repeated
+            assert receiver in present
+            assert second in {"", *present} - {receiver}
+            numbers.append(number)
+        assert pairing.leader is None or pairing.leader in present
+        assert pairing.second is None or pairing.second in present - {pairing.leader}
+        assert not pairing.is_whole or pairing.second is not None

@@ -1,0 +1,113 @@
+"""Shards in two copies, as real processes: a leader that is lost costs nothing."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import distbelief
+from tests.processes.commands import Command, alive, poll, train, write_job
+
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
+
+TWO_COPIES = ("--set", "cluster.shard_copies=2", "--set", "cluster.shards=1")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_job(tmp_path)
+    return tmp_path
+
+
+def copies(command: Command) -> dict[str, str]:
+    """Return the names of the copies by what they do: {"leading": "shard-0", ...}."""
+    rows = command.roles().items()
+    return {str(row["state"]): name for name, row in rows if name.startswith("shard")}
+
+
+def leader_of(command: Command) -> str:
+    """Wait until the job trains on a shard of which both copies are whole."""
+    poll(lambda: command.is_training() and {"leading", "second"} <= {*copies(command)})
+    return copies(command)["leading"]
+
+
+@pytest.mark.parametrize(
+    ("blow", "shared_memory"),
+    [(signal.SIGKILL, "true"), (signal.SIGSTOP, "true"), (signal.SIGKILL, "false")],
+)
+def test_a_leader_that_is_lost_is_replaced_and_nothing_is_lost(
+    folder: Path, blow: signal.Signals, shared_memory: str
+) -> None:
+    options = (
+        *TWO_COPIES,
+        *("--set", "stop.epochs=1000000", "--set", "stop.seconds=8"),
+        *("--set", f"cluster.shared_memory={shared_memory}"),
+    )
+    with train(folder, *options) as command:
+        leader = leader_of(command)
+        other = copies(command)["second"]
+        before = command.samples()
+        os.kill(command.pids(leader)[-1], blow)
+        poll(lambda: copies(command).get("leading") == other, seconds=10.0)
+        poll(lambda: command.samples() > before + 1000)
+        poll(lambda: copies(command).get("second") == leader)  # as soon as it is back
+        assert command.wait() == 0, command.output
+        assert not alive(command.all_pids())
+        assert not command.shared_memory()
+    summary = json.loads((command.run / "summary.json").read_text())
+    assert summary["pushes_lost"] == 0
+    assert summary["restarts"] == 1
+    assert summary["shard_copies"] == 2
+    label = other.replace("-", " ")
+    assert f"{label} takes over, nothing acknowledged is lost" in command.output
+
+
+def test_a_loop_of_ones_own_goes_on_without_its_leader(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(7, 3)
+    generator = torch.Generator().manual_seed(1)
+
+    def take_steps(n_steps: int) -> None:
+        for _ in range(n_steps):
+            inputs = torch.randn(16, 7, generator=generator)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), inputs[:, :3].sin()).backward()
+            optimizer.step()
+
+    def pids(copy: str) -> list[int]:
+        log = tmp_path / f"{copy}.log"
+        text = log.read_text() if log.is_file() else ""
+        return [int(pid) for pid in re.findall(r"process (\d+) begins", text)]
+
+    def n_times_whole() -> int:
+        log = tmp_path / "supervisor.log"
+        text = log.read_text() if log.is_file() else ""
+        return text.count("holds all that its leader has acknowledged")
+
+    with distbelief.ParameterServer(
+        model.parameters(),
+        rule=distbelief.SGD(learning_rate=0.1),
+        shard_copies=2,
+        directory=tmp_path,
+    ) as server:
+        optimizer = distbelief.DownpourSGD(model.parameters(), server=server.address)
+        # Whoever leads at first: of these two kills one hits it.
+        for n_kills, copy in enumerate(("shard-0", "shard-0b")):
+            begun = time.monotonic()
+            while n_times_whole() <= n_kills:
+                take_steps(1)
+                assert time.monotonic() - begun < 30.0
+            os.kill(pids(copy)[-1], signal.SIGKILL)
+            take_steps(50)
+        optimizer.finish()
+        counters = optimizer.counters()
+        assert counters["pushes_lost"] == 0
+        assert counters["pushes_acknowledged"] == counters["pushes_sent"]
+        optimizer.close()

@@ -1,0 +1,414 @@
+"""Shards of two copies, who decides which of them leads, and the books of it all.
+
+    overseer    launches both copies, hears their heartbeats, tells who is to lead
+    workers     push marks (`workers`), and know both copies
+    Books       what was acknowledged, what each copy held, what was lost
+
+The overseer is what the job's supervisor is to shards, and nothing else.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from distbelief import vectors
+from distbelief.memory import Memory
+from distbelief.messages import Acknowledge, Alone, Heartbeat, Save, Whole
+from distbelief.parameter_server import forwarding
+from distbelief.parameter_server.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.copies import copy_names
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.pairing import Decision, Pairing
+from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
+from distbelief.parameter_server.update_rules import UpdateRule
+from distbelief.roles import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Computed,
+    Event,
+    Launch,
+    PeerJoined,
+    PeerLost,
+    Received,
+    Seconds,
+    Send,
+    SetTimer,
+    Started,
+    Terminate,
+    TimerFired,
+)
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.faults import Fault
+from distbelief.simulation.machines import Machine
+from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.world import Happening
+from tests.simulation.workers import (
+    N_MARKS,
+    PLAIN,
+    Ledger,
+    Unreadable,
+    Worker,
+    layout_of,
+    marks_of,
+    shard_of,
+)
+
+
+BEAT_SECONDS: Final = 0.2
+TICK_SECONDS: Final = 0.1
+BEAT: Final = "beat"
+
+
+class Beating:
+    """A copy of a shard, and its heartbeats."""
+
+    def __init__(self, shard: ParameterServerShard) -> None:
+        self.shard = shard
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        if isinstance(event, TimerFired) and event.name == BEAT:
+            return self._beat(now)
+        actions = self.shard.handle(event, now)
+        if isinstance(event, Started):
+            actions = [*actions, *self._beat(now)]
+        return actions
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        return self.shard.status()
+
+    def _beat(self, now: Seconds) -> list[Action]:
+        state, counters = self.status()
+        beat = Heartbeat(state=state, counters=dict(counters))
+        return [
+            Send(receiver=SUPERVISOR, message=beat),
+            SetTimer(name=BEAT, at=now + BEAT_SECONDS),
+        ]
+
+
+class Overseer:
+    """Launches copies of shards, and lets `Pairing` decide which of them lead."""
+
+    def __init__(self, n_shards: int) -> None:
+        self.pairings: dict[Address, Pairing] = {}
+        self.lives: dict[Address, int] = {}
+        self.n_takeovers = 0
+        self.n_alone = 0
+        for index in range(n_shards):
+            one, other = copy_names(index, 2)
+            pairing = Pairing((one, other), first=1)
+            self.pairings |= dict.fromkeys((one, other), pairing)
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        match event:
+            case Started():
+                self.lives = dict.fromkeys(self.pairings, 1)
+                launches = [Launch(name=name, incarnation=1) for name in self.lives]
+                return [*launches, *self._tick(now)]
+            case TimerFired():
+                return self._tick(now)
+            case PeerJoined() if self._knows(event.peer, event.incarnation):
+                return self._follow(self.pairings[event.peer].joined(event.peer, now))
+            case PeerLost() if self._knows(event.peer, event.incarnation):
+                return self._lost(event.peer, now)
+            case Received() if self._knows(event.sender, event.incarnation):
+                return self._hear(event, now)
+            case _:
+                return []
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        return "overseeing", {}
+
+    def _knows(self, name: Address, incarnation: int) -> bool:
+        return self.lives.get(name) == incarnation
+
+    def _tick(self, now: Seconds) -> list[Action]:
+        actions: list[Action] = [SetTimer(name="tick", at=now + TICK_SECONDS)]
+        for pairing in dict.fromkeys(self.pairings.values()):
+            actions += self._follow(pairing.tick(now))
+        return actions
+
+    def _lost(self, name: Address, now: Seconds) -> list[Action]:
+        pairing = self.pairings[name]
+        self.n_takeovers += name == pairing.leader and pairing.is_whole
+        self.lives[name] += 1
+        again = Launch(name=name, incarnation=self.lives[name])
+        return [again, *self._follow(pairing.lost(name, now))]
+
+    def _hear(self, event: Received, now: Seconds) -> list[Action]:
+        sender, pairing = event.sender, self.pairings[event.sender]
+        match event.message:
+            case Heartbeat(counters=counters):
+                return self._follow(pairing.heard(sender, counters, now))
+            case Whole(pairing=number):
+                return self._follow(pairing.whole(sender, number, now))
+            case Alone(pairing=number):
+                self.n_alone += 1
+                return self._follow(pairing.alone(sender, number, now))
+            case _:
+                return []
+
+    def _follow(self, decision: Decision) -> list[Action]:
+        actions: list[Action] = [*decision.sends]
+        if decision.deposed is not None:
+            self.n_takeovers += 1
+            actions.append(Terminate(name=decision.deposed))
+        return actions
+
+
+@dataclass
+class Books:
+    """What an all-knowing observer of one shard has seen."""
+
+    cluster: SimulatedCluster
+    index: int
+    copies: Sequence[Address]
+    acknowledged: npt.NDArray[np.bool_] = field(
+        default_factory=lambda: np.zeros(N_MARKS, bool)
+    )
+    n_times_lost: int = 0  # nobody had a whole copy
+    n_twins: int = 0  # compared
+    n_pushes_while_building: int = 0
+    _settled: dict[Address, int] = field(default_factory=dict)
+    _states: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    _leads_as: int = 0  # the highest pairing with which a copy began to lead
+    _told: dict[tuple[Address, int, Address], int] = field(default_factory=dict)
+
+    def __call__(self, happening: Happening) -> None:
+        role = happening.role
+        if isinstance(role, Worker):
+            self._worker(role, happening)
+        elif isinstance(role, Beating) and happening.name in self.copies:
+            self._copy(role.shard, happening)
+
+    def _worker(self, worker: Worker, happening: Happening) -> None:
+        settled = worker.client._links[self.index].pushing.settled
+        before = self._settled.get(happening.name, 0)
+        if settled > before:
+            self._settled[happening.name] = settled
+            for sequence, mark in worker.marks:
+                if before < sequence <= settled:
+                    self.acknowledged[mark] = True
+
+    def _copy(self, shard: ParameterServerShard, happening: Happening) -> None:
+        state, counters = shard.status()
+        if isinstance(happening.event, Computed):
+            marks = marks_of(shard)
+            wrong = np.flatnonzero((marks != 0.0) & (marks != 1.0))
+            assert not wrong.size, f"{happening.name} has push {wrong[:1]} twice"
+        self._check_fence(happening)
+        leads = bool(counters["leading"])
+        if leads and shard._service.incarnation > self._leads_as:
+            self._leads_as = shard._service.incarnation
+            self._check_kept(happening.name, shard)
+        if state in {"applying", "starting"}:
+            return
+        key = int(counters["pairing"]), shard._values.clock
+        if leads and shard._service.incarnation == self._leads_as:
+            self._states[key] = bits_of(shard)
+        elif counters["whole"] and key in self._states:
+            self.n_twins += 1
+            assert bits_of(shard) == self._states[key], f"{happening.name} differs"
+        self.n_pushes_while_building += (
+            not leads
+            and not counters["whole"]
+            and 0 < shard._values.n_held
+            and any(
+                isinstance(a, Send) and isinstance(a.message, Acknowledge)
+                for a in happening.actions
+            )
+        )
+
+    def _check_fence(self, happening: Happening) -> None:
+        """Once another copy leads, nothing more is acknowledged by the one before."""
+        for action in happening.actions:
+            if not isinstance(action, Send) or action.receiver in self.copies:
+                continue
+            message = action.message
+            if isinstance(message, Acknowledge):
+                key = happening.name, happening.incarnation, action.receiver
+                told = self._told.get(key, 0)
+                if message.sequence > told:
+                    self._told[key] = message.sequence
+                    assert message.shard_incarnation >= self._leads_as, (
+                        f"{key} was told of push {message.sequence} by a deposed leader"
+                    )
+
+    def _check_kept(self, name: Address, shard: ParameterServerShard) -> None:
+        """Whoever begins to lead has all that was acknowledged, if anybody does."""
+        missing = self.acknowledged & (marks_of(shard) != 1.0)
+        if missing.any():
+            self.n_times_lost += 1
+            self.acknowledged &= ~missing
+
+
+def bits_of(shard: ParameterServerShard) -> bytes:
+    """Return values and state, as bytes."""
+    state = shard._values.state
+    arrays = [Unreadable.read(shard._values), *(state[name] for name in sorted(state))]
+    return b"".join(array.tobytes() for array in arrays)
+
+
+@contextmanager
+def small(*, block_bytes: int = 1024, window_pieces: int = 1) -> Iterator[None]:
+    """Let blocks and windows be so small that a shard of marks has several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vectors, "BLOCK_BYTES", block_bytes)
+        patch.setattr(forwarding, "WINDOW_PIECES", window_pieces)
+        yield
+
+
+class Run:
+    """Workers, and shards of two copies; all on one host, or each on its own."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        hosts: Callable[[Address], str],
+        faults: Sequence[Fault] = (),
+        n_workers: int = 3,
+        n_wanted: int = 40,
+        n_shards: int = 1,
+        rule: UpdateRule = PLAIN,
+    ) -> None:
+        self.ledger = Ledger()
+        self.layout = layout_of(n_shards)
+        self.copies = [copy_names(index, 2) for index in range(n_shards)]
+        self.workers = [Address(f"worker-{index}") for index in range(n_workers)]
+        self.overseer = Overseer(n_shards)
+        builders: dict[Address, Callable[[Memory], object]] = {
+            SUPERVISOR: lambda _: self.overseer
+        }
+        for index, names in enumerate(self.copies):
+            for name in names:
+                builders[name] = partial(
+                    copy_of, name, index, layout=self.layout, rule=rule
+                )
+        build_worker = partial(self._worker, n_wanted=n_wanted)
+        builders |= dict.fromkeys(self.workers, build_worker)
+        machines = {
+            name: Machine(
+                host=hosts(name),
+                jitter=0.5,
+                bytes_per_second=2e7 if name.startswith("shard") else 1e10,
+            )
+            for name in builders
+        }
+        self.cluster = SimulatedCluster(
+            builders,  # type: ignore[arg-type]
+            seed=seed,
+            options=ClusterOptions(
+                introduce=True,
+                machines=machines,
+                faults=tuple(faults),
+                start=(SUPERVISOR, *self.workers),
+                launch_seconds=0.2,
+            ),
+        )
+        self.books = [
+            Books(self.cluster, index, names)
+            for index, names in enumerate(self.copies)
+        ]
+        for books in self.books:
+            self.cluster.observe(books)
+        for one, other in self.copies:  # both keep their snapshots in one place
+            shelves = self.cluster.disk._stored
+            shelves[other] = shelves.setdefault(one, {})
+
+    def _worker(self, memory: Memory, *, n_wanted: int) -> Worker:
+        firsts = [names[0] for names in self.copies]
+        worker = Worker(
+            firsts, self.layout, memory, ledger=self.ledger, n_wanted=n_wanted
+        )
+        worker.client = ParameterClient(
+            ClientConfig(pushes=True, retry_seconds=0.1),
+            layout=self.layout,
+            shards=firsts,
+            second_copies=[names[1] for names in self.copies],
+            memory=memory,
+        )
+        return worker
+
+    # ----------------------------------------------------------------- what happens
+
+    def finish(self, *, within: Seconds = 120.0) -> None:
+        """Let all workers end, and look at the books."""
+        self.cluster.run_until(self.done, within=within)
+        for index in range(len(self.copies)):
+            leader = self.leader(index)
+            marks = marks_of(self.shard(leader))
+            if not self.books[index].n_times_lost:
+                assert marks[self.ledger.settled].all(), "an acknowledged push is gone"
+            missing = self.ledger.n_issued - int(marks.sum())
+            lost = sum(
+                self.worker(name).client._links[index].pushing.n_lost
+                for name in self.workers
+            )
+            assert lost == missing, f"{leader} lacks {missing}, {lost} are counted"
+
+    def done(self) -> bool:
+        return all(self.worker(name).state == "done" for name in self.workers)
+
+    def until_whole(self, index: int = 0) -> None:
+        pairing = self.pairing(index)
+        self.cluster.run_until(lambda: pairing.is_whole, within=10.0)
+
+    def save(self, label: str, index: int = 0) -> None:
+        message = Save(label=label)
+        event = Received(sender=SUPERVISOR, incarnation=1, message=message)
+        self.cluster.post(self.leader(index), event)
+
+    # ---------------------------------------------------------------- who is who
+
+    def pairing(self, index: int = 0) -> Pairing:
+        return self.overseer.pairings[self.copies[index][0]]
+
+    def leader(self, index: int = 0) -> Address:
+        leader = self.pairing(index).leader
+        assert leader is not None
+        return leader
+
+    def second(self, index: int = 0) -> Address:
+        one, other = self.copies[index]
+        return other if self.leader(index) == one else one
+
+    def shard(self, name: Address) -> ParameterServerShard:
+        role = self.cluster.role(name)
+        assert isinstance(role, Beating)
+        return role.shard
+
+    def worker(self, name: Address) -> Worker:
+        role = self.cluster.role(name)
+        assert isinstance(role, Worker)
+        return role
+
+
+def copy_of(
+    name: Address, index: int, memory: Memory, *, layout: Layout, rule: UpdateRule
+) -> Beating:
+    config = ShardConfig(
+        index=index, layout=layout, rule=rule, name=name, waits_for_lead=True
+    )
+    return Beating(shard_of(index, layout, memory, config))
+
+
+def together(_: Address) -> str:
+    """Let all roles share memory."""
+    return "one"
+
+
+def apart(_: Address) -> str:
+    """Let nobody share memory."""
+    return ""
+
+
+def each_copy_apart(name: Address) -> str:
+    """Let the first copies share memory with the workers, the others with nobody."""
+    return "" if name.endswith("b") else "one"

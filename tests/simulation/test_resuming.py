@@ -1,0 +1,105 @@
+"""A job that goes on with another number of shards is the job that it was."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from distbelief.downpour.algorithm import DownpourSettings
+from distbelief.job.recutting import Recutting
+from distbelief.job.store import SnapshotStore
+from distbelief.messages import Save
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.update_rules import (
+    SGD,
+    Adagrad,
+    Adam,
+    Momentum,
+    UpdateRule,
+)
+from distbelief.roles import SUPERVISOR, Received
+from distbelief.runtime.task import DataSpec, ModelSpec, TaskSpec
+from tests.simulation.test_downpour import Cluster, downpour, same
+
+
+EXAMPLES = "tests.distbelief.runtime.examples"
+RULES: tuple[UpdateRule, ...] = (
+    SGD(learning_rate=0.1),
+    Momentum(learning_rate=0.05),
+    Adagrad(learning_rate=0.05),
+    Adam(learning_rate=0.01),
+)
+
+
+def normed_net() -> nn.Module:
+    """Return a net of tensors that are cut, that go whole, and buffers of both."""
+    return nn.Sequential(
+        nn.Linear(40, 200), nn.BatchNorm1d(200), nn.Tanh(), nn.Linear(200, 2)
+    )
+
+
+TASK = TaskSpec(
+    model=ModelSpec(
+        factory="tests.simulation.test_resuming:normed_net", initial="seed", seed=3
+    ),
+    train=DataSpec(
+        factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 60}
+    ),
+    loss="cross_entropy",
+)
+
+
+def trained(
+    settings: DownpourSettings, n_shards: int, *, begin: SnapshotStore | None = None
+) -> Cluster:
+    """Run one replica to its end, from these snapshots if there are any."""
+    cluster = Cluster(TASK, settings, n_shards=n_shards)
+    for name in cluster.shards if begin is not None else ():
+        assert begin is not None
+        snapshot = begin.newest(name)
+        assert snapshot is not None
+        # A new simulation counts lives from 1.
+        facts = {**snapshot.facts, "incarnation": "0"}
+        cluster.simulation.disk.save(name, replace(snapshot, facts=facts))
+    cluster.run()
+    return cluster
+
+
+def saved(cluster: Cluster, store: SnapshotStore) -> SnapshotStore:
+    """Have every shard save itself; keep that in `store`."""
+    save = Received(sender=SUPERVISOR, incarnation=1, message=Save(label="00007"))
+    for name in cluster.shards:
+        cluster.simulation.post(name, save)
+    cluster.simulation.run(until=cluster.simulation.now + 1.0)
+    for name in cluster.shards:
+        snapshot = cluster.simulation.disk.newest(name)
+        assert snapshot is not None
+        store.save(name, snapshot)
+    return store
+
+
+def fail(text: str) -> None:
+    raise AssertionError(text)
+
+
+@pytest.mark.parametrize("n_new", [1, 3])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_one_blocking_replica_on_other_shards_goes_on_to_the_bit(
+    tmp_path: Path, rule: UpdateRule, n_new: int
+) -> None:
+    first, rest, whole = (
+        downpour(rule=rule, blocking=True, max_steps=n) for n in (22, 23, 45)
+    )
+    before = trained(first, 2)
+    source = saved(before, SnapshotStore(tmp_path / "old", report=fail))
+    target = SnapshotStore(tmp_path / "new", report=fail)
+    new = Layout.of(before.layout.tensors, n_shards=n_new)
+    recutting = Recutting(
+        source=source, old=before.layout, new=new, rule=rule, incarnation=2
+    )
+    recutting.write(target, label="00008", samples={"replica-0": 22 * 4})
+    after = trained(rest, n_new, begin=target)
+    assert after.status("replica-0")["samples"] == 45 * 4
+    assert {after.status(name)["clock"] for name in after.shards} == {45.0}
+    assert same(after.values(), trained(whole, 2).values())
