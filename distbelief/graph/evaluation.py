@@ -5,6 +5,7 @@ it reads and uses; the parts are then put together. If the kinds tell the truth,
 and gradients are those of the model itself, however the layers are cut (DB-3).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -90,12 +91,9 @@ def _assembled(
             step,
         )
         _check(layer, value, part)
-        if whole is None:
-            whole = value.new_zeros((value.shape[0], *layer.shape))
-        index = (slice(None), *part.slices)
-        mask = torch.zeros_like(whole)
-        mask[index] = value  # out of place for autograd: each index is in one part
-        whole = whole + mask
+        # Out of place, for autograd: each index is in one part.
+        placed = _placed(layer, value, part, fill=0.0)
+        whole = placed if whole is None else whole + placed
     assert whole is not None, layer.name
     return whole
 
@@ -115,6 +113,7 @@ def _combined(
     partial = kind_of(layer).partial
     if partial is None:
         raise GraphError(f"layers of kind {layer.kind!r} have no partial outputs")
+    sums = partial.combine == "sum"
     contributions = []
     for part in parts:
         if not part.n_elements:
@@ -126,10 +125,23 @@ def _combined(
             _cut_tensors(layer, partial.uses(layer, part), tensors),
             step,
         )
-        _check(layer, value, layer.region)
-        contributions.append(value)
+        written = partial.writes(layer, part)
+        _check(layer, value, written)
+        fill = 0.0 if sums else -math.inf
+        contributions.append(_placed(layer, value, written, fill=fill))
     stacked = torch.stack(contributions)
-    return stacked.sum(0) if partial.combine == "sum" else stacked.amax(0)
+    return stacked.sum(0) if sums else stacked.amax(0)
+
+
+def _placed(
+    layer: Layer, value: torch.Tensor, part: Region, *, fill: float
+) -> torch.Tensor:
+    """Return `value` as the part of a whole output that is `fill` elsewhere."""
+    if part == layer.region:
+        return value
+    whole = value.new_full((value.shape[0], *layer.shape), fill)
+    whole[(slice(None), *part.slices)] = value
+    return whole
 
 
 def _cut_inputs(

@@ -13,12 +13,13 @@ classes and row-split Linear layers are this and nothing else.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
+from torch import nn
 
-from distbelief.graph.layer import GraphError, Layer
+from distbelief.graph.layer import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.region import Region
 
 
@@ -57,18 +58,21 @@ class Step:
         training: Or inference.
         seed: Of the step's randomness; equal on all machines of a replica.
         first_sample: Index of the first sample, of all that the step is about.
+        modules: Modules that are computed whole, by their paths in the model; on which
+            device does not matter, for their tensors are not used.
     """
 
     training: bool = False
     seed: int = 0
     first_sample: int = 0
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
 
 
 class PartialSums(ABC):
     """How a kind's output is put together from parts of its first input.
 
     Attributes:
-        combine: How partial outputs become one.
+        combine: How partial outputs become one. A "max" has no gradient.
     """
 
     combine: ClassVar[Combine] = "sum"
@@ -86,6 +90,11 @@ class PartialSums(ABC):
         del layer, part
         return {}
 
+    def writes(self, layer: Layer, part: Region) -> Region:
+        """Return the region of the output that `part` contributes to."""
+        del part
+        return layer.region
+
     @abstractmethod
     def compute(
         self,
@@ -95,7 +104,7 @@ class PartialSums(ABC):
         tensors: Mapping[str, torch.Tensor],
         step: Step,
     ) -> torch.Tensor:
-        """Return what `part` contributes: (batch, *layer.shape)."""
+        """Return what `part` contributes to what it `writes`: (batch, *shape)."""
 
 
 class LayerKind(ABC):
@@ -121,6 +130,11 @@ class LayerKind(ABC):
         """Return the part of each of the model's tensors that `output` needs."""
         del output
         return {word: Region.of(*use.shape) for word, use in layer.tensors.items()}
+
+    def joins_samples(self, layer: Layer) -> bool:
+        """Return whether its output is one for the batch, (1, *shape): statistics."""
+        del layer
+        return False
 
     @abstractmethod
     def work(self, layer: Layer, output: Region) -> Work:
@@ -176,3 +190,18 @@ def kind_of(layer: Layer) -> LayerKind:
             f"layer {layer.name!r} is of kind {layer.kind!r}, which is not known here: "
             f"import the module that registers it (known: {', '.join(sorted(_KINDS))})"
         ) from None
+
+
+def joined(graph: LayerGraph) -> frozenset[str]:
+    """Return the layers whose output is one for the whole batch: (1, *shape).
+
+    They do, or read nothing but such layers.
+    """
+    found: set[str] = set()
+    for layer in graph.layers:
+        if layer.kind == INPUT:
+            continue
+        follows = bool(layer.inputs) and found.issuperset(layer.inputs)
+        if follows or kind_of(layer).joins_samples(layer):
+            found.add(layer.name)
+    return frozenset(found)

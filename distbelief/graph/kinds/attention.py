@@ -6,12 +6,128 @@
               added to the scores, and broadcasts against (*heads, queries, keys)
     options   causal: whether query i sees keys 0 to i only
               scale: factor of the scores, or None for 1 / sqrt(size)
+              dropout: probability that a weight is dropped, in a training step
 
 Cut by heads or queries, not by size. A causal part needs no keys after its last query.
-
-    multi_head_attention_layers(name, sources, *, n_heads, tensors, causal, mask="")
-
-`sources` are query, key, value, each (positions, features); `tensors` as in
-torch.nn.MultiheadAttention: in_proj_weight or q_proj_weight, k_proj_weight,
-v_proj_weight; in_proj_bias; out_proj.weight, out_proj.bias.
+With the projections before and after it: `multi_head_attention_layers` in `multi_head`.
 """
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, final
+
+import torch
+from torch.nn import functional
+from typing_extensions import override
+
+from distbelief.graph.kind import Cut, LayerKind, Step, Work
+from distbelief.graph.kinds.dropout import mask as dropout_mask
+from distbelief.graph.kinds.pointwise import broadcast, lined_up
+from distbelief.graph.layer import Layer
+from distbelief.graph.region import Region
+
+
+@final
+class Attention(LayerKind):
+    """softmax(query key^T * scale + mask) value."""
+
+    name: ClassVar[str] = "attention"
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        return tuple(Cut(dim) for dim in range(len(layer.shape) - 1))
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        *heads, queries, _ = output.intervals
+        n_keys, size = layer.input_shapes[1][-2:]
+        if layer.options["causal"]:
+            n_keys = min(n_keys, queries[1])
+        keys = (0, n_keys)
+        reads = (
+            Region((*heads, queries, (0, size))),
+            Region((*heads, keys, (0, size))),
+            Region((*heads, keys, (0, layer.shape[-1]))),
+        )
+        if len(layer.inputs) == len(reads):
+            return reads
+        scores = Region((*heads, queries, keys))
+        return (*reads, broadcast(scores, layer.input_shapes[3]))
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        query, key, value, *_ = self.reads(layer, output)
+        n_keys, size = key.shape[-2:]
+        n_scores = float(math.prod(query.shape[:-1]) * n_keys)
+        products = 2 * n_scores * (size + layer.shape[-1])
+        return Work(
+            forward=products + 5 * n_scores,
+            backward=2.5 * products,  # the scores are computed again
+            n_elements=float(query.n_elements + key.n_elements + value.n_elements)
+            + 2 * n_scores,
+        )
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        query, key, value, *masks = inputs
+        mask = lined_up(masks[0], query.dim() - 1) if masks else None
+        if layer.options["causal"]:
+            first, last = output.intervals[-2]
+            queries = torch.arange(first, last, device=query.device)
+            keys = torch.arange(key.shape[-2], device=query.device)
+            unseen = query.new_zeros(last - first, key.shape[-2])
+            unseen = unseen.masked_fill(keys > queries.unsqueeze(1), -math.inf)
+            mask = unseen if mask is None else mask + unseen
+        scale = None if layer.options["scale"] is None else layer.number("scale")
+        if step.training and layer.number("dropout"):
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            scores = (query * scale) @ key.transpose(-1, -2)
+            scores = scores if mask is None else scores + mask
+            weights = scores.softmax(-1)
+            return (weights * _fates(layer, output, weights, step)) @ value
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scale
+        )
+
+
+def attention_layer(
+    name: str,
+    sources: Sequence[Layer],
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Layer:
+    """Return the layer that attends; query, key, value and perhaps a mask."""
+    query, _, value, *_ = sources
+    return Layer(
+        name=name,
+        kind=Attention.name,
+        inputs=tuple(source.name for source in sources),
+        input_shapes=tuple(source.shape for source in sources),
+        shape=(*query.shape[:-1], value.shape[-1]),
+        options={"causal": causal, "scale": scale, "dropout": dropout},
+    )
+
+
+def _fates(
+    layer: Layer, output: Region, weights: torch.Tensor, step: Step
+) -> torch.Tensor:
+    """Return which weights are kept, as factors; of keys as far as they are read."""
+    scores = (*layer.shape[:-1], layer.input_shapes[1][-2])
+    part = Region((*output.intervals[:-1], (0, weights.shape[-1])))
+    return dropout_mask(
+        layer.name,
+        scores,
+        part,
+        probability=layer.number("dropout"),
+        like=weights,
+        step=step,
+    )

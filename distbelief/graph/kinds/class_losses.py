@@ -1,23 +1,258 @@
 """Cross-entropy of classes that may be split over machines.
 
     kind      "class_sums": what the loss needs of the scores, as partial sums
-    inputs    scores, labels (whole numbers, without dim `dim`; or probabilities of the
-              scores' shape), maximum of the scores over `dim`, kept with extent 1
+    inputs    scores, labels (whole numbers, without dimension `dim`; or probabilities
+              of the scores' shape), maximum of the scores over `dim`, kept with extent
+              1, or absent
     options   dim; smoothing; soft: whether labels are probabilities
     output    the scores' shape with extent 3 in `dim`: sum of exp(s), of q s, of q,
-              where s = score - maximum, and q is the label's distribution
+              where s = score - maximum, and q the label's distribution; without a
+              maximum scores are logarithms of probabilities, and the first sum is 0
 
     kind      "cross_entropy"
-    inputs    class sums, labels
+    inputs    class sums, labels (if they are not probabilities)
     options   dim; ignore: the label that counts for nothing; mean: over the labels that
-              count, or the sum over positions; soft
+              count, or the sum over positions; soft, as above; normalised: whether
+              scores are logarithms of probabilities
     output    () per sample; the loss of the batch is the mean of it over samples
 
-    cross_entropy_layers(name, scores, labels, *, dim=0, smoothing=0.0, ignore=-100,
+    cross_entropy_layers(name, (scores, labels), *, dim=0, smoothing=0.0, ignore=-100,
                          mean=True, normalised=False)
 
 With `normalised` the scores are logarithms of probabilities: torch's nll_loss. As in
-torch the mean is over all labels of the batch that count: each sample's loss carries
-the factor (samples * positions) / (labels that count), so that the mean over samples is
-torch's. No label that counts: the loss is 0 (torch: nan).
+torch the mean is over all labels of the batch that count: the sum over a sample's
+positions carries the factor samples / (labels that count), so that the mean over
+samples is torch's. No label that counts: the loss is 0 (torch: nan).
 """
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, final
+
+import torch
+from typing_extensions import override
+
+from distbelief.graph.kind import Cut, LayerKind, PartialSums, Step, Work
+from distbelief.graph.kinds.place_losses import per_sample
+from distbelief.graph.kinds.reduction import reduction_layer
+from distbelief.graph.layer import Layer
+from distbelief.graph.region import Region
+
+
+@final
+class ClassSumParts(PartialSums):
+    """Any box of the scores gives a summand of the sums at its positions."""
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        return tuple(Cut(dim) for dim in range(len(layer.shape)))
+
+    @override
+    def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
+        dim = layer.integer("dim")
+        positions = Region((*part.intervals[:dim], *part.intervals[dim + 1 :]))
+        labels = part if layer.options["soft"] else positions
+        if len(layer.inputs) == 2:
+            return (part, labels)
+        return (part, labels, part.replaced(dim, (0, 1)))
+
+    @override
+    def writes(self, layer: Layer, part: Region) -> Region:
+        return part.replaced(layer.integer("dim"), (0, 3))
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        part: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        dim = layer.integer("dim")
+        scores, labels, *maximum = inputs
+        scores = scores - maximum[0] if maximum else scores
+        if layer.options["soft"]:
+            wanted, weight = (labels * scores).sum(dim + 1), labels.sum(dim + 1)
+        else:
+            wanted, weight = _picked(scores, labels, part, dim=dim)
+        smoothing = layer.number("smoothing")
+        if smoothing:
+            share = smoothing / layer.input_shapes[0][dim]
+            wanted = (1 - smoothing) * wanted + share * scores.sum(dim + 1)
+            weight = (1 - smoothing) * weight + share * scores.shape[dim + 1]
+        total = scores.exp().sum(dim + 1) if maximum else torch.zeros_like(weight)
+        return torch.stack([total, wanted, weight], dim + 1)
+
+
+@final
+class ClassSums(LayerKind):
+    """Sums over classes that the cross-entropy is a function of."""
+
+    name: ClassVar[str] = "class_sums"
+    partial: ClassVar[PartialSums | None] = ClassSumParts()
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        dim = layer.integer("dim")
+        return tuple(Cut(d) for d in range(len(layer.shape)) if d != dim)
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        return ClassSumParts().reads(layer, _all_classes(layer, output))
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n = float(_all_classes(layer, output).n_elements)
+        return Work(forward=8 * n, backward=4 * n, n_elements=2 * n)
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        part = _all_classes(layer, output)
+        return ClassSumParts().compute(layer, part, inputs, tensors, step)
+
+
+@final
+class CrossEntropyParts(PartialSums):
+    """Positions are summands; how many labels count is known from all labels."""
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        dim = layer.integer("dim")
+        return tuple(Cut(d) for d in range(len(layer.input_shapes[0])) if d != dim)
+
+    @override
+    def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
+        return (part, *(Region.of(*shape) for shape in layer.input_shapes[1:]))
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        part: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        dim = layer.integer("dim")
+        total, wanted, weight = inputs[0].unbind(dim + 1)
+        losses = (
+            -wanted if layer.options["normalised"] else weight * total.log() - wanted
+        )
+        n_positions = math.prod(layer.input_shapes[0]) // layer.input_shapes[0][dim]
+        factor = 1.0 / n_positions
+        if not layer.options["soft"]:
+            labels = inputs[1]
+            counts = labels != layer.integer("ignore")
+            here = Region((*part.intervals[:dim], *part.intervals[dim + 1 :]))
+            losses = losses * counts[(slice(None), *here.slices)]
+            factor = labels.shape[0] / max(1, int(counts.sum()))
+        return per_sample(losses) * (factor if layer.options["mean"] else 1.0)
+
+
+@final
+class CrossEntropy(LayerKind):
+    """The loss of each sample, from its class sums."""
+
+    name: ClassVar[str] = "cross_entropy"
+    partial: ClassVar[PartialSums | None] = CrossEntropyParts()
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        return tuple(Region.of(*shape) for shape in layer.input_shapes)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n = float(math.prod(layer.input_shapes[0]))
+        return Work(forward=4 * n, backward=4 * n, n_elements=n)
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        whole = Region.of(*layer.input_shapes[0])
+        return CrossEntropyParts().compute(layer, whole, inputs, tensors, step)
+
+
+def cross_entropy_layers(  # noqa: PLR0913 -- those of torch's cross_entropy
+    name: str,
+    sources: tuple[Layer, Layer],
+    *,
+    dim: int = 0,
+    smoothing: float = 0.0,
+    ignore: int = -100,
+    mean: bool = True,
+    normalised: bool = False,
+) -> list[Layer]:
+    """Return the layers of a cross-entropy; the last one's output is () per sample.
+
+    Args:
+        name: Of the last one.
+        sources: Scores, and labels (whole numbers without dimension `dim`) or
+            probabilities (of the scores' shape).
+        dim: That of the classes, the batch not counted.
+        smoothing: How much of the label's weight goes to all classes alike.
+        ignore: The label that counts for nothing.
+        mean: Over the labels that count, or the sum over positions.
+        normalised: Whether scores are logarithms of probabilities (torch's nll_loss).
+    """
+    scores, labels = sources
+    soft = not labels.is_integer
+    maximum = reduction_layer(
+        f"{name}.maximum", [scores], function="maximum", dims=[dim]
+    )
+    reads = [scores, labels] if normalised else [scores, labels, maximum]
+    sums = Layer(
+        name=f"{name}.sums",
+        kind=ClassSums.name,
+        inputs=tuple(layer.name for layer in reads),
+        input_shapes=tuple(layer.shape for layer in reads),
+        shape=(*scores.shape[:dim], 3, *scores.shape[dim + 1 :]),
+        options={"dim": dim, "smoothing": smoothing, "soft": soft},
+    )
+    loss = Layer(
+        name=name,
+        kind=CrossEntropy.name,
+        inputs=(sums.name,) if soft else (sums.name, labels.name),
+        input_shapes=(sums.shape,) if soft else (sums.shape, labels.shape),
+        shape=(),
+        options={
+            "dim": dim,
+            "ignore": ignore,
+            "mean": mean,
+            "soft": soft,
+            "normalised": normalised,
+        },
+    )
+    return [sums, loss] if normalised else [maximum, sums, loss]
+
+
+def _picked(
+    scores: torch.Tensor, labels: torch.Tensor, part: Region, *, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the score of the label where its class is in the part, and 1 there.
+
+    No product with zeros: scores of classes that are ruled out may be -inf.
+    """
+    start, stop = part.intervals[dim]
+    inside = (labels >= start) & (labels < stop)
+    index = (labels - start).clamp(0, stop - start - 1).unsqueeze(dim + 1)
+    picked = scores.gather(dim + 1, index).squeeze(dim + 1)
+    return torch.where(inside, picked, 0.0), inside.to(scores.dtype)
+
+
+def _all_classes(layer: Layer, output: Region) -> Region:
+    dim = layer.integer("dim")
+    return output.replaced(dim, (0, layer.input_shapes[0][dim]))

@@ -1,6 +1,9 @@
 """Fully connected layers: split by outputs, or (as partial sums) by inputs.
 
+kind      "linear"
 tensors   weight (outputs, inputs), bias (outputs,), if there is one
+options   first_row, first_row_of_bias: where in the tensors its outputs begin; 0 if
+          absent (attention keeps those of queries, keys and values in one tensor)
 input     (..., inputs): leading dimensions, of a sequence say, are kept
 """
 
@@ -14,7 +17,7 @@ from typing_extensions import override
 
 from distbelief.graph.kind import Cut, LayerKind, PartialSums, Step, Work
 from distbelief.graph.layer import Layer
-from distbelief.graph.region import Region
+from distbelief.graph.region import Interval, Region
 
 
 @final
@@ -23,15 +26,20 @@ class LinearSums(PartialSums):
 
     @override
     def cuts(self, layer: Layer) -> tuple[Cut, ...]:
-        return (Cut(len(layer.shape) - 1),)
+        return tuple(Cut(dim) for dim in range(len(layer.shape)))
 
     @override
     def uses(self, layer: Layer, part: Region) -> Mapping[str, Region]:
         inputs = part.intervals[-1]
-        uses = {"weight": Region(((0, layer.shape[-1]), inputs))}
-        if "bias" in layer.tensors and inputs[0] == 0:  # added once
-            uses["bias"] = Region.of(layer.shape[-1])
+        uses = _uses(layer, (0, layer.shape[-1]))
+        uses["weight"] = uses["weight"].replaced(1, inputs)
+        if inputs[0] > 0:
+            uses.pop("bias", None)  # added once
         return uses
+
+    @override
+    def writes(self, layer: Layer, part: Region) -> Region:
+        return part.replaced(len(layer.shape) - 1, (0, layer.shape[-1]))
 
     @override
     def compute(
@@ -59,11 +67,7 @@ class Linear(LayerKind):
 
     @override
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
-        units = output.intervals[-1]
-        return {
-            word: Region.of(*use.shape).replaced(0, units)
-            for word, use in layer.tensors.items()
-        }
+        return _uses(layer, output.intervals[-1])
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
@@ -86,3 +90,14 @@ class Linear(LayerKind):
         step: Step,
     ) -> torch.Tensor:
         return functional.linear(inputs[0], tensors["weight"], tensors.get("bias"))
+
+
+def _uses(layer: Layer, units: Interval) -> dict[str, Region]:
+    """Return the rows of the tensors that belong to these outputs."""
+    uses = {}
+    for word, option in (("weight", "first_row"), ("bias", "first_row_of_bias")):
+        if word in layer.tensors:
+            first = layer.integer(option) if option in layer.options else 0
+            rows = (first + units[0], first + units[1])
+            uses[word] = Region.of(*layer.tensors[word].shape).replaced(0, rows)
+    return uses

@@ -1,11 +1,16 @@
 """Functions of one number at a time, or of numbers at one place: relu, sums.
 
-    options   function: one of `FUNCTIONS`; argument: its parameter, if it has one
+    kind      "pointwise"
+    options   function: one of `UNARY`, `PARAMETRIC`, `SEVERAL`; argument: its
+              parameter, if it has one
 
-Every input has the output's shape. A region needs the same region of each.
+Inputs broadcast to the output's shape, as in torch, if their last dimensions are lined
+up (samples of the batch too: statistics have a batch of one). A region needs the same
+region of each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import ClassVar, Final, final
 
 import torch
@@ -14,11 +19,12 @@ from typing_extensions import override
 
 from distbelief.graph.kind import LayerKind, Step, Work
 from distbelief.graph.layer import Layer
-from distbelief.graph.region import Region
+from distbelief.graph.region import Region, Shape
 
 
 Unary = Callable[[torch.Tensor], torch.Tensor]
 Parametric = Callable[[torch.Tensor, float], torch.Tensor]
+Binary = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 UNARY: Final[Mapping[str, Unary]] = {
     "relu": torch.relu,
@@ -39,11 +45,26 @@ UNARY: Final[Mapping[str, Unary]] = {
     "abs": torch.abs,
     "neg": torch.neg,
     "square": torch.square,
+    "reciprocal": torch.reciprocal,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "erf": torch.erf,
+    "log1p": torch.log1p,
+    "expm1": torch.expm1,
+    "selu": functional.selu,
+    "softsign": functional.softsign,
+    "logsigmoid": functional.logsigmoid,
+    "tanhshrink": functional.tanhshrink,
 }
 
 PARAMETRIC: Final[Mapping[str, Parametric]] = {
     "leaky_relu": functional.leaky_relu,
     "elu": functional.elu,
+    "celu": functional.celu,
+    "hardshrink": functional.hardshrink,
+    "softshrink": functional.softshrink,
+    "clamp_min": torch.clamp_min,
+    "clamp_max": torch.clamp_max,
     "add_number": lambda x, c: x + c,
     "multiply_number": lambda x, c: x * c,
     "subtract_from_number": lambda x, c: c - x,
@@ -51,7 +72,14 @@ PARAMETRIC: Final[Mapping[str, Parametric]] = {
     "power": lambda x, c: x**c,
 }
 
-SEVERAL: Final = frozenset({"add", "subtract", "multiply", "divide"})
+SEVERAL: Final[Mapping[str, Binary]] = {
+    "add": torch.add,
+    "subtract": torch.sub,
+    "multiply": torch.mul,
+    "divide": torch.div,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+}
 
 
 @final
@@ -62,7 +90,7 @@ class Pointwise(LayerKind):
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return (output,) * len(layer.inputs)
+        return tuple(broadcast(output, shape) for shape in layer.input_shapes)
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
@@ -84,17 +112,27 @@ class Pointwise(LayerKind):
             return UNARY[function](inputs[0])
         if function in PARAMETRIC:
             return PARAMETRIC[function](inputs[0], layer.number("argument"))
-        result = inputs[0]
-        for other in inputs[1:]:
-            match function:
-                case "add":
-                    result = result + other
-                case "subtract":
-                    result = result - other
-                case "multiply":
-                    result = result * other
-                case "divide":
-                    result = result / other
-                case _:
-                    raise ValueError(f"{layer.name!r} has no function {function!r}")
-        return result
+        if function not in SEVERAL:
+            raise ValueError(f"{layer.name!r} has no function {function!r}")
+        alike = [lined_up(value, len(layer.shape)) for value in inputs]
+        return reduce(SEVERAL[function], alike)
+
+
+def broadcast(output: Region, shape: Shape) -> Region:
+    """Return what `output` needs of an input of this shape that broadcasts to it."""
+    last = output.intervals[len(output.intervals) - len(shape) :]
+    return Region(
+        tuple(
+            (0, 1) if extent == 1 and start < stop else (start, stop)
+            for extent, (start, stop) in zip(shape, last, strict=True)
+        )
+    )
+
+
+def lined_up(value: torch.Tensor, n_dims: int) -> torch.Tensor:
+    """Return (batch, *shape) with dimensions of extent 1 before those of its shape.
+
+    Without them torch would line up the batch with a dimension of a longer shape.
+    """
+    missing = n_dims + 1 - value.dim()
+    return value.view(value.shape[0], *(1,) * missing, *value.shape[1:])

@@ -60,6 +60,12 @@ def parts_of(draw: st.DrawFn, layer: Layer) -> Parts:
     return draw(partitions(layer.region, kind.cuts(layer)))
 
 
+@st.composite
+def parts_of_all(draw: st.DrawFn, layers: Sequence[Layer]) -> dict[str, Parts]:
+    """Any way to split each of these."""
+    return {layer.name: draw(parts_of(layer)) for layer in layers}
+
+
 def random_values(layer: Layer, *, batch: int, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -108,6 +114,81 @@ def assert_parts_equal(
     found = torch.autograd.grad(values[layer.name], leaves, seed, allow_unused=True)
     for one, other in zip(found, wanted, strict=True):
         close(zeros(one, other), zeros(other, one))
+
+
+def assert_layers_equal(  # the arguments of one case, and how it is computed
+    layers: Sequence[Layer],
+    parts: Mapping[str, Parts],
+    expected: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    *,
+    step: Step | None = None,
+) -> dict[str, torch.Tensor]:
+    """Check that the last of several layers, each in parts, gives `expected`.
+
+    Gradients too, of all inputs and tensors that require one. Returns all values.
+    """
+    values = evaluate(
+        composite_of(layers, inputs), inputs, tensors or {}, parts=parts, step=step
+    )
+    found = values[layers[-1].name]
+    close(found, expected.expand(found.shape))
+    leaves = [
+        leaf
+        for leaf in (*inputs.values(), *(tensors or {}).values())
+        if leaf.requires_grad
+    ]
+    generator = torch.Generator().manual_seed(9)
+    seed = torch.randn(expected.shape, generator=generator, dtype=expected.dtype)
+    pairs = zip(
+        torch.autograd.grad(found, leaves, seed, allow_unused=True),
+        torch.autograd.grad(expected, leaves, seed, allow_unused=True),
+        strict=True,
+    )
+    for one, other in pairs:
+        close(zeros(one, other), zeros(other, one))
+    return values
+
+
+def composite_of(
+    layers: Sequence[Layer], inputs: Mapping[str, torch.Tensor]
+) -> LayerGraph:
+    """Return the graph of these layers, the inputs before them."""
+    sources = [source(name, *value.shape[1:]) for name, value in inputs.items()]
+    return LayerGraph((*sources, *layers), (layers[-1].name,))
+
+
+def source(name: str, *shape: int, is_integer: bool = False) -> Layer:
+    """Return an input layer, for builders of composites to read."""
+    return Layer(name=name, kind=INPUT, shape=shape, is_integer=is_integer)
+
+
+def assert_reads_are_tight(
+    layer: Layer,
+    part: Region,
+    inputs: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Check that the part depends on both ends of all that it reads."""
+    kind = kind_of(layer)
+    tiles = [
+        leaf(inputs[name].detach()[(slice(None), *read.slices)])
+        for name, read in zip(layer.inputs, kind.reads(layer, part), strict=True)
+    ]
+    uses = {
+        word: (tensors or {})[layer.tensors[word].name].detach()[region.slices]
+        for word, region in kind.uses(layer, part).items()
+    }
+    value = kind.compute(layer, part, tiles, uses, Step())
+    generator = torch.Generator().manual_seed(8)
+    seed = torch.rand(value.shape, generator=generator, dtype=value.dtype) + 0.5
+    for gradient in torch.autograd.grad(value, tiles, seed):
+        if not gradient.numel():
+            continue
+        for dim in range(1, gradient.dim()):
+            assert gradient.select(dim, 0).any(), (layer, part, dim)
+            assert gradient.select(dim, -1).any(), (layer, part, dim)
 
 
 def zeros(gradient: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor:

@@ -168,6 +168,10 @@ def test_a_pointwise_function_in_parts_is_the_whole(
             expected = inputs["x"] * inputs["y"] * inputs["z"]
         case "divide":
             expected = inputs["x"] / inputs["y"] / inputs["z"]
+        case "maximum" | "minimum":
+            extremes = torch.stack(list(inputs.values()))
+            largest = function == "maximum"
+            expected = extremes.amax(0) if largest else extremes.amin(0)
         case _ if function in UNARY:
             expected = UNARY[function](inputs["x"])
         case _:

@@ -1,0 +1,180 @@
+"""Products of every patch of an image with a matrix of its own, in bounded memory.
+
+    y[r, q, o, n] = sum over c, i, j of w[r, q, o, (c, i, j)] x[c, r s + i, q t + j, n]
+
+All patches of a batch together are as much as the image times the window's area: too
+much to keep, or to pass through slow memory. So a few rows of them at a time are
+copied, multiplied while they are in the cache, and forgotten; the backward pass copies
+them again. Samples n come last, for then the columns of a patch's row are contiguous,
+and copies are of long runs.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple, Protocol, final
+
+import torch
+from torch.autograd.function import once_differentiable
+from typing_extensions import override
+
+
+N_ELEMENTS_MAX: Final = 1 << 19
+"""Elements of the patches that are in the cache at once: 2 MiB of float32."""
+
+
+def local_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    size: Sequence[int],
+    stride: Sequence[int],
+) -> torch.Tensor:
+    """Return (samples, outputs, rows out, columns out).
+
+    Args:
+        x: (samples, channels, rows, columns), padded, and no larger than is read.
+        weight: (rows out, columns out, outputs, channels * window rows * columns).
+        size: Of the window: rows, columns.
+        stride: Between windows: rows, columns.
+    """
+    last = x.permute(1, 2, 3, 0).contiguous()
+    product: torch.Tensor = _LocalProduct.apply(  # type: ignore[no-untyped-call]
+        last, weight, (*size, *stride)
+    )
+    return product.permute(3, 2, 0, 1)
+
+
+class _Tile(NamedTuple):
+    """Outputs that are computed together: [row, row_end), [column, column_end)."""
+
+    row: int
+    row_end: int
+    column: int
+    column_end: int
+
+
+class _Geometry(NamedTuple):
+    """Of windows."""
+
+    rows: int
+    columns: int
+    row_stride: int
+    column_stride: int
+
+
+class _Context(Protocol):
+    """What autograd keeps between the passes."""
+
+    geometry: _Geometry
+    saved_tensors: tuple[torch.Tensor, torch.Tensor]
+    needs_input_grad: tuple[bool, bool, bool]
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
+
+
+@final
+class _LocalProduct(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(
+        ctx: _Context,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        window: tuple[int, int, int, int],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        geometry = ctx.geometry = _Geometry(*window)
+        product = x.new_empty(*weight.shape[:3], x.shape[3])
+        for tile in _tiles(weight, x):
+            patches = _patches(x, tile, geometry)
+            torch.bmm(_part(weight, tile), patches, out=_part(product, tile))
+        return product
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(
+        ctx: _Context, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        geometry = ctx.geometry
+        gradient = gradient.contiguous()
+        for_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
+        for_weight = weight.new_empty(weight.shape) if ctx.needs_input_grad[1] else None
+        for tile in _tiles(weight, x):
+            products = _part(gradient, tile)
+            if for_weight is not None:
+                patches = _patches(x, tile, geometry).transpose(1, 2)
+                torch.bmm(products, patches, out=_part(for_weight, tile))
+            if for_x is not None:
+                patches = torch.bmm(_part(weight, tile).transpose(1, 2), products)
+                _add_patches(for_x, patches, tile, geometry)
+        return for_x, for_weight, None
+
+
+def _part(of: torch.Tensor, tile: _Tile) -> torch.Tensor:
+    """Return the matrices of a tile of (rows, columns, *, *): (n places, *, *)."""
+    part = of[tile.row : tile.row_end, tile.column : tile.column_end]
+    return part.flatten(0, 1)
+
+
+def _tiles(weight: torch.Tensor, x: torch.Tensor) -> Iterator[_Tile]:
+    """Cut the outputs into whole rows, or a row into pieces, that fit the cache."""
+    n_rows, n_columns, _, n_weights = weight.shape
+    n_places = max(1, N_ELEMENTS_MAX // max(1, n_weights * x.shape[3]))
+    if x.is_meta:  # has no patches, and no cache
+        n_places = n_rows * n_columns
+    rows, columns = max(1, n_places // n_columns), min(n_places, n_columns)
+    for row in range(0, n_rows, rows):
+        for column in range(0, n_columns, columns):
+            yield _Tile(
+                row, min(row + rows, n_rows), column, min(column + columns, n_columns)
+            )
+
+
+def _patches(x: torch.Tensor, tile: _Tile, window: _Geometry) -> torch.Tensor:
+    """Return the patches of a tile: (n places, channels * window, samples)."""
+    channels, rows, columns, samples = x.stride()
+    view = x.as_strided(
+        (
+            tile.row_end - tile.row,
+            tile.column_end - tile.column,
+            x.shape[0],
+            window.rows,
+            window.columns,
+            x.shape[3],
+        ),
+        (
+            rows * window.row_stride,
+            columns * window.column_stride,
+            channels,
+            rows,
+            columns,
+            samples,
+        ),
+        x.storage_offset()
+        + tile.row * window.row_stride * rows
+        + tile.column * window.column_stride * columns,
+    )
+    n_places = view.shape[0] * view.shape[1]
+    return view.reshape(n_places, math.prod(view.shape[2:5]), x.shape[3])
+
+
+def _add_patches(
+    x: torch.Tensor, patches: torch.Tensor, tile: _Tile, window: _Geometry
+) -> None:
+    """Add patches to where they were copied from."""
+    n_rows, n_columns = tile.row_end - tile.row, tile.column_end - tile.column
+    parts = patches.view(
+        n_rows, n_columns, x.shape[0], window.rows, window.columns, x.shape[3]
+    )
+    across = (n_columns - 1) * window.column_stride + 1
+    for index in range(n_rows):
+        row = (tile.row + index) * window.row_stride
+        band = x[:, row : row + window.rows]
+        part = parts[index].permute(1, 2, 0, 3, 4)
+        for offset in range(window.columns):
+            # Places do not overlap if one column of each window is taken at a time.
+            column = tile.column * window.column_stride + offset
+            target = band[:, :, column : column + across : window.column_stride]
+            target += part[:, :, :, offset]
