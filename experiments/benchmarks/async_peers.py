@@ -1,0 +1,290 @@
+"""Seconds to a fixed held-out loss: `DownpourSGD` beside other systems.
+
+    python experiments/benchmarks/async_peers.py [--rounds 5] [--peer-python NAME=PATH]
+
+Everybody trains the same net (784-512-512-10) from the same weights on the same 60,000
+samples that a random net has classified, in batches of 64 by plain SGD at one rate,
+with two workers and, where there is one, one server process; one thread each. The
+target is the held-out loss of plain training in one process after 1.25 epochs. Then the
+same with a worker slowed 5 times: it sleeps 4 step-times of the plain process after
+each step.
+
+    single               one process, torch.optim.SGD (the origin of the target)
+    ours                 DownpourSGD loops, ParameterServer of one shard
+    ours_adagrad         the same with Adagrad, which nobody else of these has
+    torch_rpc            a parameter server over torch's RPC
+    ray                  a parameter server as a Ray actor
+    ddp                  DistributedDataParallel over gloo: synchronous
+    pytorch_distbelief   its DownpourSGD; it pushes and pulls every 5 steps, as advised
+
+Seconds count from when all workers have begun; starting up is not in them. All take
+turns. Held-out loss is evaluated after a run, from what worker 0 recorded in it
+(`peers.course`). A system that does not run keeps its row, with version and error.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import final
+
+import torch
+
+from experiments.benchmarks import contest, measurement
+from experiments.benchmarks.contest import EntrantFailedError, Entry, Run
+from experiments.benchmarks.measurement import Spread
+from experiments.benchmarks.peers.course import Course
+
+
+EPOCHS_TO_TARGET = 1.25
+MARGIN = 1.4  # gradients that may be used, over those of the plain process
+SLOWED = "_slowed"
+ADAGRAD_RATE = 0.01
+
+ENTRIES = (
+    Entry(name="ours", module="ours", distribution="distbelief"),
+    Entry(
+        name="ours_adagrad", module="ours", distribution="distbelief", rule="adagrad"
+    ),
+    Entry(name="torch_rpc", module="torch_rpc", install="torch"),
+    Entry(name="ray", module="ray_actor", distribution="ray", install="ray==2.60.0"),
+    Entry(name="ddp", module="ddp", install="torch"),
+    Entry(
+        name="pytorch_distbelief",
+        module="pytorch_distbelief",
+        distribution="pytorch-distbelief",
+        install="pytorch-distbelief==0.1.0, in a Python of its own",
+    ),
+)
+SINGLE = Entry(name="single", module="single")
+OURS = ("ours", "ours_adagrad")
+
+
+@final
+@dataclass(slots=True)
+class Row:
+    """One entrant in one setting, all its turns."""
+
+    entry: Entry
+    version: str
+    error: str = ""
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> list[float]:
+        """To the target, of the turns that reached it."""
+        return [run.seconds for run in self.runs if run.seconds is not None]
+
+    @property
+    def ranks(self) -> bool:
+        """Has it reached the target in every turn?"""
+        return bool(self.runs) and len(self.seconds) == len(self.runs)
+
+    def cells(self) -> dict[str, str]:
+        """Return what the table tells of it."""
+        if not self.runs:
+            return {"version": self.version, "seconds": "did not run"}
+        best = min(loss for run in self.runs for loss in run.losses)
+        missed = (
+            f"not reached ({len(self.seconds)} of {len(self.runs)}), best {best:.3f}"
+        )
+        runs = self.runs
+        return {
+            "version": self.version,
+            "seconds": Spread.of(self.seconds).show(2) if self.ranks else missed,
+            "CPU s": f"{median(run.cpu_seconds for run in runs):.1f}",
+            "MiB": f"{median(run.n_bytes for run in runs) / 2**20:,.0f}",
+            "samples/s": f"{median(run.samples_per_second for run in runs):,.0f}",
+            "gradients": "+".join(str(count) for count in runs[-1].shares),
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    entries = _entries(options)
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends entrants on the way
+    in_memory = Path("/dev/shm")
+    with TemporaryDirectory(
+        prefix="peers-", dir=in_memory if in_memory.is_dir() else None
+    ) as folder:
+        course = _course(options, Path(folder))
+        course.generate()
+        plain, target, step_seconds = _plain(course, Path(folder), options)
+        print(
+            f"target: held-out loss {target:.4f}, after {EPOCHS_TO_TARGET} epochs of "
+            f"one process; its step takes {1000 * step_seconds:.2f} ms; load of the "
+            f"machine {measurement.load():.1f}, {os.cpu_count()} processors",
+            flush=True,
+        )
+        pause = (options.slowdown - 1) * step_seconds
+        rows = _hold_all(entries, course, options, target=target, pause_seconds=pause)
+    _report(plain, rows, target=target, step_seconds=step_seconds)
+
+
+def _course(options: argparse.Namespace, folder: Path) -> Course:
+    batches = options.samples / 64
+    return Course(
+        data_folder=str(folder / "data"),
+        run_folder=str(folder / "plain"),
+        sizes=(784, options.hidden, options.hidden, 10),
+        n_train=options.samples,
+        n_held_out=options.held_out,
+        n_workers=2,
+        n_gradients=max(2, int(EPOCHS_TO_TARGET * MARGIN * batches)),
+        learning_rate=options.learning_rate,
+        record_every=options.record_every,
+    )
+
+
+def _plain(
+    course: Course, folder: Path, options: argparse.Namespace
+) -> tuple[Row, float, float]:
+    """Train plainly; return the row, the target, and the seconds of one step."""
+    row = Row(entry=SINGLE, version=SINGLE.version() or "")
+    n_gradients = max(1, int(EPOCHS_TO_TARGET * course.n_train / course.batch_size))
+    target, step_seconds = options.target or 0.0, []
+    for turn in range(min(options.rounds, 3)):
+        alone = replace(
+            course,
+            run_folder=str(folder / f"plain-{turn}"),
+            n_workers=1,
+            n_gradients=n_gradients,
+        )
+        run = contest.hold(
+            SINGLE, alone, target=target, seconds_max=options.seconds_max
+        )
+        # Every run of one process computes the same losses; the target is the last.
+        target = options.target or run.losses[-1]
+        seconds = contest.crossing(list(run.at), list(run.losses), target=target)
+        row.runs.append(replace(run, seconds=seconds))
+        step_seconds.append(course.batch_size / run.samples_per_second)
+    return row, target, median(step_seconds)
+
+
+def _entries(options: argparse.Namespace) -> list[Entry]:
+    pythons = dict(text.split("=", 1) for text in options.peer_python)
+    unknown = sorted(set(pythons) - {entry.name for entry in ENTRIES})
+    if unknown:
+        names = ", ".join(entry.name for entry in ENTRIES)
+        sys.exit(f"--peer-python: no peer is called {unknown[0]!r}; use one of {names}")
+    return [
+        replace(entry, python=pythons.get(entry.name, entry.python))
+        for entry in ENTRIES
+        if not options.only or entry.name in options.only
+    ]
+
+
+def _hold_all(
+    entries: list[Entry],
+    course: Course,
+    options: argparse.Namespace,
+    *,
+    target: float,
+    pause_seconds: float,
+) -> dict[str, Row]:
+    """Let everybody train in turns, in both settings."""
+    rows = {}
+    for entry in entries:
+        version = entry.version()
+        error = "" if version else f"not installed: pip install {entry.install}"
+        for suffix in ("", SLOWED) if options.slowdown > 1 else ("",):
+            name = entry.name + suffix
+            rows[name] = Row(entry=entry, version=version or "-", error=error)
+    for turn, name in enumerate(measurement.turns(list(rows), n_rounds=options.rounds)):
+        row = rows[name]
+        if row.error:
+            continue
+        adaptive = row.entry.rule == "adagrad"
+        turned = replace(
+            course,
+            run_folder=str(Path(course.run_folder).with_name(f"turn-{turn}")),
+            rule=row.entry.rule,
+            learning_rate=ADAGRAD_RATE if adaptive else course.learning_rate,
+            pause_seconds=pause_seconds if name.endswith(SLOWED) else 0.0,
+        )
+        try:
+            run = contest.hold(
+                row.entry, turned, target=target, seconds_max=options.seconds_max
+            )
+        except EntrantFailedError as error:
+            row.error = str(error)
+            row.runs.clear()
+            print(f"{name}: {error}", flush=True)
+            continue
+        row.runs.append(run)
+        text = "target not reached" if run.seconds is None else f"{run.seconds:.2f} s"
+        print(
+            f"{name}: {text}, {run.samples_per_second:,.0f} samples/s, last loss "
+            f"{run.losses[-1]:.3f}, load {measurement.load():.1f}",
+            flush=True,
+        )
+    return rows
+
+
+def _report(
+    plain: Row, rows: dict[str, Row], *, target: float, step_seconds: float
+) -> None:
+    """Print the tables, and the figures as the last line."""
+    figures = {"target_loss": target, "step_ms": 1000 * step_seconds}
+    for suffix, title in (("", "all equally fast"), (SLOWED, "one worker slowed")):
+        chosen = {
+            name.removesuffix(SLOWED): row
+            for name, row in rows.items()
+            if name.endswith(SLOWED) == bool(suffix)
+        }
+        shown = {"single": plain, **chosen} if not suffix else chosen
+        if not shown:
+            continue
+        measurement.show(
+            f"seconds to held-out loss {target:.3f}, {title}",
+            {name: row.cells() for name, row in shown.items()},
+        )
+        for name, row in shown.items():
+            if row.error:
+                print(f"{name} {row.version}: {row.error}")
+            if row.ranks:
+                figures[f"{name}_seconds{suffix}"] = median(row.seconds)
+                cpu_seconds = median(run.cpu_seconds for run in row.runs)
+                figures[f"{name}_cpu_seconds{suffix}"] = cpu_seconds
+        peers = [
+            median(row.seconds)
+            for name, row in chosen.items()
+            if row.ranks and name not in OURS
+        ]
+        if "ours" in chosen and chosen["ours"].ranks and peers:
+            ratio = median(chosen["ours"].seconds) / min(peers)
+            figures[f"ours_over_best_peer{suffix}"] = ratio
+    measurement.conclude("async_peers", figures)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    add = parser.add_argument
+    add("--rounds", type=int, default=5, help="turns of each system")
+    add("--only", nargs="*", default=[], metavar="NAME", help="these systems")
+    add(
+        "--peer-python",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="the Python in which a peer is installed; by default this one",
+    )
+    add("--samples", type=int, default=60_000, help="of the training set")
+    add("--held-out", type=int, default=2_000, help="samples of the held-out set")
+    add("--hidden", type=int, default=512, help="units of each of two hidden layers")
+    add("--learning-rate", type=float, default=0.01, help="of plain SGD")
+    add("--slowdown", type=float, default=5.0, help="of one worker; 1: only without")
+    add("--record-every", type=int, default=25, help="gradients of worker 0")
+    add("--target", type=float, help="held-out loss, instead of the plain process's")
+    add("--seconds-max", type=float, default=180.0, help="of one turn")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""What talking to the shards costs two replicas, and what DDP pays for its own talk.
+
+    python experiments/benchmarks/downpour.py [--rounds 4] [--seconds 12] [--small]
+
+The paper's speech net (41,777,152 parameters), random samples in memory, Adagrad, one
+thread per process, two processes that train. Per batch size:
+
+    alone     two plain loops side by side that say no word to anybody: the ceiling
+    kept      the same, told to keep memory that is freed, as replicas are: see
+              `transport.allocator`, which saves a fifth of such a loop
+    downpour  `distbelief train`: two replicas, two shards, shared memory, a fetch and a
+              push in each step (n_fetch = n_push = 1)
+    ddp       torch's DistributedDataParallel over gloo, two ranks
+
+All are started, take some steps to get warm, and then take turns. A turn's rate is
+samples per second over whole steps, both processes together, without its first steps.
+The figures are medians of Downpour and DDP over that of `alone`; Downpour's is told
+over that of `kept` as well (downpour_over_kept_bs64, ...).
+"""
+
+import argparse
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final, final
+
+import msgspec
+
+from distbelief.job import toml_text
+from experiments.benchmarks import measurement, plain_loop
+from experiments.benchmarks.measurement import Spread
+from experiments.benchmarks.plain_loop import Setting
+from experiments.benchmarks.track import OVER, Track
+
+
+CONTESTANTS: Final = ("alone", "downpour", "ddp", "kept")
+N_PROCESSES: Final = 2  # that train, of each contestant
+N_SHARDS: Final = 2
+N_WARM_STEPS: Final = 4
+N_SKIPPED: Final = 2  # first steps of a turn
+N_LONGER_MAX: Final = 6  # times that a turn may be longer than asked for
+START_SECONDS_MAX: Final = 120.0
+QUIET_SECONDS: Final = 0.2
+QUIET_SECONDS_MAX: Final = 30.0
+LEARNING_RATE: Final = 1e-3
+
+
+@final
+@dataclass(slots=True)
+class Contestant:
+    """Processes that train together, and what their turns came to."""
+
+    index: int
+    processes: list["subprocess.Popen[bytes]"]
+    log: Path
+    rates: list[float] = field(default_factory=list)  # samples per second
+    cpu_shares: list[float] = field(default_factory=list)  # seconds per 1000 samples
+    n_bytes: int = 0  # of all its processes, at the end of some turn
+
+    @property
+    def pids(self) -> list[int]:
+        """All its processes that live now."""
+        return measurement.families(process.pid for process in self.processes)
+
+
+@final
+class Race:
+    """The contestants of one batch size.
+
+    Args:
+        setting: Of what is trained; folder, contestant and ranks are filled in here.
+        seconds: Of a turn.
+    """
+
+    def __init__(self, setting: Setting, *, seconds: float) -> None:
+        self._setting = setting
+        self._folder = Path(setting.folder)
+        self._seconds = seconds
+        self._track = Track(self._folder)
+        self.contestants: dict[str, Contestant] = {}
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Start everybody, one after the other; end them afterwards."""
+        with ExitStack() as stack:
+            stack.callback(self._end)
+            for index, name in enumerate(CONTESTANTS):
+                self._track.give(index)
+                self.contestants[name] = self._start(name, index)
+                self._warm_up(name)
+            yield
+
+    def turn(self, name: str) -> None:
+        """Let one contestant run, and measure it; longer, if its steps are too few."""
+        contestant = self.contestants[name]
+        pids = contestant.pids
+        used, begun = measurement.cpu_seconds(pids), time.monotonic()
+        self._track.give(contestant.index)
+        rate = None
+        while rate is None:
+            time.sleep(self._seconds)
+            seconds = time.monotonic() - begun
+            rate = self._rate(contestant, begun, begun + seconds)
+            if rate is None and seconds > N_LONGER_MAX * self._seconds:
+                raise RuntimeError(
+                    f"{name}: its processes take no {N_SKIPPED + 2} steps each in "
+                    f"{seconds:.0f} s: raise --seconds"
+                )
+        used = measurement.cpu_seconds(pids) - used
+        seconds = time.monotonic() - begun
+        contestant.rates.append(rate)
+        contestant.cpu_shares.append(1000.0 * used / (rate * seconds))
+        n_bytes = measurement.shared_out_bytes(pids)
+        contestant.n_bytes = max(contestant.n_bytes, n_bytes)
+        self._rest(contestant)
+        print(
+            f"batch {self._setting.batch_size:4d}  {name:9}  {rate:8,.1f} samples/s  "
+            f"{contestant.cpu_shares[-1]:6.2f} CPU s per 1000  "
+            f"load {measurement.load():.1f}",
+            flush=True,
+        )
+
+    # ------------------------------------------------------------------ start, end
+
+    def _start(self, name: str, index: int) -> Contestant:
+        log = self._folder / f"{name}.log"
+        setting = msgspec.structs.replace(
+            self._setting,
+            contestant=index,
+            n_ranks=N_PROCESSES if name == "ddp" else 1,
+            keeps_memory=name == "kept",
+        )
+        if name == "downpour":
+            job = self._folder / "job.toml"
+            job.write_text(self._job(index))
+            commands = [[str(Path(sys.executable).with_name("distbelief"))]]
+            commands[0] += ["train", str(job)]
+        else:
+            file = self._folder / f"{name}.json"
+            file.write_bytes(msgspec.json.encode(setting))
+            module = ["-m", plain_loop.__name__, str(file)]
+            commands = [[sys.executable, *module, str(k)] for k in range(N_PROCESSES)]
+        with log.open("wb") as output:
+            processes = [
+                subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+                for command in commands
+            ]
+        return Contestant(index, processes, log)
+
+    def _job(self, index: int) -> str:
+        setting = self._setting
+        shape = {"n_inputs": setting.n_inputs, "n_classes": setting.n_classes}
+        data = {"folder": setting.folder, "contestant": index, **shape}
+        rule = {"name": "adagrad", "learning_rate": setting.learning_rate}
+        tables: dict[str, object] = {
+            "model": {
+                "factory": "experiments.speech.model:acoustic_net",
+                "arguments": {
+                    "hidden": setting.hidden,
+                    "states": setting.n_classes,
+                    "inputs": setting.n_inputs,
+                },
+            },
+            "data": {
+                "train": {
+                    "factory": "experiments.benchmarks.track:paced_frames",
+                    "arguments": data,
+                }
+            },
+            "algorithm": {
+                "name": "downpour",
+                "loss": "cross_entropy",
+                "batch_size": setting.batch_size,
+                "n_fetch": 1,
+                "n_push": 1,
+                "rule": rule,
+            },
+            "cluster": {"replicas": N_PROCESSES, "shards": N_SHARDS, "threads": 1},
+            "stop": {"seconds": "24 h"},
+            "output": {
+                "directory": str(self._folder / "run"),
+                "snapshot_every": "24 h",  # the others take none
+            },
+        }
+        return toml_text.write(tables)
+
+    def _warm_up(self, name: str) -> None:
+        contestant = self.contestants[name]
+        deadline = time.monotonic() + START_SECONDS_MAX
+        while True:
+            alive = set(contestant.pids)
+            steps = self._track.steps(contestant.index)
+            warm = [pid for pid in alive & steps.keys() if len(steps[pid]) >= 1]
+            n_least = min((len(steps[pid]) for pid in warm), default=0)
+            if len(warm) >= N_PROCESSES and n_least >= N_WARM_STEPS:
+                break
+            ended = [p for p in contestant.processes if p.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{name} does not run; its log ends:\n"
+                    f"{contestant.log.read_text(errors='replace')[-4000:]}"
+                )
+            time.sleep(0.1)
+        self._rest(contestant)
+
+    def _rest(self, contestant: Contestant) -> None:
+        """Let nobody run, and wait until what is under way is done."""
+        self._track.give(len(CONTESTANTS))  # nobody's
+        pids = contestant.pids
+        deadline = time.monotonic() + QUIET_SECONDS_MAX
+        used = measurement.cpu_seconds(pids)
+        while time.monotonic() < deadline:
+            time.sleep(QUIET_SECONDS)
+            before, used = used, measurement.cpu_seconds(pids)
+            if used - before <= 0.25 * QUIET_SECONDS:
+                return
+
+    def _end(self) -> None:
+        self._track.give(OVER)
+        processes = [p for c in self.contestants.values() for p in c.processes]
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        for process in processes:
+            try:
+                process.wait(20.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    # ------------------------------------------------------------------ measurement
+
+    def _rate(self, contestant: Contestant, begin: float, end: float) -> float | None:
+        """Return samples per second, over whole steps of each process.
+
+        None if one of them has too few: leaving it out would tell half of the rate.
+        """
+        alive = set(contestant.pids)
+        rates = []
+        for pid, times in self._track.steps(contestant.index).items():
+            own = times[(times >= begin) & (times < end)][N_SKIPPED:]
+            if pid in alive and len(own) > 1:
+                rates.append((len(own) - 1) / float(own[-1] - own[0]))
+        if len(rates) < N_PROCESSES:
+            return None
+        return self._setting.batch_size * sum(rates)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    figures: dict[str, float] = {}
+    for batch_size in options.batch_sizes:
+        with TemporaryDirectory(prefix="distbelief-downpour-") as folder:
+            setting = Setting(
+                folder=folder,
+                contestant=-1,
+                n_ranks=1,
+                hidden=[64, 64] if options.small else [2560] * 4,
+                n_inputs=440,
+                n_classes=64 if options.small else 8192,
+                batch_size=batch_size,
+                learning_rate=LEARNING_RATE,
+            )
+            race = Race(setting, seconds=options.seconds)
+            with race.open():
+                for name in measurement.turns(CONTESTANTS, n_rounds=options.rounds):
+                    race.turn(name)
+        figures |= _report(race.contestants, batch_size=batch_size)
+    measurement.conclude("downpour", figures)
+
+
+def _report(contestants: dict[str, Contestant], *, batch_size: int) -> dict[str, float]:
+    rates = {name: Spread.of(c.rates) for name, c in contestants.items()}
+    ceiling = rates["alone"].median
+    rows = {
+        name: {
+            "samples/s": rates[name].show(),
+            "of alone": f"{rates[name].median / ceiling:.3f}",
+            "CPU s per 1000": Spread.of(contestant.cpu_shares).show(2),
+            "memory": f"{contestant.n_bytes / 2**20:,.0f} MiB",
+        }
+        for name, contestant in contestants.items()
+    }
+    measurement.show(f"batch {batch_size}, load {measurement.load():.1f}", rows)
+    figures: dict[str, float] = {}
+    for name, contestant in contestants.items():
+        key = f"{name}_bs{batch_size}"
+        if name in {"downpour", "ddp"}:
+            figures[key] = rates[name].median / ceiling
+        cpu = Spread.of(contestant.cpu_shares)
+        figures[f"{key}_samples_per_second"] = rates[name].median
+        figures[f"{key}_cpu_seconds_per_1000"] = cpu.median
+        figures[f"{key}_bytes"] = contestant.n_bytes
+    over_kept = rates["downpour"].median / rates["kept"].median
+    return figures | {f"downpour_over_kept_bs{batch_size}": over_kept}
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of a turn")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--small", action="store_true", help="a tiny net, for a look")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

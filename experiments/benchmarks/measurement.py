@@ -1,0 +1,124 @@
+"""What benchmarks have in common: turns, medians, processor time and memory, the end.
+
+Whatever is compared takes turns within one run (A B C, C B A, ...), so that a machine
+that becomes slower spoils no ratio; of each contestant the median is told, and how far
+its turns lie apart. Processor time and memory are read from Linux's /proc.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Self, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+
+Name = TypeVar("Name")
+
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Several measurements of one thing."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Return the spread of at least one value."""
+        return cls(median=median(values), low=min(values), high=max(values))
+
+    def show(self, digits: int = 1) -> str:
+        """Return it as "median (low to high)"."""
+        low, high = f"{self.low:,.{digits}f}", f"{self.high:,.{digits}f}"
+        return f"{self.median:,.{digits}f} ({low} to {high})"
+
+
+def turns(contestants: Sequence[Name], *, n_rounds: int) -> Iterator[Name]:
+    """Yield each contestant once a round, in every other round the other way around."""
+    for index in range(n_rounds):
+        yield from contestants if index % 2 == 0 else reversed(contestants)
+
+
+def family(pid: int) -> list[int]:
+    """Return a process and all its descendants that live now."""
+    pids = [pid]
+    for parent in pids:  # grows meanwhile
+        for thread in _children_files(parent):
+            with suppress(OSError):
+                pids += map(int, thread.read_text().split())
+    return pids
+
+
+def families(pids: Iterable[int]) -> list[int]:
+    """Return these processes and all their descendants."""
+    return sorted({member for pid in pids for member in family(pid)})
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Return the processor time that these processes have taken so far."""
+    ticks = 0
+    for pid in pids:
+        with suppress(OSError):
+            # After the name, in parentheses, which may hold anything: man 5 proc.
+            fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / _TICKS_PER_SECOND
+
+
+def shared_out_bytes(pids: Iterable[int]) -> int:
+    """Return the memory that these processes hold now, what they share counted once."""
+    return sum(_kilobytes(pid, "smaps_rollup", "Pss:") for pid in pids) * 1024
+
+
+def peak_bytes(pid: int) -> int:
+    """Return the most memory that this process has held, shared memory included."""
+    return _kilobytes(pid, "status", "VmHWM:") * 1024
+
+
+def load() -> float:
+    """Return how many processes of the whole machine wanted to run in the last minute.
+
+    Told beside the figures: those of others are in them.
+    """
+    return os.getloadavg()[0]
+
+
+def show(title: str, rows: Mapping[str, Mapping[str, str]]) -> None:
+    """Print a table: one row per contestant, one column per key of theirs."""
+    table = Table(title=title)
+    table.add_column("")
+    columns = list(dict.fromkeys(key for cells in rows.values() for key in cells))
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name, cells in rows.items():
+        table.add_row(name, *(cells.get(column, "") for column in columns))
+    console = Console()
+    console.print(table, crop=False, width=max(console.width, 110))
+
+
+def conclude(benchmark: str, figures: Mapping[str, float]) -> None:
+    """Print the figures, as the last line."""
+    rounded = {key: float(f"{value:.4g}") for key, value in figures.items()}
+    print(json.dumps({"benchmark": benchmark, "figures": rounded}), flush=True)
+
+
+def _children_files(pid: int) -> list[Path]:
+    return list((_PROC / str(pid) / "task").glob("*/children"))
+
+
+def _kilobytes(pid: int, file: str, key: str) -> int:
+    with suppress(OSError):
+        for line in (_PROC / str(pid) / file).read_text().splitlines():
+            if line.startswith(key):
+                return int(line.split()[1])
+    return 0

@@ -1,0 +1,1 @@
+"""The same course of training with several systems, one module each."""

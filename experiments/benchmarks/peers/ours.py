@@ -1,0 +1,30 @@
+"""`DownpourSGD` loops against a `ParameterServer` of one shard."""
+
+import sys
+
+import distbelief
+from experiments.benchmarks.peers.course import Course, Entrant, run_together
+
+
+def work(path: str, worker: int, address: str) -> None:
+    course = Course.read(path)
+    entrant = Entrant(course, worker)
+    optimizer = distbelief.DownpourSGD(entrant.net.parameters(), server=address)
+    for inputs, targets in entrant.batches():
+        entrant.gradient(inputs, targets)
+        optimizer.step(samples=course.batch_size)
+    entrant.leave()
+    optimizer.close()
+
+
+def main(path: str) -> None:
+    course = Course.read(path)
+    make = distbelief.Adagrad if course.rule == "adagrad" else distbelief.SGD
+    rule = make(learning_rate=course.learning_rate)
+    with distbelief.ParameterServer(course.net().parameters(), rule=rule) as server:
+        workers = [(path, k, server.address) for k in range(course.n_workers)]
+        run_together(work, workers)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
