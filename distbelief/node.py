@@ -196,6 +196,16 @@ class Node:
         self._wake()
         return True
 
+    def tell(self, event: Event) -> bool:
+        """Let the role handle `event` at once; for the thread that pumps, between pumps.
+
+        Returns:
+            Whether it could: a role that has ended handles nothing.
+        """
+        self._begin()
+        self._deliver(event)
+        return not self._halted
+
     def close(self) -> None:
         """End the lanes: wait for what they are doing, but not for long."""
         self._halted = True

@@ -271,7 +271,6 @@ class _Session:
         self._worker = Worker(client=self.client, join=join)
         self._log: list[str] = []
         self.node = Node(self._worker, transport=self._transport, log=self._note)
-        self._n_commands = 0
 
     def _note(self, level: str, text: str) -> None:
         if level in {"warning", "error"}:
@@ -283,10 +282,8 @@ class _Session:
 
     def command(self, command: Computed, timeout_seconds: float) -> None:
         """Let the role perform one command."""
-        self._n_commands += 1
-        self.node.post(command)
-        until = self._n_commands
-        self.wait(lambda: self._worker.n_done >= until, command.name, timeout_seconds)
+        if self.closed or not self.node.tell(command):
+            self.wait(lambda: False, command.name, timeout_seconds)  # says why
 
     def wait(
         self, until: Callable[[], bool], what: str, timeout_seconds: float

@@ -1,8 +1,8 @@
 """A client in somebody else's loop: the role behind `DownpourSGD`.
 
-The loop tells it what to do by `Computed` events of its own ("worker:…", posted to its
-driver), one at a time, and waits until `n_done` has counted them. It joins a standing
-server as a guest: nobody starts it, restarts it, or expects heartbeats of it.
+The loop tells it what to do by `Computed` events of its own ("worker:…"), handled at
+once. It joins a standing server as a guest: nobody starts it, restarts it, or expects
+heartbeats of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,13 +59,11 @@ class Worker:
 
     Attributes:
         client: The same.
-        n_done: Commands performed.
         stopped: Why the server has ended, once it has said so.
     """
 
     def __init__(self, *, client: ParameterClient, join: Join) -> None:
         self.client = client
-        self.n_done = 0
         self.stopped: str | None = None
         self._join = join
         self._incarnation = 0
@@ -151,7 +149,6 @@ class Worker:
         return actions
 
     def _command(self, event: Computed, now: Seconds) -> Sequence[Action]:
-        self.n_done += 1
         match event.name, event.result:
             case "worker:fetch", None:
                 return self.client.begin_fetch(now)
