@@ -1,9 +1,10 @@
 """Layers collected one by one, while a model is translated."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import final
+from typing import Self, final
 
 import msgspec
+from torch import nn
 
 from distbelief.graph.layer import (
     INPUT,
@@ -27,6 +28,14 @@ class Builder:
     def __init__(self, *, aliases: Mapping[str, str] | None = None) -> None:
         self._layers: dict[str, Layer] = {}
         self._aliases = aliases or {}
+
+    @classmethod
+    def of(cls, graph: LayerGraph) -> Self:
+        """Return a builder that has the layers of a graph already."""
+        builder = cls()
+        for layer in graph.layers:
+            builder.add_layer(layer)
+        return builder
 
     def __getitem__(self, name: str) -> Layer:
         """Return the layer of this name, added before."""
@@ -93,8 +102,17 @@ class Builder:
         return name
 
     def finish(self, outputs: Sequence[str]) -> LayerGraph:
-        """Return the graph, without layers that no output depends on."""
-        needed = set(outputs)
+        """Return the graph, without layers that no output depends on.
+
+        What replaces running statistics stays: a training step is not without effect
+        because nobody reads its output.
+        """
+        effects = {
+            layer.name
+            for layer in self._layers.values()
+            if layer.kind == "running_average"
+        }
+        needed = {*outputs, *effects}
         for layer in reversed(self._layers.values()):
             if layer.name in needed:
                 needed.update(layer.inputs)
@@ -104,3 +122,25 @@ class Builder:
             if layer.name in needed or layer.kind == INPUT
         )
         return LayerGraph(kept, tuple(outputs))
+
+
+def uses(module: nn.Module, path: str, *words: str) -> dict[str, TensorUse]:
+    """Return the module's own tensors as layers use them; all, or these."""
+    found = {
+        **dict(module.named_parameters()),
+        **dict(module.named_buffers()),
+    }
+    return {
+        word: TensorUse(
+            name=below(path, word),
+            shape=tuple(tensor.shape),
+            trains=tensor.requires_grad,
+        )
+        for word, tensor in found.items()
+        if not words or word in words
+    }
+
+
+def below(path: str, word: str) -> str:
+    """Return the path of what a module calls `word`; the root's own path is empty."""
+    return f"{path}.{word}" if path else word

@@ -1,38 +1,48 @@
 """From an `nn.Module` to a layer graph, without any of its numbers.
 
-The module is traced (`tracing`), then run once on tensors without memory (torch's meta
-device), so that models larger than this machine can be captured too. Each operation is
-translated into layers by the table of its kind (`translation`). What has no translation
-is kept whole, with the reason.
+The module is traced (`tracing`) on tensors without memory, so that models larger than
+this machine can be captured too. Each operation is translated into layers by the table
+of its kind (`translation`). What has no translation is kept whole, with the reason.
 
 The batch is told from other dimensions by its size, a prime that no model uses: every
 operation must keep it as the first dimension of its result, for a replica computes all
-samples of a batch together, and regions know nothing of it.
+samples of a batch together, and regions know nothing of it. A second capture with
+another prime tells whether the batch's size, or chance, has got into the graph.
+
+A model is captured as it trains: an `if self.training` goes the way of training, unless
+the module is in evaluation mode while the model is not, which freezes it.
 """
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, cast, final
+from typing import Final, final
 
 import torch
-from torch import fx, nn
+from torch import nn
+from torch.nn import functional
 from typing_extensions import override
 
+from distbelief.graph import kinds, translations
 from distbelief.graph.building import Builder
 from distbelief.graph.layer import GraphError, LayerGraph
 from distbelief.graph.region import Shape
-from distbelief.graph.tracing import trace
-from distbelief.graph.translation import (
-    Operand,
-    Operation,
-    Translated,
-    knows_module,
-    translate_function,
-    translate_module,
+from distbelief.graph.tracer import is_leaf
+from distbelief.graph.tracing import Traced, trace
+from distbelief.graph.translating import Translator, UnsplitError
+
+
+assert kinds.KINDS  # importing these registers
+assert translations.__all__
+
+BATCHES: Final = (1009, 1013)
+_DROPOUTS: Final = (
+    functional.dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
 )
-
-
-BATCH: Final = 1009
 
 
 @final
@@ -55,149 +65,158 @@ def capture(module: nn.Module, inputs: Sequence[InputSpec]) -> LayerGraph:
 
     Args:
         module: On any device; nothing of it is changed or copied.
-        inputs: What its forward takes, in order.
+        inputs: What its forward takes, in order; it takes defaults for the rest.
 
     Raises:
         GraphError: it cannot be traced, takes other inputs, or loses the batch.
     """
-    traced = trace(module, is_leaf=knows_module)
-    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    wanted = [node for node in placeholders if not node.args]  # others have a default
-    if not len(wanted) <= len(inputs) <= len(placeholders):
-        raise GraphError(
-            f"{type(module).__name__}.forward takes {len(wanted)} inputs "
-            f"({', '.join(node.name for node in wanted)}), but {len(inputs)} shapes "
-            "are given"
-        )
-    builder = Builder(aliases=_aliases(module))
-    translator = _Translator(module, traced.graph, builder, whole=traced.whole)
-    examples = []
-    for node, spec in zip(placeholders, inputs, strict=False):
-        name = builder.input(
-            node.name, spec.shape, is_integer=spec.n_values is not None
-        )
-        translator.known[node] = name
-        dtype = torch.float32 if spec.n_values is None else torch.int64
-        examples.append(torch.empty(BATCH, *spec.shape, dtype=dtype, device="meta"))
-    return builder.finish(translator.outputs(examples))
-
-
-@final
-class _Translator(fx.Interpreter):
-    """Runs a traced module on meta tensors, and translates what it meets."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        graph: fx.Graph,
-        builder: Builder,
-        *,
-        whole: Mapping[str, str],
-    ) -> None:
-        super().__init__(fx.GraphModule(module, graph))
-        self._root = module
-        self._graph = graph
-        self._builder = builder
-        self._whole = whole
-        self.known: dict[fx.Node, Translated] = {}
-
-    def outputs(self, examples: Sequence[torch.Tensor]) -> list[str]:
-        """Translate everything; return the layers that are the model's outputs."""
-        state = {
-            **dict(self._root.named_parameters()),
-            **dict(self._root.named_buffers()),
-        }
-        meta = {
-            name: tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
-            for name, tensor in state.items()
-        }
-        runner = _Runner(self)
-        torch.func.functional_call(
-            runner,
-            {f"root.{name}": tensor for name, tensor in meta.items()},
-            tuple(examples),
-        )
-        (output,) = [node for node in self._graph.nodes if node.op == "output"]
-        flat: list[fx.Node] = []
-        fx.map_arg(output.args, flat.append)
-        names = [self.known.get(node) for node in flat]
-        if not names or not all(isinstance(name, str) for name in names):
-            raise GraphError("the model's outputs must be tensors with a batch")
-        return cast("list[str]", names)
-
-    @override
-    def run_node(self, n: fx.Node) -> object:
-        result: object = super().run_node(n)
-        if n.op in {"call_module", "call_function", "call_method"}:
-            self._translate(n, result)
-        elif n.op == "get_attr":
-            self.known[n] = self._tensor(n)
-        return result
-
-    def _tensor(self, node: fx.Node) -> Translated:
-        raise GraphError(
-            f"the forward uses the tensor {node.target!r} directly: put what is done "
-            "with it into a module of its own, which is then computed whole"
-        )
-
-    def _translate(self, node: fx.Node, result: object) -> None:
-        """Make the layers of one operation, if it is about tensors with a batch."""
-        arguments = [self._operand(argument) for argument in node.args]
-        keywords = {word: self._operand(value) for word, value in node.kwargs.items()}
-        if not any(
-            isinstance(argument, Operand)
-            for argument in (*arguments, *keywords.values(), *_inner(arguments))
-        ):
-            return  # sizes and other numbers
-        if not isinstance(result, torch.Tensor | tuple | list):
-            return  # x.size(0), x.dim()
-        operation = Operation(
-            name=str(node.target) if node.op == "call_module" else node.name,
-            target=str(node.target),
-            arguments=tuple(arguments),
-            keywords=keywords,
-            shape=_shape(node, result),
-        )
-        if node.op == "call_module":
-            module = self._root.get_submodule(str(node.target))
-            reason = self._whole.get(str(node.target))
-            self.known[node] = translate_module(
-                self._builder, module, operation, whole=reason
+    names = _names(module, inputs)
+    specs = dict(zip(names, inputs, strict=True))
+    with _in_mode(module, training=True):
+        tries = [_captured(module, specs, batch=batch) for batch in BATCHES]
+    if any(_drops(traced) for _, traced in tries):
+        _refuse_dropping_in_evaluation(module, specs)
+    first, second = (graph for graph, _ in tries)
+    for layer, other in zip(first.layers, second.layers, strict=False):
+        if layer != other:
+            raise GraphError(
+                f"layer {layer.name!r} is another one for another batch: the forward "
+                "computes with the batch's size, or with random numbers of its own: "
+                "divide by the batch in the loss, and use torch.nn.Dropout for chance"
             )
-        else:
-            self.known[node] = translate_function(self._builder, node.target, operation)
+    return first
 
-    def _operand(self, argument: object) -> object:
-        """Return the argument with layers in the place of nodes."""
-        if isinstance(argument, fx.Node):
-            known = self.known.get(argument)
-            if isinstance(known, str):
-                layer = self._builder[known]
-                return Operand(name=known, shape=layer.shape)
-            if isinstance(known, tuple):
-                return tuple(
-                    Operand(name=name, shape=self._builder[name].shape)
-                    for name in known
-                )
-            return self.env[argument]
-        if isinstance(argument, list | tuple):
-            return tuple(self._operand(item) for item in argument)
-        return argument
+
+def _captured(
+    module: nn.Module, specs: Mapping[str, InputSpec], *, batch: int
+) -> tuple[LayerGraph, Traced]:
+    root, prefix = module, ""
+    if is_leaf(module):  # a single layer: what is around it is traced
+        root, prefix = _Only(module), "only"
+    whole: Mapping[str, str] = {}
+    while True:  # ends: with every round one more module is kept whole
+        builder = Builder(aliases=_aliases(module))
+        for name, spec in specs.items():
+            builder.input(name, spec.shape, is_integer=spec.n_values is not None)
+        traced = _traced(root, specs, batch=batch, whole=whole)
+        translator = Translator(
+            root, builder, batch=batch, traced=traced, prefix=prefix
+        )
+        try:
+            return builder.finish(translator.outputs()), traced
+        except UnsplitError as error:
+            whole = {**traced.whole, error.path: str(error)}
+
+
+def _traced(
+    module: nn.Module,
+    specs: Mapping[str, InputSpec],
+    *,
+    batch: int,
+    whole: Mapping[str, str] | None = None,
+) -> Traced:
+    examples = {
+        name: torch.empty(
+            batch,
+            *spec.shape,
+            dtype=torch.float32 if spec.n_values is None else torch.int64,
+            device="meta",
+        )
+        for name, spec in specs.items()
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(batch)
+        return trace(module, examples, whole=whole)
+
+
+def _refuse_dropping_in_evaluation(
+    module: nn.Module, specs: Mapping[str, InputSpec]
+) -> None:
+    """Check that functions that drop in training do not in evaluation mode.
+
+    Raises:
+        GraphError: they do; the dropout of a layer graph never does.
+    """
+    with _in_mode(module, training=False):
+        words = _drops(_traced(module, specs, batch=BATCHES[0]))
+    if words:
+        raise GraphError(
+            f"{words[0]} drops in evaluation mode too: give it training=self.training "
+            "(or dropout_p=0.0 when not self.training)"
+        )
+
+
+def _drops(traced: Traced) -> list[str]:
+    """Return the functions that drop something, as they are called."""
+    words = []
+    for node in traced.graph.nodes:
+        if node.target is functional.scaled_dot_product_attention:
+            drops = node.kwargs.get("dropout_p") or any(node.args[4:5])
+        elif node.target in _DROPOUTS:
+            drops = node.kwargs.get("training", True) and node.kwargs.get("p", 0.5)
+        else:
+            drops = False
+        if drops:
+            words.append(str(node.name))
+    return words
 
 
 @final
-class _Runner(nn.Module):
-    """Lets the tensors of the root be replaced while an interpreter runs."""
+class _Only(nn.Module):
+    """Calls a module, so that it can be traced as one layer."""
 
-    def __init__(self, translator: _Translator) -> None:
+    def __init__(self, only: nn.Module) -> None:
         super().__init__()
-        self.root = translator.module
-        self._translator = [translator]  # hidden from nn.Module
+        self.only = only
+        self.training = only.training
 
     @override
-    def forward(self, *examples: torch.Tensor) -> object:
-        result: object = self._translator[0].run(*examples)
+    def forward(self, *inputs: torch.Tensor) -> object:
+        """Return what the module returns."""
+        result: object = self.only(*inputs)
         return result
+
+
+@contextmanager
+def _in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """Put a model that is in the other mode into this one for a while."""
+    modes = [(part, part.training) for part in module.modules()]
+    if module.training != training:
+        for part, _ in modes:
+            part.training = training
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _names(module: nn.Module, inputs: Sequence[InputSpec]) -> list[str]:
+    """Return what the forward calls its inputs."""
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    known = [p for p in parameters if p.kind in positional]
+    wanted = [p.name for p in known if p.default is p.empty]
+    hidden = [
+        p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty
+    ]
+    several = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if hidden or len(inputs) < max(1, len(wanted)):
+        raise GraphError(
+            f"{type(module).__name__}.forward takes {len(wanted) + len(hidden)} inputs "
+            f"({', '.join([*wanted, *hidden])}), but {len(inputs)} shapes are given"
+            + (": let it take all by position" if hidden else "")
+        )
+    if len(inputs) > len(known) and not several:
+        raise GraphError(
+            f"{type(module).__name__}.forward takes {len(known)} inputs "
+            f"({', '.join(p.name for p in known)}), but {len(inputs)} shapes are given"
+        )
+    more = [f"input{index}" for index in range(len(known), len(inputs))]
+    return [*(p.name for p in known), *more][: len(inputs)]
 
 
 def _aliases(module: nn.Module) -> dict[str, str]:
@@ -213,29 +232,3 @@ def _aliases(module: nn.Module) -> dict[str, str]:
         if known != name:
             aliases[name] = known
     return aliases
-
-
-def _inner(arguments: Sequence[object]) -> list[object]:
-    return [
-        item
-        for argument in arguments
-        if isinstance(argument, tuple)
-        for item in argument
-    ]
-
-
-def _shape(node: fx.Node, result: object) -> Shape | tuple[Shape, ...]:
-    """Return the shape of the result, or of each, without the batch."""
-    if isinstance(result, torch.Tensor):
-        if not result.dim() or result.shape[0] != BATCH:
-            raise GraphError(
-                f"{node.target!r} ({node.name}) gives {list(result.shape)}: its "
-                "first dimension is not the batch, but a layer must keep samples apart"
-            )
-        return tuple(result.shape[1:])
-    assert isinstance(result, tuple | list)
-    return tuple(
-        cast("Shape", _shape(node, item))
-        for item in result
-        if isinstance(item, torch.Tensor)
-    )

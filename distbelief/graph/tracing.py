@@ -1,24 +1,21 @@
 """A module's operations as a graph of torch.fx, whatever its forward looks like.
 
 Modules that have a translation, and torch's own, are kept whole; the user's are traced
-through. A module whose forward cannot be traced (it branches on its data, or calls a
-`torch.autograd.Function`, whose gradient tracing would silently replace) is kept whole
-as well, with the reason, and tried no further.
+through, with stand-ins that know their shapes. A module whose forward cannot be traced
+(it branches on its data, or calls a `torch.autograd.Function`, whose gradient tracing
+would silently replace) is kept whole as well, with the reason, and tried no further.
+What is known of results stands in the nodes, as `tracer` says.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn, final
+from typing import final
 
 import torch
 from torch import fx, nn
-from typing_extensions import override
 
 from distbelief.graph.layer import GraphError
-
-
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+from distbelief.graph.tracer import Tracer, explained, no_custom_functions
 
 
 @final
@@ -35,95 +32,40 @@ class Traced:
     whole: dict[str, str] = field(default_factory=dict)
 
 
-def trace(module: nn.Module, *, is_leaf: Callable[[nn.Module], bool]) -> Traced:
+def trace(
+    module: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    whole: Mapping[str, str] | None = None,
+) -> Traced:
     """Trace `module`.
 
     Args:
         module: Whose forward takes tensors only.
-        is_leaf: Which modules have a translation of their own.
+        inputs: Tensors without memory, the batch first, in the order of the forward's
+            arguments; it takes their defaults for the rest.
+        whole: Paths of modules that are not to be looked into, and why.
 
     Raises:
-        GraphError: its own forward cannot be traced.
+        GraphError: its own forward cannot be traced, or a layer cannot be run on what
+            it is given.
     """
-    whole: dict[str, str] = {}
+    kept = dict(whole or {})
     while True:
-        tracer = _Tracer(is_leaf, frozenset(whole))
+        tracer = Tracer(inputs, frozenset(kept))
         try:
-            with _no_custom_functions():
+            with no_custom_functions(), torch.no_grad():
                 graph = tracer.trace(module)
+        except GraphError:
+            raise
         except Exception as error:  # whatever the user's forward does with a proxy
             path = tracer.innermost
             if not path:
                 raise GraphError(
                     f"{type(module).__name__}.forward cannot be traced: "
-                    f"{_explained(error)}. Move that part into a module of its own, "
+                    f"{explained(error)}. Move that part into a module of its own, "
                     "which is then computed whole on one machine"
                 ) from error
-            whole[path] = _explained(error)
+            kept[path] = explained(error)
         else:
-            return Traced(graph=graph, whole=whole)
-
-
-@final
-class _CustomFunctionError(Exception):
-    """A `torch.autograd.Function` was about to be traced through."""
-
-
-@final
-class _Tracer(fx.Tracer):
-    def __init__(
-        self, is_leaf: Callable[[nn.Module], bool], whole: frozenset[str]
-    ) -> None:
-        super().__init__()
-        self._is_leaf = is_leaf
-        self._whole = whole
-        self.innermost = ""  # the module whose forward was entered last, and not left
-
-    @override
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self._whole or self._is_leaf(m):
-            return True
-        ours = type(m).__module__.partition(".")[0] == "torch"
-        return ours and not isinstance(m, _CONTAINERS)
-
-    @override
-    def call_module(
-        self,
-        m: nn.Module,
-        forward: object,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> object:
-        before = self.innermost
-        self.innermost = self.path_of_module(m)
-        assert callable(forward)
-        result: object = super().call_module(m, forward, args, kwargs)
-        self.innermost = before  # not after an error: it tells where that was
-        return result
-
-
-@contextmanager
-def _no_custom_functions() -> Iterator[None]:
-    """Let no `torch.autograd.Function` be inlined: its backward would be lost."""
-
-    def refuse(cls: type, /, *args: object, **kwargs: object) -> NoReturn:
-        del args, kwargs
-        raise _CustomFunctionError(cls.__qualname__)
-
-    original = torch.autograd.Function.__dict__.get("apply")
-    assert original is not None
-    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-def _explained(error: Exception) -> str:
-    """Return why something cannot be traced, in a sentence."""
-    if isinstance(error, _CustomFunctionError):
-        return f"it calls {error}, a torch.autograd.Function with a gradient of its own"
-    if isinstance(error, fx.proxy.TraceError):
-        return "its forward depends on the values of its data (an `if`, a loop, len())"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+            return Traced(graph=graph, whole=kept)

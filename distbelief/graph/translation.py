@@ -5,71 +5,17 @@ output is the operation's (or several, for a tuple). `translates` registers one 
 type of modules; what is registered is kept whole by tracing, and never looked into.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar, cast, final
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
+import torch
 from torch import nn
 
 from distbelief.graph.building import Builder
-from distbelief.graph.layer import GraphError, TensorUse
+from distbelief.graph.layer import GraphError, Layer
+from distbelief.graph.operation import Operand, Operation, Translated
 from distbelief.graph.region import Shape
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operand:
-    """An argument that is the output of a layer."""
-
-    name: str
-    shape: Shape
-
-
-Translated = str | tuple[str, ...]
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """One call of a traced module.
-
-    Attributes:
-        name: What to call its layer.
-        target: Path of the module, or name of the function.
-        arguments: Operands, numbers, tuples of either.
-        keywords: Likewise.
-        shape: Of the result without the batch, or of each if it is a tuple.
-    """
-
-    name: str
-    target: str
-    arguments: tuple[object, ...]
-    keywords: Mapping[str, object]
-    shape: Shape | tuple[Shape, ...]
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        """All arguments that are layers, in order."""
-        flat: list[object] = []
-        for argument in (*self.arguments, *self.keywords.values()):
-            flat += argument if isinstance(argument, tuple) else [argument]
-        return tuple(item for item in flat if isinstance(item, Operand))
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Their names."""
-        return tuple(operand.name for operand in self.operands)
-
-    @property
-    def output(self) -> Shape:
-        """The shape of the one result."""
-        return cast("Shape", self.shape)
-
-    def argument(self, position: int, word: str, default: object = None) -> object:
-        """Return an argument given by position or by keyword."""
-        if position < len(self.arguments):
-            return self.arguments[position]
-        return self.keywords.get(word, default)
+from distbelief.graph.wholes import whole_module
 
 
 ModuleTranslation = Callable[[Builder, nn.Module, Operation], Translated]
@@ -79,21 +25,30 @@ M = TypeVar("M", bound=nn.Module)
 
 _MODULES: dict[type[nn.Module], ModuleTranslation] = {}
 _FUNCTIONS: dict[object, FunctionTranslation] = {}
+_LIKE_THEIR_INPUT: set[type[nn.Module]] = set()
 
 
 def translates(
-    *kinds: type[M],
+    *kinds: type[M], like_input: bool = False
 ) -> Callable[
     [Callable[[Builder, M, Operation], Translated]],
     Callable[[Builder, M, Operation], Translated],
 ]:
-    """Register a translation for modules of exactly these types."""
+    """Register a translation for modules of exactly these types.
+
+    Args:
+        kinds: The types.
+        like_input: Whether the result has the shape of the first argument, so that
+            the module need not be run to know it.
+    """
 
     def register(
         translation: Callable[[Builder, M, Operation], Translated],
     ) -> Callable[[Builder, M, Operation], Translated]:
         for kind in kinds:
             _MODULES[kind] = cast("ModuleTranslation", translation)
+            if like_input:
+                _LIKE_THEIR_INPUT.add(kind)
         return translation
 
     return register
@@ -117,15 +72,55 @@ def knows_module(module: nn.Module) -> bool:
     return type(module) in _MODULES
 
 
+def is_like_input(module: nn.Module) -> bool:
+    """Return whether the module's result has the shape of its first argument."""
+    return type(module) in _LIKE_THEIR_INPUT
+
+
 def translate_module(
     builder: Builder, module: nn.Module, operation: Operation, *, whole: str | None
 ) -> Translated:
     """Add the layers of a module; a `whole` layer with the reason if there is none."""
     translation = _MODULES.get(type(module))
+    if whole is None and translation is None:
+        whole = f"{type(module).__name__} has no split rule"
+    if whole is None and _has_hooks(module):
+        whole = "it has hooks, which run with the whole module only"
     if whole is None and translation is not None:
         return translation(builder, module, operation)
-    reason = whole or f"{type(module).__name__} has no split rule"
-    return whole_module(builder, module, operation, reason=reason)
+    return whole_module(builder, module, operation, reason=whole or "")
+
+
+def translate_child(
+    builder: Builder,
+    module: nn.Module,
+    path: str,
+    sources: Sequence[Layer],
+    *,
+    of: Operation,
+) -> Layer:
+    """Add the layers of a module that another one calls on its own.
+
+    The result has the shape of the first source but for its last dimension, which a
+    `nn.Linear` changes.
+    """
+    shape = sources[0].shape
+    if isinstance(module, nn.Linear):
+        shape = (*shape[:-1], module.out_features)
+    operation = Operation(
+        name=path,
+        target=path,
+        arguments=tuple(
+            Operand(name=source.name, shape=source.shape) for source in sources
+        ),
+        keywords={},
+        result=torch.empty(of.batch, *shape, device="meta"),
+        batch=of.batch,
+        trains=of.trains and module.training,
+    )
+    name = translate_module(builder, module, operation, whole=None)
+    assert isinstance(name, str), path
+    return builder[name]
 
 
 def translate_function(
@@ -147,40 +142,17 @@ def translate_function(
     return translation(builder, operation)
 
 
-def whole_module(
-    builder: Builder, module: nn.Module, operation: Operation, *, reason: str
-) -> Translated:
-    """Add a layer that one machine computes, by the module itself."""
-    tensors = uses(module, operation.target)
-    shapes = operation.shape
-    if shapes and isinstance(shapes[0], tuple):
-        raise GraphError(
-            f"{operation.target} ({type(module).__name__}) returns several tensors and "
-            f"is computed whole ({reason}): wrap it so that it returns one"
-        )
-    return builder.add(
-        operation.name,
-        "whole",
-        operation.inputs,
-        operation.output,
-        options={"module": operation.target},
-        tensors=tensors,
-        whole=reason,
+def source_of(builder: Builder, operation: Operation) -> tuple[str, Layer, Shape]:
+    """Return a free name for a composite, the layer it reads, and the shape it has."""
+    operand = operation.operands[0]
+    return builder.free_name(operation.name), builder[operand.name], operation.output
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (
+        module._forward_hooks,  # noqa: SLF001 -- torch has no public way to ask
+        module._forward_pre_hooks,  # noqa: SLF001
+        module._backward_hooks,  # noqa: SLF001
+        module._backward_pre_hooks,  # noqa: SLF001
     )
-
-
-def uses(module: nn.Module, path: str, *words: str) -> dict[str, TensorUse]:
-    """Return the module's own tensors as layers use them; all, or these."""
-    found = {
-        **dict(module.named_parameters()),
-        **dict(module.named_buffers()),
-    }
-    return {
-        word: TensorUse(
-            name=f"{path}.{word}" if path else word,
-            shape=tuple(tensor.shape),
-            trains=tensor.requires_grad,
-        )
-        for word, tensor in found.items()
-        if not words or word in words
-    }
+    return any(hooks)

@@ -1,6 +1,32 @@
 """The translations that come with this package; importing this registers them all."""
 
-from distbelief.graph.translations import functions, layers
+from distbelief.graph.translations import (
+    attention,
+    chance,
+    functions,
+    images,
+    layers,
+    norms,
+    recurrent,
+    reductions,
+    shapes,
+    slices,
+    transformer,
+    windows,
+)
 
 
-__all__ = ["functions", "layers"]
+__all__ = [
+    "attention",
+    "chance",
+    "functions",
+    "images",
+    "layers",
+    "norms",
+    "recurrent",
+    "reductions",
+    "shapes",
+    "slices",
+    "transformer",
+    "windows",
+]

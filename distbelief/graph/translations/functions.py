@@ -10,32 +10,38 @@ from torch.nn import functional
 
 from distbelief.graph.building import Builder
 from distbelief.graph.layer import GraphError
+from distbelief.graph.operation import Operand, Operation, Translated
 from distbelief.graph.translation import (
     FunctionTranslation,
-    Operand,
-    Operation,
-    Translated,
     translates,
     translates_function,
 )
+from distbelief.graph.translations.broadcasting import lined_up
 
 
 _UNARY: Final[Mapping[str, tuple[object, ...]]] = {
     "relu": (nn.ReLU, torch.relu, torch.relu_, functional.relu, "relu", "relu_"),
     "relu6": (nn.ReLU6, functional.relu6),
-    "sigmoid": (nn.Sigmoid, torch.sigmoid, functional.sigmoid, "sigmoid"),
-    "tanh": (nn.Tanh, torch.tanh, functional.tanh, "tanh"),
+    "sigmoid": (
+        nn.Sigmoid,
+        torch.sigmoid,
+        torch.sigmoid_,
+        functional.sigmoid,
+        "sigmoid",
+        "sigmoid_",
+    ),
+    "tanh": (nn.Tanh, torch.tanh, torch.tanh_, functional.tanh, "tanh", "tanh_"),
     "silu": (nn.SiLU, functional.silu),
     "mish": (nn.Mish, functional.mish),
     "hardswish": (nn.Hardswish, functional.hardswish),
     "hardsigmoid": (nn.Hardsigmoid, functional.hardsigmoid),
-    "exp": (torch.exp, "exp"),
-    "log": (torch.log, "log"),
-    "sqrt": (torch.sqrt, "sqrt"),
-    "rsqrt": (torch.rsqrt, "rsqrt"),
-    "abs": (torch.abs, "abs", operator.abs),
-    "neg": (torch.neg, "neg", operator.neg),
-    "square": (torch.square, "square"),
+    "exp": (torch.exp, "exp", "exp_"),
+    "log": (torch.log, "log", "log_"),
+    "sqrt": (torch.sqrt, "sqrt", "sqrt_"),
+    "rsqrt": (torch.rsqrt, "rsqrt", "rsqrt_"),
+    "abs": (torch.abs, "abs", "abs_", operator.abs),
+    "neg": (torch.neg, "neg", "neg_", operator.neg),
+    "square": (torch.square, "square", "square_"),
 }
 
 _SEVERAL: Final[Mapping[str, tuple[object, ...]]] = {
@@ -56,7 +62,7 @@ def pointwise(
     return builder.add(
         operation.name,
         "pointwise",
-        operation.inputs,
+        lined_up(builder, operation),
         operation.output,
         options=options,
     )
@@ -64,6 +70,7 @@ def pointwise(
 
 def _unary(function: str) -> FunctionTranslation:
     def translate(builder: Builder, operation: Operation) -> Translated:
+        operation.only("input", "inplace")
         return pointwise(builder, operation, function)
 
     return translate
@@ -83,22 +90,25 @@ def _unary_module(
 
 def _several(function: str) -> FunctionTranslation:
     def translate(builder: Builder, operation: Operation) -> Translated:
-        left, right = operation.arguments[:2]
+        operation.only("input", "other")
+        left = operation.argument(0, "input")
+        right = operation.argument(1, "other")
         if isinstance(left, Operand) and isinstance(right, Operand):
-            if left.shape != right.shape:
-                raise GraphError(
-                    f"{operation.name}: {function} of shapes {list(left.shape)} and "
-                    f"{list(right.shape)}; only equal shapes can be split: expand one, "
-                    "or put it into a module of its own"
-                )
             return pointwise(builder, operation, function)
-        number = right if isinstance(left, Operand) else left
-        if not isinstance(number, int | float):
-            raise GraphError(f"{operation.name}: {function} with {number!r}")
-        word, value = _with_number(function, float(number), isinstance(left, Operand))
+        number = _number(right if isinstance(left, Operand) else left, operation)
+        word, value = _with_number(function, number, isinstance(left, Operand))
         return pointwise(builder, operation, word, value)
 
     return translate
+
+
+def _number(value: object, operation: Operation) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+        value = value.item()
+    if not isinstance(value, int | float):
+        operation.operand(1, "other")  # says what is wrong with it
+        raise GraphError(f"{operation.name} with {value!r}")
+    return float(value)
 
 
 def _with_number(function: str, number: float, on_right: bool) -> tuple[str, float]:  # noqa: FBT001 -- x - c or c - x
@@ -138,10 +148,34 @@ def gelu(builder: Builder, module: nn.GELU, operation: Operation) -> Translated:
 @translates_function(functional.gelu)
 def gelu_function(builder: Builder, operation: Operation) -> Translated:
     """Add a GELU, exact or by tanh."""
-    approximate = operation.keywords.get("approximate", "none")
+    operation.only("input", "approximate")
+    approximate = operation.argument(1, "approximate", "none")
     return pointwise(
         builder, operation, "gelu_tanh" if approximate == "tanh" else "gelu"
     )
+
+
+@translates_function(functional.leaky_relu, functional.leaky_relu_)
+def leaky_relu_function(builder: Builder, operation: Operation) -> Translated:
+    """Add a leaky ReLU."""
+    slope = operation.argument(1, "negative_slope", 0.01)
+    return pointwise(builder, operation, "leaky_relu", _number(slope, operation))
+
+
+@translates_function(functional.elu, functional.elu_)
+def elu_function(builder: Builder, operation: Operation) -> Translated:
+    """Add an ELU."""
+    alpha = operation.argument(1, "alpha", 1.0)
+    return pointwise(builder, operation, "elu", _number(alpha, operation))
+
+
+@translates_function(functional.softplus)
+def softplus_function(builder: Builder, operation: Operation) -> Translated:
+    """Add a softplus with torch's usual constants."""
+    operation.only("input")
+    if len(operation.arguments) > 1:
+        raise GraphError(f"{operation.name}: only the usual constants can be split")
+    return pointwise(builder, operation, "softplus")
 
 
 @translates(nn.LeakyReLU)
@@ -169,13 +203,17 @@ def softplus(builder: Builder, module: nn.Softplus, operation: Operation) -> Tra
     return pointwise(builder, operation, "softplus")
 
 
-@translates_function(operator.pow, torch.pow, "pow")
+@translates_function(operator.pow, operator.ipow, torch.pow, "pow", "pow_")
 def power(builder: Builder, operation: Operation) -> Translated:
     """Add a power with a number as exponent."""
+    operation.operand(0, "input")
     exponent = operation.argument(1, "exponent")
-    if not isinstance(exponent, int | float):
-        raise GraphError(f"{operation.name}: a power with exponent {exponent!r}")
-    return pointwise(builder, operation, "power", float(exponent))
+    if isinstance(exponent, Operand):
+        raise GraphError(
+            f"{operation.name}: the exponent is the output of {exponent.name!r}; "
+            "only numbers can be split: put it into a module of its own"
+        )
+    return pointwise(builder, operation, "power", _number(exponent, operation))
 
 
 @translates(nn.Identity)
@@ -185,8 +223,21 @@ def identity(builder: Builder, module: nn.Identity, operation: Operation) -> Tra
     return operation.operands[0].name
 
 
-@translates_function("contiguous", "clone")
+@translates_function("contiguous", "clone", torch.clone)
 def same(builder: Builder, operation: Operation) -> Translated:
     """Add nothing: it is about memory."""
     del builder
     return operation.operands[0].name
+
+
+@translates_function("to", "type_as", "float", "double", "half", "bfloat16", "type")
+def converted(builder: Builder, operation: Operation) -> Translated:
+    """Add nothing where the type stays as it is."""
+    del builder
+    operand = operation.operand(0, "self")
+    if operand.is_integer != operation.is_integer:
+        raise GraphError(
+            f"{operation.name} between whole and floating point numbers has no split "
+            "rule: give the model an input of the type it needs"
+        )
+    return operand.name

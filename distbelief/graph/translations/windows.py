@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
@@ -10,13 +11,9 @@ from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 from distbelief.graph.building import Builder
 from distbelief.graph.kinds.adaptive_pooling import adaptive_pool_layers
 from distbelief.graph.layer import Option
-from distbelief.graph.translation import (
-    Operation,
-    Translated,
-    translates,
-    translates_function,
-    whole_module,
-)
+from distbelief.graph.operation import Operation, Translated
+from distbelief.graph.translation import translates, translates_function
+from distbelief.graph.wholes import whole_module
 
 
 Sizes = int | tuple[int, ...] | None
@@ -57,7 +54,8 @@ def average_pool(
 
 
 @translates_function(
-    functional.max_pool1d, functional.max_pool2d, functional.max_pool3d
+    *(functional.max_pool1d, functional.max_pool2d, functional.max_pool3d),
+    *(torch.max_pool1d, torch.max_pool2d, torch.max_pool3d),
 )
 def max_pool_function(builder: Builder, operation: Operation) -> Translated:
     """Add a maximum over windows."""

@@ -1,0 +1,180 @@
+"""A loss as the last layers of a graph, and its targets as one more input.
+
+    ... --> fc8 [21000] --> loss.maximum --> loss.sums --> loss []
+                                targets [] ---^
+
+Its output is () per sample; the loss of a batch is the mean of it over the samples.
+Names are torch's, with or without "_loss" at their end. Those that are a sum over
+classes or places are split like any other layer; others, and a function of one's own,
+are computed whole, by the module `WholeLoss`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Final, final
+
+import torch
+from torch import nn
+from torch.nn import functional
+from typing_extensions import override
+
+from distbelief.graph.building import Builder
+from distbelief.graph.kinds.class_losses import cross_entropy_layers
+from distbelief.graph.kinds.place_losses import place_loss_layer
+from distbelief.graph.layer import GraphError, Layer, LayerGraph
+from distbelief.graph.region import Shape
+
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+PLACES: Final[Mapping[str, tuple[str, float, bool]]] = {
+    "one_vs_all": ("logistic", 0.0, False),
+    "binary_cross_entropy_with_logits": ("logistic", 0.0, True),
+    "binary_cross_entropy": ("binary_cross_entropy", 0.0, True),
+    "mse": ("mse", 0.0, True),
+    "l1": ("l1", 0.0, True),
+    "smooth_l1": ("smooth_l1", 1.0, True),
+    "huber": ("huber", 1.0, True),
+    "soft_margin": ("soft_margin", 0.0, True),
+    "poisson_nll": ("poisson_nll", 0.0, True),
+    "kl_div": ("kl_div", 0.0, False),  # divided by samples only, as a divergence is
+}
+"""Sums over places: the function, its argument, whether the mean is meant."""
+
+WHOLE: Final[Mapping[str, Loss]] = {
+    "hinge_embedding": functional.hinge_embedding_loss,
+    "multi_margin": functional.multi_margin_loss,
+    "multilabel_margin": functional.multilabel_margin_loss,
+    "multilabel_soft_margin": functional.multilabel_soft_margin_loss,
+}
+"""torch's losses without a split rule."""
+
+LABELS: Final = frozenset({"cross_entropy", "nll", "one_vs_all", "multi_margin"})
+"""Losses whose targets are labels: whole numbers, without the dimension of classes."""
+
+
+@final
+class WholeLoss(nn.Module):
+    """A loss function as a module that one machine computes.
+
+    Args:
+        function: f(outputs, targets) -> mean over the samples of the batch.
+    """
+
+    def __init__(self, function: Loss) -> None:
+        super().__init__()
+        self.function = function
+
+    @override
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss for each sample, (batch,): whose mean is the function's."""
+        return self.function(outputs, targets).reshape(()).expand(outputs.shape[0])
+
+
+def append_loss(
+    graph: LayerGraph,
+    loss: str | Loss,
+    *,
+    output: str | None = None,
+    targets: Shape | None = None,
+    soft: bool = False,
+    dim: int = 0,
+) -> LayerGraph:
+    """Return the graph with a loss: outputs are those it had, then the loss.
+
+    The loss is called "loss", and its input "targets", or the like if the graph has
+    such layers already. Of a loss that is computed whole, `whole_loss` is the module
+    that `Step.modules` needs, under the name of the layer.
+
+    Args:
+        graph: Of a model.
+        loss: A name ("one_vs_all" is logistic, summed over classes), or a function
+            f(outputs, targets) -> mean over the samples of the batch.
+        output: Which of the model's outputs, if it has several.
+        targets: Shape of the targets, without the batch; if absent, that of the
+            output, for losses of labels without the dimension of classes.
+        soft: Whether targets of a loss of labels are probabilities instead.
+        dim: The dimension of classes, the batch not counted.
+
+    Raises:
+        GraphError: there is no such loss or output, or shapes do not fit.
+    """
+    scores = graph[_output(graph, output)]
+    name = loss.removesuffix("_loss") if isinstance(loss, str) else ""
+    known = {"cross_entropy", "nll", *PLACES, *WHOLE}
+    if isinstance(loss, str) and name not in known:
+        raise GraphError(
+            f"there is no loss {loss!r} (there are {', '.join(sorted(known))}); or "
+            "give a function of outputs and targets"
+        )
+    labels = name in LABELS and not soft
+    builder = Builder.of(graph)
+    wanted = _target_shape(scores, loss, labels=labels, dim=dim)
+    if targets is not None and isinstance(loss, str) and targets != wanted:
+        raise GraphError(
+            f"targets of {loss!r} on {scores.name!r} have shape {list(wanted)}, not "
+            f"{list(targets)}"
+        )
+    target = builder.input(
+        builder.free_name("targets"), targets or wanted, is_integer=labels
+    )
+    last = builder.extend(
+        _layers(
+            builder.free_name("loss"), (scores, builder[target]), loss=name, dim=dim
+        )
+    )
+    return builder.finish([*graph.outputs, last])
+
+
+def whole_loss(loss: str | Loss) -> WholeLoss | None:
+    """Return the module of a loss that is computed whole; None if it can be split."""
+    if not isinstance(loss, str):
+        return WholeLoss(loss)
+    function = WHOLE.get(loss.removesuffix("_loss"))
+    return None if function is None else WholeLoss(function)
+
+
+def _output(graph: LayerGraph, output: str | None) -> str:
+    if output is None and len(graph.outputs) == 1:
+        return graph.outputs[0]
+    if output not in graph.outputs:
+        raise GraphError(
+            f"the model has outputs {', '.join(graph.outputs)}: say by output= which "
+            f"one the loss is of (it is {output!r})"
+        )
+    return output
+
+
+def _target_shape(scores: Layer, loss: str | Loss, *, labels: bool, dim: int) -> Shape:
+    if not labels:
+        return scores.shape
+    if not 0 <= dim < len(scores.shape):
+        raise GraphError(
+            f"{loss!r} needs a dimension of classes; {scores.name!r} has shape "
+            f"{list(scores.shape)}, and dim is {dim}"
+        )
+    return (*scores.shape[:dim], *scores.shape[dim + 1 :])
+
+
+def _layers(
+    name: str, sources: tuple[Layer, Layer], *, loss: str, dim: int
+) -> list[Layer]:
+    if loss in {"cross_entropy", "nll"}:
+        return cross_entropy_layers(name, sources, dim=dim, normalised=loss == "nll")
+    if loss in PLACES:
+        function, argument, mean = PLACES[loss]
+        return [
+            place_loss_layer(
+                name, sources, function=function, argument=argument, mean=mean, dim=dim
+            )
+        ]
+    scores, targets = sources
+    layer = Layer(
+        name=name,
+        kind="whole",
+        inputs=(scores.name, targets.name),
+        input_shapes=(scores.shape, targets.shape),
+        shape=(),
+        options={"module": name},
+        whole=f"{loss} has no split rule" if loss else "a loss function of one's own",
+    )
+    return [layer]

@@ -1,0 +1,199 @@
+"""What a forward is traced with: tensors without numbers, and how to compute with them.
+
+Shapes are known while tracing, so that a forward may branch and loop on them. A module
+that is not looked into is run on torch's meta device, its tensors replaced by ones
+without memory; if it needs values (it branches on them), it is run once for real, on a
+few samples of noise, to see what shape comes out.
+"""
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, final
+
+import torch
+from torch import fx, nn
+from torch.func import functional_call
+from torch.fx.node import Target
+from torch.utils._pytree import tree_map
+from typing_extensions import override
+
+from distbelief.graph.layer import GraphError
+
+
+N_TRIED: Final = 3
+"""Samples of noise for a module that needs values."""
+
+
+@final
+class StandIn(fx.Proxy):
+    """Records what is done with it, and knows its shape."""
+
+    @property
+    def value(self) -> object:
+        """The result without memory: a tensor, or a tuple of such."""
+        return self.node.meta["value"]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor without memory."""
+        assert isinstance(self.value, torch.Tensor), self.node
+        return self.value
+
+    @property
+    def shape(self) -> torch.Size:
+        """As of a tensor."""
+        return self.tensor.shape
+
+    @property
+    def ndim(self) -> int:
+        """As of a tensor."""
+        return self.tensor.dim()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As of a tensor."""
+        return self.tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where a forward may make tensors of constants: they need values."""
+        return torch.device("cpu")
+
+    @property
+    def is_cuda(self) -> bool:
+        """As of a tensor."""
+        return False
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """As of a tensor."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """As of a tensor."""
+        return self.tensor.dim()
+
+    def numel(self) -> int:
+        """As of a tensor."""
+        return self.tensor.numel()
+
+    def is_floating_point(self) -> bool:
+        """As of a tensor."""
+        return self.tensor.is_floating_point()
+
+    # torch.fx takes x += y for x = x + y, of which other names of x see nothing.
+    def __iadd__(self, other: object) -> fx.Proxy:
+        """Record a change in place."""
+        return self._changed(operator.iadd, other)
+
+    def __isub__(self, other: object) -> fx.Proxy:
+        """Record a change in place."""
+        return self._changed(operator.isub, other)
+
+    def __imul__(self, other: object) -> fx.Proxy:
+        """Record a change in place."""
+        return self._changed(operator.imul, other)
+
+    def __itruediv__(self, other: object) -> fx.Proxy:
+        """Record a change in place."""
+        return self._changed(operator.itruediv, other)
+
+    def __ipow__(self, other: object) -> fx.Proxy:
+        """Record a change in place."""
+        return self._changed(operator.ipow, other)
+
+    def _changed(self, function: Target, other: object) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    @override
+    def __len__(self) -> int:
+        """As of a tensor, or a tuple."""
+        assert isinstance(self.value, torch.Tensor | tuple | list), self.node
+        return len(self.value)
+
+    @override
+    def __iter__(self) -> Iterator[fx.Proxy]:
+        """As of a tensor, or a tuple."""
+        return (
+            self.tracer.create_proxy("call_function", operator.getitem, (self, i), {})
+            for i in range(len(self))
+        )
+
+
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of this shape on the meta device; floats are float32."""
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+
+def run_without_memory(
+    module: nn.Module, arguments: tuple[object, ...], keywords: Mapping[str, object]
+) -> object:
+    """Return what `module` returns, its own tensors replaced by some without memory."""
+    state = {
+        name: without_memory(tensor)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+    result: object = functional_call(module, state, arguments, dict(keywords))
+    return result
+
+
+def run_on_noise(  # noqa: C901 -- three small functions in one
+    module: nn.Module,
+    arguments: tuple[object, ...],
+    keywords: Mapping[str, object],
+    *,
+    batch: int,
+) -> object:
+    """Return what `module` returns, after it was run for real on a few samples.
+
+    Args:
+        module: Nothing of it changes.
+        arguments: Tensors without memory among them are replaced by noise.
+        keywords: Likewise.
+        batch: Extent of the batch in them, and in what is returned.
+
+    Raises:
+        GraphError: its tensors have no values themselves.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    if any(tensor.is_meta for _, tensor in tensors):
+        raise GraphError(
+            "what it returns depends on values, and its tensors are on the meta device"
+        )
+    place = tensors[0][1] if tensors else torch.empty(())
+    floats = next((t for _, t in tensors if t.is_floating_point()), torch.empty(()))
+    state = {name: tensor.detach().clone() for name, tensor in module.named_buffers()}
+
+    def noise(value: object) -> object:
+        if not isinstance(value, torch.Tensor) or not value.is_meta:
+            return value
+        shape = tuple(value.shape)
+        if shape[:1] == (batch,):
+            shape = (N_TRIED, *shape[1:])
+        if not value.is_floating_point():
+            return torch.zeros(shape, dtype=value.dtype, device=place.device)
+        return torch.rand(shape, dtype=floats.dtype, device=place.device)
+
+    def forget(value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        shape = tuple(value.shape)
+        if shape[:1] == (N_TRIED,):
+            shape = (batch, *shape[1:])
+        return torch.empty(
+            shape,
+            dtype=torch.float32 if value.is_floating_point() else value.dtype,
+            device="meta",
+        )
+
+    with torch.random.fork_rng(devices=_cuda(t for _, t in tensors)):
+        torch.manual_seed(0)
+        result: object = functional_call(
+            module, state, tree_map(noise, arguments), tree_map(noise, dict(keywords))
+        )
+    found: object = tree_map(forget, result)
+    return found
+
+
+def _cuda(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
+    return sorted({t.device for t in tensors if t.is_cuda}, key=str)

@@ -1,0 +1,263 @@
+"""A tracer of torch.fx that knows shapes while it traces.
+
+What is known of a node's result stands in its `meta`:
+
+    "value"      the result without memory
+    "changed"    nodes of arguments that the operation changed in place
+    "constant"   the tensor, if the forward made it of numbers alone
+    "place"      where the call stands in the user's source, for messages
+"""
+
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, final
+
+import torch
+from torch import fx, nn
+from torch.fx.node import Argument, Target, map_aggregate, map_arg
+from typing_extensions import override
+
+from distbelief.graph.layer import GraphError
+from distbelief.graph.stand_in import (
+    StandIn,
+    run_on_noise,
+    run_without_memory,
+    without_memory,
+)
+from distbelief.graph.translation import is_like_input, knows_module
+
+
+_OURS: Final = tuple(
+    f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__)
+)
+# torch.fx could record places as well, but imports compilers for it, for seconds.
+
+_CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+@final
+class _CustomFunctionError(Exception):
+    """A `torch.autograd.Function` was about to be traced through."""
+
+
+@final
+class Tracer(fx.Tracer):
+    """Traces one module once.
+
+    Args:
+        inputs: What its forward is given, without memory.
+        whole: Paths of modules that are not to be looked into.
+    """
+
+    def __init__(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        whole: frozenset[str],
+    ) -> None:
+        super().__init__()
+        self.proxy_buffer_attributes = True
+        self._inputs = inputs
+        self._whole = whole
+        self._evaluating = False
+        self.innermost = ""  # the module whose forward was entered last, and not left
+
+    @override
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name in self._whole or is_leaf(m)
+
+    @override
+    def call_module(
+        self,
+        m: nn.Module,
+        forward: object,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
+        assert callable(forward)
+        if self._evaluating:
+            return forward(*args, **kwargs)
+        before = self.innermost
+        self.innermost = self.path_of_module(m)
+        result: object = super().call_module(m, forward, args, kwargs)
+        self.innermost = before  # not after an error: it tells where that was
+        return result
+
+    @override
+    def getattr(
+        self, attr: str, attr_val: object, parameter_proxy_cache: dict[str, fx.Proxy]
+    ) -> object:
+        if self._evaluating:
+            return attr_val
+        result: object = super().getattr(attr, attr_val, parameter_proxy_cache)
+        return result
+
+    @override
+    def create_args_for_root(
+        self, root_fn: object, is_module: bool, concrete_args: object = None
+    ) -> tuple[object, list[object]]:
+        proxies = [
+            self.create_proxy("placeholder", name, (), {}) for name in self._inputs
+        ]
+        return root_fn, [self.root, *proxies]
+
+    @override
+    def create_arg(self, a: object) -> Argument:
+        if not isinstance(a, torch.Tensor):
+            return super().create_arg(a)
+        tensors = {
+            id(tensor): name
+            for name, tensor in (
+                *self.root.named_parameters(),
+                *self.root.named_buffers(),
+            )
+        }
+        node = self.create_node("get_attr", tensors.get(id(a), "constant"), (), {})
+        node.meta["value"] = without_memory(a)
+        if id(a) not in tensors:
+            node.meta["constant"] = a
+        return node
+
+    @override
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return StandIn(node, self)
+
+    @override
+    def create_proxy(
+        self,
+        kind: str,
+        target: Target,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        *more: object,
+        **others: object,
+    ) -> fx.Proxy:
+        proxy = super().create_proxy(kind, target, args, kwargs, *more, **others)  # type: ignore[arg-type]
+        node = proxy.node
+        read = [n for n in node.all_input_nodes if _is_tensor(n)]
+        versions = [n.meta["value"]._version for n in read]  # noqa: SLF001 -- counts changes in place
+        node.meta["place"] = _place()
+        self._evaluating = True
+        try:
+            node.meta["value"] = self._value(node)
+        finally:
+            self._evaluating = False
+        node.meta["changed"] = [
+            n
+            for n, version in zip(read, versions, strict=True)
+            if n.meta["value"]._version != version  # noqa: SLF001
+        ]
+        return proxy
+
+    def _value(self, node: fx.Node) -> object:
+        """Return the result of an operation, without memory."""
+        target = node.target
+        args, kwargs = _without_memory(node.args), _without_memory(node.kwargs)
+        assert isinstance(args, tuple)
+        assert isinstance(kwargs, dict)
+        if node.op == "placeholder":
+            return self._inputs[str(target)]
+        if node.op == "get_attr":
+            return without_memory(_tensor_at(self.root, str(target)))
+        if node.op == "call_module":
+            return self._called(self.root.get_submodule(str(target)), node)
+        if node.op == "call_method":
+            result: object = getattr(args[0], str(target))(*args[1:], **kwargs)
+            return result
+        assert callable(target), node
+        return target(*args, **kwargs)
+
+    def _called(self, module: nn.Module, node: fx.Node) -> object:
+        """Return what a module that is not looked into returns."""
+        args, kwargs = _without_memory(node.args), _without_memory(node.kwargs)
+        assert isinstance(args, tuple)
+        assert isinstance(kwargs, dict)
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        if tensors and is_like_input(module):
+            return torch.empty_like(tensors[0])
+        try:
+            return run_without_memory(module, args, kwargs)
+        except Exception as error:  # noqa: BLE001 -- whatever a module raises on tensors without values
+            batch = next(iter(self._inputs.values())).shape[0]
+            try:
+                return run_on_noise(module, args, kwargs, batch=batch)
+            except Exception as second:  # noqa: BLE001
+                shapes = [
+                    "[" + ", ".join(["batch", *map(str, value.shape[1:])]) + "]"
+                    for value in tensors
+                ]
+                reason = second if isinstance(second, GraphError) else error
+                why = explained(reason).replace(str(batch), "batch")
+                raise GraphError(
+                    f"{node.target} ({type(module).__name__}) cannot be run on "
+                    f"{', '.join(shapes)}: {why}"
+                ) from error
+
+
+def _place() -> str:
+    """Return where the innermost frame stands that is neither torch's nor ours."""
+    for frame, line in traceback.walk_stack(None):
+        path = frame.f_code.co_filename
+        if not path.startswith(_OURS):
+            return f' (File "{path}", line {line})'
+    return ""
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return whether a module is not looked into: torch's, or one we translate."""
+    of_torch = type(module).__module__.partition(".")[0] == "torch"
+    return knows_module(module) or (of_torch and not isinstance(module, _CONTAINERS))
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("value"), torch.Tensor)
+
+
+def _tensor_at(root: nn.Module, path: str) -> torch.Tensor:
+    parent, _, name = path.rpartition(".")
+    found = getattr(root.get_submodule(parent), name)
+    assert isinstance(found, torch.Tensor), path
+    return found
+
+
+def _without_memory(arguments: object) -> object:
+    """Return arguments with results in the place of nodes."""
+
+    def placed(value: object) -> object:
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    filled = map_arg(arguments, lambda node: node.meta["value"])  # type: ignore[type-var]
+    result: object = map_aggregate(filled, placed)  # type: ignore[arg-type,type-var]
+    return result
+
+
+@contextmanager
+def no_custom_functions() -> Iterator[None]:
+    """Let no `torch.autograd.Function` be inlined: its backward would be lost."""
+    original = torch.autograd.Function.__dict__.get("apply")
+    assert isinstance(original, classmethod)
+
+    def refuse(cls: type, /, *args: object, **kwargs: object) -> object:
+        if any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values())):
+            raise _CustomFunctionError(cls.__qualname__)
+        return original.__func__(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign, assignment]
+
+
+def explained(error: Exception) -> str:
+    """Return why something cannot be traced, in a sentence."""
+    if isinstance(error, _CustomFunctionError):
+        return f"it calls {error}, a torch.autograd.Function with a gradient of its own"
+    if isinstance(error, fx.proxy.TraceError):
+        return "its forward depends on the values of its data (an `if`, a loop)"
+    if isinstance(error, GraphError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

@@ -1,0 +1,523 @@
+"""What becomes of modules and functions one by one, and what is refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from typing_extensions import override
+
+from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.layer import INPUT, GraphError, LayerGraph
+from distbelief.graph.region import Shape
+from tests.distbelief.graph.zoo.catalogue import Case
+from tests.distbelief.graph.zoo.comparison import assert_same
+from tests.distbelief.graph.zoo.local import LocalNet
+
+
+Function = Callable[[torch.Tensor], object]
+
+
+class Applied(nn.Module):
+    """A function of the input as a model."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+
+    @override
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(x)
+
+
+class Owning(nn.Module):
+    """A function of the input and of a tensor of the model."""
+
+    def __init__(
+        self,
+        function: Callable[[torch.Tensor, torch.Tensor], object],
+        shape: Shape,
+        *,
+        buffer: bool = False,
+    ) -> None:
+        super().__init__()
+        self.function = function
+        tensor = torch.rand(shape)
+        if buffer:
+            self.register_buffer("own", tensor)
+        else:
+            self.own = nn.Parameter(tensor)
+
+    @override
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(x, self.own)
+
+
+class Attending(nn.Module):
+    """Attention of a sequence with itself; the mask kept, or made on the way."""
+
+    def __init__(
+        self,
+        *,
+        batch_first: bool = True,
+        weighted: bool = False,
+        mask: Callable[[int], torch.Tensor] | None = None,
+        made: bool = False,
+    ) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=batch_first)
+        self.weighted = weighted
+        self.make_mask = mask if made else None
+        self.register_buffer("mask", None if made or mask is None else mask(3))
+
+    @override
+    def forward(self, x: torch.Tensor) -> object:
+        mask = self.mask if self.make_mask is None else self.make_mask(x.size(1))
+        result, weights = self.attention(x, x, x, attn_mask=mask)
+        return weights if self.weighted else result
+
+
+def captured(function: Function, *shape: int) -> LayerGraph:
+    return capture(Applied(function), [InputSpec(shape=shape)])
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    z = y
+    y.add_(1.0)
+    y += x
+    return z * functional.relu_(y)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
+    "leaky relu": (lambda: nn.LeakyReLU(0.3), (4,)),
+    "elu": (lambda: nn.ELU(0.7), (4,)),
+    "gelu": (lambda: nn.GELU(approximate="tanh"), (4,)),
+    "softplus": (nn.Softplus, (4,)),
+    "softmax": (lambda: nn.Softmax(dim=-1), (3, 4)),
+    "softmax 2d": (nn.Softmax2d, (3, 4, 2)),
+    "log softmax": (lambda: nn.LogSoftmax(dim=1), (3, 4)),
+    "layer norm": (lambda: nn.LayerNorm((3, 4)), (2, 3, 4)),
+    "layer norm, plain": (lambda: nn.LayerNorm(4, elementwise_affine=False), (3, 4)),
+    "rms norm": (lambda: nn.RMSNorm(4), (3, 4)),
+    "batch norm 1d": (lambda: nn.BatchNorm1d(4), (4,)),
+    "batch norm, untracked": (
+        lambda: nn.BatchNorm1d(4, track_running_stats=False),
+        (4, 3),
+    ),
+    "convolution 1d": (lambda: nn.Conv1d(4, 6, 3, groups=2, dilation=2), (4, 9)),
+    "convolution 3d": (lambda: nn.Conv3d(2, 3, 2, padding=1), (2, 3, 4, 3)),
+    "convolution, reflected": (
+        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"),
+        (2, 4, 4),
+    ),
+    "encoder layer": (
+        lambda: nn.TransformerEncoderLayer(
+            *(4, 2, 6), dropout=0.0, batch_first=True, activation=nn.Mish()
+        ),
+        (3, 4),
+    ),
+    "attention": (Attending, (3, 4)),
+    "in a row": (
+        lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Identity(), nn.Mish()),
+        (4,),
+    ),
+    "adaptive": (lambda: nn.AdaptiveMaxPool2d((2, 3)), (2, 5, 5)),
+    "bilinear": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 3)),
+    "flatten": (nn.Flatten, (2, 3)),
+    "own scale": (lambda: Owning(lambda x, w: x * w, (3, 1)), (3, 4)),
+    "own positions": (lambda: Owning(lambda x, w: x + w, (1, 3, 4)), (3, 4)),
+    "own positions, cut": (
+        lambda: Owning(lambda x, w: x + w[:, :3], (1, 5, 4)),
+        (3, 4),
+    ),
+    "own exponents": (
+        lambda: Owning(lambda x, w: x * w.exp().transpose(0, 1).sum(0), (4, 3)),
+        (4,),
+    ),
+    "own token": (
+        lambda: Owning(
+            lambda x, w: torch.cat([w.expand(x.size(0), -1, -1), x], 1), (1, 1, 4)
+        ),
+        (3, 4),
+    ),
+    "own token, raised": (
+        lambda: Owning(
+            lambda x, w: torch.cat([w[None, None].expand(len(x), 2, 4), x], 1), (4,)
+        ),
+        (3, 4),
+    ),
+    "own weight": (lambda: Owning(functional.linear, (2, 4)), (4,)),
+    "own weight of one": (
+        lambda: Owning(functional.linear, (1, 4)),
+        (4,),
+    ),
+    "own filters": (
+        lambda: Owning(
+            lambda x, w: functional.conv2d(x, w, stride=2, padding=1), (3, 2, 3, 3)
+        ),
+        (2, 5, 5),
+    ),
+    "own filters, same": (
+        lambda: Owning(
+            lambda x, w: functional.conv1d(x, w, padding="same", groups=2), (4, 1, 3)
+        ),
+        (2, 5),
+    ),
+    "own additive mask": (
+        lambda: Owning(
+            lambda x, w: functional.scaled_dot_product_attention(x, x, x, w),
+            (1, 1, 3, 3),
+        ),
+        (2, 3, 4),
+    ),
+    "own mask for a module": (
+        lambda: Attending(mask=lambda n: torch.arange(float(n * n)).view(n, n)),
+        (3, 4),
+    ),
+    "causal module": (
+        lambda: Attending(mask=lambda n: torch.ones(n, n).triu(1).bool(), made=True),
+        (3, 4),
+    ),
+    "own mask": (
+        lambda: Owning(
+            lambda x, w: functional.scaled_dot_product_attention(x, x, x, attn_mask=w),
+            (3, 3),
+            buffer=True,
+        ),
+        (2, 3, 4),
+    ),
+}
+
+FUNCTIONS: dict[str, tuple[Function, Shape]] = {
+    "arithmetic": (lambda x: (1 - x) / 2 + 3 / (x**2 + 2) - x * -x.abs(), (4,)),
+    "constants": (lambda x: x * torch.tensor(2.5) + torch.ones(1), (4,)),
+    "shapes in arithmetic": (lambda x: x * (x.shape[-1] ** -0.5), (4,)),
+    "in place": (in_place, (4,)),
+    "activations": (
+        lambda x: (
+            functional.leaky_relu(x, 0.3)
+            + functional.elu(x, alpha=0.5) * functional.softplus(x)
+            - functional.gelu(x, approximate="tanh") * functional.gelu(x)
+        ),
+        (4,),
+    ),
+    "types": (lambda x: x.to(x.dtype).contiguous().clone().type_as(x) + 1, (4,)),
+    "like another": (
+        lambda x: (
+            x.mean(2, keepdim=True).expand_as(x) * x.flatten(1).view_as(x)
+            + x.mean((1, 2)).unsqueeze(1).unsqueeze(1).expand(-1, 3, 4)
+        ),
+        (3, 4),
+    ),
+    "variance": (lambda x: x.var(dim=(1, 2), correction=0), (3, 4)),
+    "adaptive pooling": (
+        lambda x: functional.adaptive_avg_pool2d(x, (2, 1)),
+        (2, 5, 4),
+    ),
+    "average over windows": (
+        lambda x: functional.avg_pool1d(x, 2, padding=1, count_include_pad=False),
+        (2, 5),
+    ),
+    "broadcasting": (lambda x: x * torch.softmax(x, -1).sum(1, keepdim=True), (3, 4)),
+    "statistics": (
+        lambda x: (x - x.mean(-1, keepdim=True)) / x.std(dim=-1, keepdim=True),
+        (3, 4),
+    ),
+    "several dimensions": (
+        lambda x: x.mean([2, 3]) + torch.amax(x, (-1, -2)),
+        (2, 3, 4),
+    ),
+    "permuted": (lambda x: x.permute(0, 2, 3, 1).transpose(1, 2), (2, 3, 4)),
+    "reshaped": (
+        lambda x: x.unsqueeze(1).flatten(2).squeeze(1).view(len(x), 4, -1),
+        (2, 6),
+    ),
+    "indices": (lambda x: x[:, 1, ..., ::2] + x[..., -1, -2:], (4, 4, 4)),
+    "new dimensions": (lambda x: x[:, None, 1:] * x[:, :, None, :1], (3, 4)),
+    "stacked": (lambda x: torch.stack([x, 2 * x], dim=-1), (3, 4)),
+    "unbound": (lambda x: sum(part * i for i, part in enumerate(x.unbind(1))), (3, 4)),
+    "looped": (lambda x: sum(x[:, i] for i in range(x.size(1))), (3, 4)),
+    "split": (lambda x: torch.cat(x.split([1, 3], dim=1)[::-1], 1), (4, 2)),
+    "narrowed": (
+        lambda x: x.narrow(1, 1, 2) + x.select(2, 1).unsqueeze(2)[:, :2],
+        (4, 2),
+    ),
+    "padded": (lambda x: functional.pad(x, (1, 2, 0, 1), value=3.0), (2, 3)),
+    "enlarged": (lambda x: functional.interpolate(x, scale_factor=3), (2, 3, 2)),
+    "pooled": (
+        lambda x: (
+            functional.max_pool2d(x, 3, 2, ceil_mode=True)
+            + functional.avg_pool2d(x, 2, 2, ceil_mode=True)
+        ),
+        (2, 6, 6),
+    ),
+    "normalised": (lambda x: functional.local_response_norm(x, 2, k=2.0), (5, 3)),
+    "expanded": (lambda x: x.unsqueeze(2).expand(-1, -1, 3) * x.unsqueeze(1), (3,)),
+    "causal": (
+        lambda x: functional.scaled_dot_product_attention(
+            x, x, x, torch.ones(3, 3, dtype=torch.bool).tril(), scale=0.3
+        ),
+        (2, 3, 4),
+    ),
+    "unused": (lambda x: (x * 2, torch.sort(x), x.mean())[0], (4,)),
+    "several outputs": (lambda x: {"a": x + 1, "b": x * 2}, (4,)),
+}
+
+
+def check(case: Case, *, whole: int = 0) -> None:
+    model = case.model()
+    graph = capture(model, case.specs)
+    assert sum(bool(layer.whole) for layer in graph.layers) == whole
+    for training in (True, False):
+        assert_same(graph, model, case, training=training)
+        assert_same(graph, model, case, training=training, seed=4)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_becomes_layers_that_compute_it(name: str) -> None:
+    make, shape = MODULES[name]
+    check(
+        Case(make=make, shape=shape),
+        whole=1 if name in {"bilinear", "convolution, reflected"} else 0,
+    )
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_becomes_layers_that_compute_it(name: str) -> None:
+    function, shape = FUNCTIONS[name]
+    check(Case(make=lambda: Applied(function), shape=shape))
+
+
+WORDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "embedding": (lambda: nn.Embedding(7, 3, padding_idx=2), 0),
+    "bounded embedding": (lambda: nn.Embedding(7, 3, max_norm=1.0), 1),
+    "own table": (lambda: Owning(functional.embedding, (7, 3)), 0),
+    "positions": (
+        lambda: Owning(
+            lambda x, w: (
+                functional.embedding(x, w)
+                + functional.embedding(torch.arange(1, 1 + x.size(1)), w)
+            ),
+            (7, 3),
+        ),
+        0,
+    ),
+    "whole numbers at other places": (
+        lambda: Owning(
+            lambda x, w: functional.embedding(x[:, 1:].unsqueeze(1).transpose(1, 2), w),
+            (7, 3),
+        ),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_become_rows_of_a_table(name: str) -> None:
+    make, whole = WORDS[name]
+    check(Case(make=make, shape=(4,), n_values=7), whole=whole)
+
+
+def test_words_that_are_counted_must_follow_each_other() -> None:
+    model = Owning(
+        lambda x, w: (
+            functional.embedding(x, w) + functional.embedding(torch.arange(6, 0, -2), w)
+        ),
+        (7, 3),
+    )
+    with pytest.raises(GraphError, match="must be consecutive"):
+        capture(model, [InputSpec(shape=(3,), n_values=7)])
+
+
+def test_channels_are_dropped_together() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout2d(0.4)
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.dropout1d(self.drop(x).flatten(2), 0.3, self.training)
+
+    graph = capture(Dropping(), [InputSpec(shape=(2, 3, 3))])
+    dropped = [layer for layer in graph.layers if layer.kind == "dropout"]
+    assert [layer.options["n_shared"] for layer in dropped] == [2, 1]
+    assert [layer.options["probability"] for layer in dropped] == [0.4, 0.3]
+
+
+def test_frozen_modules_stay_as_they_are_in_training() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    model[1:].eval()
+    graph = capture(model, [InputSpec(shape=(4,))])
+    assert [layer.kind for layer in graph.layers] == [INPUT, "linear", "normalise"]
+    assert model.training
+    assert not model[1].training
+    model.eval()
+    graph = capture(model, [InputSpec(shape=(4,))])
+    assert "running_average" in {layer.kind for layer in graph.layers}
+    assert "dropout" in {layer.kind for layer in graph.layers}
+    assert not any(part.training for part in model.modules())
+
+
+def test_shared_weights_are_one_tensor_of_two_layers() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 4)
+            self.other = nn.Linear(4, 4)
+            self.other.weight = self.one.weight
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.one(self.one(self.other(x)))
+            return result
+
+    graph = capture(Tied(), [InputSpec(shape=(4,))])
+    assert list(graph.tensors) == ["one.bias", "one.weight", "other.bias"]
+    assert [layer.name for layer in graph.layers] == ["x", "other", "one", "one.2"]
+    assert graph.n_parameters == 24
+
+
+def test_several_inputs_and_defaults_are_taken_in_order() -> None:
+    class Two(nn.Module):
+        @override
+        def forward(
+            self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            x = x * y
+            return x if mask is None else x * mask
+
+    shapes = [InputSpec(shape=(4,)), InputSpec(shape=(3, 4))]
+    graph = capture(Two(), [InputSpec(shape=(3, 4)), shapes[1]])
+    assert [layer.name for layer in graph.layers] == ["x", "y", "mul"]
+    graph = capture(Two(), [shapes[1]] * 3)
+    assert [layer.name for layer in graph.layers if layer.kind == INPUT] == [
+        *("x", "y", "mask")
+    ]
+    with pytest.raises(GraphError, match=r"takes 2 inputs \(x, y\), but 1 shapes"):
+        capture(Two(), shapes[:1])
+    with pytest.raises(GraphError, match=r"takes 3 inputs .* but 4 shapes are given"):
+        capture(Two(), shapes * 2)
+
+
+def test_a_model_without_memory_is_captured_whatever_its_size() -> None:
+    with torch.device("meta"):
+        model = LocalNet(
+            size=100, maps=(8, 8, 17), window=10, n_classes=21_000, device="meta"
+        )
+    graph = capture(model, [InputSpec(shape=(3, 100, 100))])
+    assert graph.n_parameters > 1_700_000_000
+    assert graph["stages.8"].shape == (17, 69, 69)
+    assert not any(layer.whole for layer in graph.layers)
+
+
+def test_nothing_of_the_model_is_changed() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(inplace=True))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attributes = [set(vars(part)) for part in model.modules()]
+    state = torch.get_rng_state()
+    capture(model, [InputSpec(shape=(1, 5, 5))])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+        assert not value.is_meta
+    assert attributes == [set(vars(part)) for part in model.modules()]
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "message"),
+    [
+        (lambda x: torch.fft.fft(x).real, (4,), "fft_fft .*has no split rule"),
+        (lambda x: x.cumsum(1), (4,), "cumsum .*nn.Module of its own"),
+        (lambda x: x.mean(0), (4,), "mean is about the batch"),
+        (lambda x: x.mean(), (4,), "over all dimensions joins the batch"),
+        (lambda x: x.sum(0, keepdim=True) + x, (4,), "sum is about the batch"),
+        (lambda x: x.transpose(0, 1), (4,), "keep samples apart"),
+        (lambda x: x.reshape(-1, 2), (4,), r"reshape gives"),
+        (lambda x: torch.cat([x, x]), (4,), "cat (gives|is about the batch)"),
+        (lambda x: x[1:], (4,), "slices after the batch"),
+        (lambda x: x[[0, 1]], (4,), "slices after the batch"),
+        (lambda x: x[:, [0, 1]], (4,), "no constant slice"),
+        (lambda x: x / x.size(0), (4,), "another one for another batch"),
+        (lambda x: x * torch.rand(()), (4,), "random numbers"),
+        (lambda x: x + torch.rand(4), (4,), "a tensor .* that the forward made"),
+        (lambda x: x if x.sum() > 0 else -x, (4,), "cannot be traced.*values"),
+        (lambda x: x * float(x.sum()), (4,), "cannot be traced"),
+        (functional.dropout, (4,), "training=self.training"),
+        (lambda x: torch.add(x, x, alpha=2), (4,), "alpha=2 has no split rule"),
+        (lambda x: x.view(len(x), 2, 2)[:, 0].mul_(2) + x[:, 2:], (4,), "in place"),
+        (lambda _: torch.ones(3), (4,), "returns no tensors|depend on its inputs"),
+        (lambda x: x.size(0), (4,), "returns no tensors"),
+        (lambda x: x.long(), (4,), "long"),
+        (lambda x: x.to(torch.int64), (4,), "between whole and floating point"),
+        (lambda x: 2**x, (4,), "input is 2"),
+        (lambda x: x**x, (4,), "exponent is the output of"),
+        (lambda x: x.mean(3), (4,), "Dimension out of range|no dimension 3"),
+        (lambda x: functional.softplus(x, 2), (4,), "usual constants"),
+        (lambda x: functional.pad(x, (1, 1), mode="reflect"), (2, 3), "'reflect'"),
+        (lambda x: torch.stack([x, x]), (4,), "stack (gives|is about)"),
+        (lambda x: torch.cat([x, torch.ones(len(x), 2)], 1), (4,), "made: register"),
+        (functional.softmax, (4,), "no dimension None|Implicit"),
+        (
+            lambda x: functional.scaled_dot_product_attention(
+                x, x, x, torch.eye(3, dtype=torch.bool)
+            ),
+            (2, 3, 4),
+            "only a causal mask",
+        ),
+        (
+            lambda x: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
+            (2, 3, 4),
+            "drops in evaluation mode",
+        ),
+        (lambda x: functional.interpolate(x, 5, mode="linear"), (2, 3), "Upsample"),
+    ],
+)  # fmt: skip
+def test_what_has_no_translation_is_refused_by_name(
+    function: Function, shape: Shape, message: str
+) -> None:
+    with pytest.raises(GraphError, match=message):
+        captured(function, *shape)
+
+
+def test_a_refusal_says_where_in_the_source_it_stands() -> None:
+    with pytest.raises(GraphError, match=r'File ".*test_capture.py", line \d+'):
+        captured(lambda x: torch.cumsum(x, 1), 4)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "message"),
+    [
+        (nn.MultiheadAttention(4, 2), (3, 4), "takes 3 inputs .query, key, value"),
+        (Attending(batch_first=False), (3, 4), "batch_first=True"),
+        (Attending(weighted=True), (3, 4), "result 1 is used"),
+        (nn.TransformerEncoderLayer(4, 2), (3, 4), "batch_first=True"),
+        (nn.LSTM(4, 2), (3, 4), "batch_first=True"),
+        (nn.LSTM(4, 2, batch_first=True), (3, 4), "second dimension"),
+        (nn.Softplus(beta=2), (4,), "usual 1 and 20"),
+        (
+            nn.TransformerEncoderLayer(4, 2, 6, 0.0, torch.tanh, batch_first=True),
+            (3, 4),
+            "give it as a module",
+        ),
+        (
+            nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True)),
+            (2, 3),
+            "would be lost",
+        ),
+        (nn.Sequential(nn.CELU(inplace=True)), (4,), "use inplace=False"),
+        (nn.Linear(5, 2), (4,), r"cannot be run on \[batch, 4\].*batch"),
+        (nn.BatchNorm1d(5), (4,), "5 features, but 'input' has 4"),
+        (nn.BatchNorm1d(4, momentum=None), (4,), "momentum=None"),
+        (Owning(lambda x, w: x * w.add_(1), (4,), buffer=True), (4,), "'own', a"),
+        (Owning(lambda x, w: x @ w, (4, 4)), (4,), "matmul .*no split rule"),
+        (Owning(lambda _, w: w * 2, (4,)), (4,), "not depend on its inputs"),
+    ],
+)  # fmt: skip
+def test_modules_that_would_be_wrong_are_refused(
+    module: nn.Module, shape: Shape, message: str
+) -> None:
+    with pytest.raises(GraphError, match=message):
+        capture(module, [InputSpec(shape=shape)])

@@ -1,0 +1,197 @@
+"""Forwards that cannot be traced, and what is kept whole for it."""
+
+import pytest
+import torch
+from torch import nn
+from typing_extensions import override
+
+from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.layer import GraphError
+from tests.distbelief.graph.zoo.catalogue import Case
+from tests.distbelief.graph.zoo.comparison import assert_same
+
+
+class Doubled(torch.autograd.Function):
+    """Its gradient is not what tracing through it would find."""
+
+    @staticmethod
+    @override
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return 2 * x
+
+    @staticmethod
+    @override
+    def backward(ctx: object, *gradients: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return 5 * gradients[0]
+
+
+class Custom(nn.Module):
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]
+        return result
+
+
+class Branching(nn.Module):
+    """Goes one way or the other, by the values of its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        return -y if x.sum() > 0 else y
+
+
+class Noting(nn.Module):
+    """Branches on shapes, which are known."""
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() != 2 or x.shape[-1] > 8:
+            raise ValueError("use at most 8 features")
+        return x * 2 if int(x.size(1)) == 3 else x
+
+
+class Pair(nn.Module):
+    """Returns two tensors, by a loop over values."""
+
+    @override
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for _ in range(int(x.detach().abs().amax().clamp(max=1.0).ceil())):
+            x = x + 1
+        return x, x.cumsum(1)
+
+
+class Joined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Pair()
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = self.pair(x)
+        result: torch.Tensor = one * other
+        return result
+
+
+class Keeping(nn.Module):
+    """Branches on values, and keeps statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(x)
+        return y if y.sum() > 0 else -y
+
+
+def whole_of(model: nn.Module) -> dict[str, str]:
+    graph = capture(model, [InputSpec(shape=(4,))])
+    return {layer.name: layer.whole for layer in graph.layers if layer.whole}
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "reason"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 4), Custom()), "1", "it calls Doubled"),
+        (lambda: nn.Sequential(Branching(), Noting()), "0", "values of its data"),
+        (Joined, "pair.0", "NotImplementedError|RuntimeError|TypeError"),
+        (lambda: nn.Sequential(nn.CELU()), "0", "CELU has no split rule"),
+    ],
+)
+def test_a_module_that_cannot_be_traced_is_computed_whole(
+    make: type[nn.Module], name: str, reason: str
+) -> None:
+    case = Case(make=make, shape=(4,))
+    model = case.model()
+    found = whole_of(model)
+    assert next(iter(found)) == name
+    assert any(word in found[name] for word in reason.split("|"))
+    graph = capture(model, case.specs)
+    assert_same(graph, model, case, training=True)
+    assert_same(graph, model, case, training=False, seed=1)
+
+
+class Summing(nn.Module):
+    """Calls a function that no translation knows, and mixes positions with samples."""
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.cumsum(1).reshape(-1, 2).tanh()
+        return rows.view(len(x), -1)
+
+
+def test_a_module_that_calls_an_unknown_function_is_computed_whole() -> None:
+    make = lambda: nn.Sequential(nn.Linear(4, 4), Summing(), nn.Linear(4, 2))  # noqa: E731
+    case = Case(make=make, shape=(4,))
+    model = case.model()
+    found = whole_of(model)
+    assert list(found) == ["1"]
+    assert "cumsum" in found["1"]
+    assert "test_tracing.py" in found["1"]
+    graph = capture(model, case.specs)
+    assert_same(graph, model, case, training=True, seed=2)
+
+
+def test_only_the_innermost_module_is_kept_whole() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Branching()), nn.Linear(3, 2))
+    assert list(whole_of(model)) == ["0.1"]
+
+
+def test_branches_on_shapes_are_traced_through() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), Noting())
+    assert whole_of(model) == {}
+    graph = capture(model, [InputSpec(shape=(4,))])
+    assert graph.layers[-1].name == "1.mul"
+
+
+def test_the_gradient_of_a_custom_function_at_the_root_is_not_lost() -> None:
+    with pytest.raises(GraphError, match=r"Custom.forward .* calls Doubled.*its own"):
+        capture(Custom(), [InputSpec(shape=(4,))])
+    x = torch.ones(2, requires_grad=True)
+    (gradient,) = torch.autograd.grad(Custom()(x).sum(), x)
+    assert gradient.tolist() == [5.0, 5.0]  # and the class is as it was
+
+
+def test_a_whole_module_on_the_meta_device_has_to_be_given_a_shape() -> None:
+    model = nn.Sequential(Branching().to("meta"))
+    with pytest.raises(GraphError, match=r"0 .Branching. .*meta device"):
+        whole_of(model)
+
+
+def test_statistics_of_a_whole_module_are_not_lost_silently() -> None:
+    with pytest.raises(GraphError, match="statistics of its norm would be lost"):
+        whole_of(nn.Sequential(Keeping()))
+
+
+def test_whole_modules_take_outputs_of_layers_only() -> None:
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Scaling()
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.part(x, 2.0)
+            return result
+
+    class Scaling(nn.Module):
+        @override
+        def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+            return x.cumsum(1) * factor if x.sum() > 0 else x
+
+    with pytest.raises(GraphError, match=r"is called with 2\.0"):
+        whole_of(Called())
+
+
+def test_hooks_run_with_the_whole_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_forward_hook(lambda _, __, output: output * 2)
+    assert "it has hooks" in whole_of(model)["0"]

@@ -1,0 +1,87 @@
+"""Whole models: captured, computed layer by layer and in parts, against themselves."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from distbelief.graph.capture import capture
+from tests.distbelief.graph.zoo.catalogue import ZOO
+from tests.distbelief.graph.zoo.comparison import assert_same
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_captured_model_computes_what_the_model_computes(name: str) -> None:
+    case = ZOO[name]
+    model = case.model()
+    graph = capture(model, case.specs)
+    assert graph.n_parameters == sum(p.numel() for p in model.parameters())
+    assert_same(graph, model, case, training=True)
+    assert_same(graph, model, case, training=False)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_captured_model_cut_at_random_computes_the_same(name: str) -> None:
+    case = ZOO[name]
+    model = case.model()
+    graph = capture(model, case.specs)
+    assert_same(graph, model, case, training=True, seed=1)
+    assert_same(graph, model, case, training=False, seed=2)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_layers_are_kept_whole_with_a_reason_and_only_where_they_must(
+    name: str,
+) -> None:
+    case = ZOO[name]
+    graph = capture(case.model(), case.specs)
+    whole = {layer.name: layer.whole for layer in graph.layers if layer.whole}
+    expected = case.whole or {}
+    assert whole.keys() == expected.keys()
+    for layer, reason in expected.items():
+        assert reason in whole[layer]
+        assert graph[layer].kind == "whole"
+        assert graph[layer].number("operations") > 0
+
+
+@pytest.mark.parametrize("name", [n for n, case in ZOO.items() if case.dropping])
+def test_dropout_is_a_layer_that_is_idle_outside_of_training(name: str) -> None:
+    case = ZOO[name]
+    model = case.model(dropping=True)
+    graph = capture(model, case.specs)
+    drops = [
+        layer
+        for layer in graph.layers
+        if layer.kind == "dropout" or layer.options.get("dropout")
+    ]
+    assert len(drops) == (8 if name == "encoder" else 2)
+    assert_same(graph, model, case, training=False)
+    assert graph.fingerprint == capture(model.eval(), case.specs).fingerprint
+
+
+NAMES = ("mobilenet", "encoder, causal, norm first", "vision transformer")
+PROGRAM = f"""
+from distbelief.graph.capture import capture
+from tests.distbelief.graph.zoo.catalogue import ZOO
+
+for name in {NAMES}:
+    print(capture(ZOO[name].model(), ZOO[name].specs).fingerprint)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_every_process_gets_the_same_fingerprints() -> None:
+    own = [capture(ZOO[name].model(), ZOO[name].specs).fingerprint for name in NAMES]
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    other = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=140,
+        check=True,
+    )
+    assert other.stdout.split() == own
+    assert len(set(own)) == len(NAMES)

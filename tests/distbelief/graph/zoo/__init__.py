@@ -1,0 +1,1 @@
+"""Models for tests: small by their arguments, and true to structure."""

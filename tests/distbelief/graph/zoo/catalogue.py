@@ -1,0 +1,103 @@
+"""The models of this zoo, and what capturing each of them should come to."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, final
+
+import torch
+from torch import nn
+
+from distbelief.graph.capture import InputSpec
+from distbelief.graph.region import Shape
+from tests.distbelief.graph.zoo.branching import DenseNet, Inception, ResNet, UNet
+from tests.distbelief.graph.zoo.local import LocalNet
+from tests.distbelief.graph.zoo.plain import AlexNet, MobileNet, Vgg16
+from tests.distbelief.graph.zoo.sequences import (
+    LstmTagger,
+    TorchEncoder,
+    VisionTransformer,
+)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model and its input.
+
+    Attributes:
+        make: Makes the model without dropout.
+        shape: Of its input, without the batch.
+        n_values: Of an input of whole numbers.
+        whole: Layers that are computed whole, and a word of the reason.
+        dropping: Makes it with dropout, if it has any.
+    """
+
+    make: Callable[[], nn.Module]
+    shape: Shape
+    n_values: int | None = None
+    whole: Mapping[str, str] | None = None
+    dropping: Callable[[], nn.Module] | None = None
+
+    @property
+    def specs(self) -> list[InputSpec]:
+        return [InputSpec(shape=self.shape, n_values=self.n_values)]
+
+    def model(self, *, dropping: bool = False) -> nn.Module:
+        """Return the model with the same numbers every time, in float64."""
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            make = self.dropping if dropping else self.make
+            assert make is not None
+            model = make().double()
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    if tensor.is_floating_point():
+                        tensor.add_(0.1 * torch.rand_like(tensor))
+        return model
+
+    def input(self, *, batch: int) -> torch.Tensor:
+        """Return some samples; of numbers, with a gradient."""
+        generator = torch.Generator().manual_seed(3)
+        shape = (batch, *self.shape)
+        if self.n_values is not None:
+            return torch.randint(self.n_values, shape, generator=generator)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return x.requires_grad_()
+
+
+ZOO: Final[Mapping[str, Case]] = {
+    "alexnet": Case(
+        make=AlexNet, shape=(3, 47, 47), dropping=lambda: AlexNet(dropout=0.5)
+    ),
+    "vgg16": Case(make=Vgg16, shape=(3, 32, 32), dropping=lambda: Vgg16(dropout=0.5)),
+    "mobilenet": Case(make=MobileNet, shape=(3, 12, 12)),
+    "resnet18": Case(make=ResNet, shape=(3, 32, 32)),
+    "resnet50": Case(
+        make=lambda: ResNet((3, 4, 6, 3), width=1, bottleneck=True), shape=(3, 32, 32)
+    ),
+    "inception": Case(make=Inception, shape=(5, 6, 7)),
+    "densenet": Case(make=DenseNet, shape=(3, 8, 8)),
+    "unet": Case(make=UNet, shape=(1, 9, 11)),
+    "unet, transposed": Case(
+        make=lambda: UNet(transposed=True),
+        shape=(1, 9, 11),
+        whole=dict.fromkeys(["raised.0", "raised.1"], "ConvTranspose2d has no split"),
+    ),
+    "lstm": Case(
+        make=LstmTagger,
+        shape=(5,),
+        n_values=11,
+        whole={"lstm.0": "LSTM has no split rule: a step needs the one before"},
+    ),
+    "encoder": Case(
+        make=TorchEncoder,
+        shape=(5,),
+        n_values=11,
+        dropping=lambda: TorchEncoder(dropout=0.1),
+    ),
+    "encoder, causal, norm first": Case(
+        make=lambda: TorchEncoder(norm_first=True, causal=True), shape=(5,), n_values=11
+    ),
+    "vision transformer": Case(make=VisionTransformer, shape=(3, 8, 8)),
+    "local": Case(make=LocalNet, shape=(3, 14, 14)),
+}

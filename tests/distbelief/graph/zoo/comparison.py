@@ -1,0 +1,95 @@
+"""A captured model, whole or in parts, against the model itself."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+from distbelief.graph.evaluation import Partials, Parts, evaluate
+from distbelief.graph.kind import Step, kind_of
+from distbelief.graph.kinds.normalisation import running_averages
+from distbelief.graph.layer import INPUT, Layer, LayerGraph
+from distbelief.graph.region import Region
+from tests.distbelief.graph.kinds.comparison import close, zeros
+from tests.distbelief.graph.zoo.catalogue import Case
+
+
+def whole_modules(graph: LayerGraph, model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that some layer calls."""
+    paths = [
+        layer.text("module") for layer in graph.layers if "module" in layer.options
+    ]
+    return {path: model.get_submodule(path) for path in paths}
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(model.named_parameters()),
+        **{name: tensor.clone() for name, tensor in model.named_buffers()},
+    }
+
+
+def flat(result: object) -> list[torch.Tensor]:
+    values = result.values() if isinstance(result, Mapping) else [result]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def random_parts(layer: Layer, generator: np.random.Generator) -> Parts:
+    """Halves along some of the dimensions it may be cut in, of output or input."""
+    kind = kind_of(layer)
+    partial = kind.partial
+    if partial is not None and generator.random() < 0.5:
+        region, cuts = Region.of(*layer.input_shapes[0]), partial.cuts(layer)
+    else:
+        partial, region, cuts = None, layer.region, kind.cuts(layer)
+    parts = [region]
+    for cut in cuts:
+        if generator.random() < 0.6:
+            parts = [
+                half
+                for part in parts
+                for half in part.cut(cut.dim, [1.0, 1.0], unit=cut.unit)
+            ]
+    return parts if partial is None else Partials(tuple(parts))
+
+
+def assert_same(
+    graph: LayerGraph,
+    model: nn.Module,
+    case: Case,
+    *,
+    training: bool,
+    seed: int | None = None,
+) -> None:
+    """Check outputs, gradients and running statistics of a step."""
+    model.train(training)
+    x = case.input(batch=3)
+    tensors = tensors_of(model)
+    step = Step(training=training, modules=whole_modules(graph, model))
+    parts: dict[str, Parts] = {}
+    if seed is not None:
+        generator = np.random.default_rng(seed)
+        parts = {
+            layer.name: random_parts(layer, generator)
+            for layer in graph.layers
+            if layer.kind != INPUT
+        }
+    (source,) = [layer.name for layer in graph.layers if layer.kind == INPUT]
+    values = evaluate(graph, {source: x}, tensors, parts=parts, step=step)
+    model.train(training)
+    expected = flat(model(x))
+    found = [values[name] for name in graph.outputs]
+    for one, other in zip(found, expected, strict=True):
+        close(one, other)
+    leaves = [*model.parameters(), *([x] if x.requires_grad else [])]
+    sums = [
+        torch.stack([(value * value.cos()).sum() for value in outputs]).sum()
+        for outputs in (found, expected)
+    ]
+    gradients = [torch.autograd.grad(s, leaves, allow_unused=True) for s in sums]
+    for one, other in zip(*gradients, strict=True):
+        close(zeros(one, other), zeros(other, one))
+    buffers = dict(model.named_buffers())
+    for name, layer in running_averages(graph).items():
+        close(values[layer][0], buffers[name])
