@@ -24,7 +24,8 @@ if TYPE_CHECKING:
         PeerLostError as PeerLostError,
         StorageError as StorageError,
     )
-    from distbelief.job.training import Run as Run, train as train
+    from distbelief.job.run import Run as Run
+    from distbelief.job.training import train as train
     from distbelief.optimizer import DownpourSGD as DownpourSGD
     from distbelief.parameter_server.update_rules import (
         SGD as SGD,
@@ -40,7 +41,7 @@ _HOMES = {
     "JobError": "distbelief.errors",
     "PeerLostError": "distbelief.errors",
     "StorageError": "distbelief.errors",
-    "Run": "distbelief.job.training",
+    "Run": "distbelief.job.run",
     "train": "distbelief.job.training",
     "DownpourSGD": "distbelief.optimizer",
     "ParameterServer": "distbelief.server",

@@ -197,7 +197,7 @@ class Node:
         return True
 
     def tell(self, event: Event) -> bool:
-        """Let the role handle `event` at once; for the thread that pumps, between pumps.
+        """Let the role handle `event` at once; for the thread that pumps.
 
         Returns:
             Whether it could: a role that has ended handles nothing.

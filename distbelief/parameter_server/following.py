@@ -17,6 +17,9 @@ Rules:
   cannot be reached, the answer is a `PushCredit` of no blocks, and the leader sends it
   in blocks, for which there is room for two pushes: the slots of sequence s mod 2, as
   a client's, where the push at clock c has sequence c + 1.
+* What it reads there after its leader was let go on alone may be anything, for the slot
+  is lent anew; but then it is whole for a pairing that is over, and nobody is to lead
+  with it.
 * A word of a push that waits here is answered by a `PushCredit`, a sign of life.
 """
 

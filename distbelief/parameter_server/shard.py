@@ -9,18 +9,16 @@ pieces the shard decides what is next:
                              +--> apply    the oldest complete push
                              +--> halt     told to stop, and nothing is left to do
 
-One of two copies does not serve before it is told to lead, and may be a second before:
+One of two copies does not serve before it leads:
 
-    initialise --> waiting --+-----------------------------------> serving
-                             +--> following --+--> apply             ^
-                                      |       +--> halt              |
-                                      +-- Lead, and all is applied --+
+    initialise --> waiting, following --> apply   what its leader has forwarded
+                        |            +--> halt    told to stop
+                        +--> serving              told to lead, and all that is applied
 
 Rules:
 
-* `forwarding` has the rules of a leader with a second, `following` those of a second.
-  Who leads never follows again in the same life: it halts if another one leads.
-
+* `standing` has the rules of who leads and who follows, `forwarding` those of a leader
+  with a second, `following` those of a second.
 * `service` has the rules of the handshake, `slots` and `pushes` those of pushes,
   `leases` and `fetches` those of fetches by blocks.
 * The published values are marked as being written from the `Compute` of an application
@@ -34,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import assert_never, final
 
-from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
+from distbelief.errors import RemoteProtocolError
 from distbelief.memory import Memory
 from distbelief.messages import (
     Acknowledge,
@@ -69,13 +67,13 @@ from distbelief.messages import (
     Welcome,
     Whole,
 )
-from distbelief.parameter_server.following import Following
 from distbelief.parameter_server.forwarding import TIMER as SECOND_TIMER
 from distbelief.parameter_server.pushes import Applying
 from distbelief.parameter_server.saves import Saves
 from distbelief.parameter_server.service import Service
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.snapshots import ShardState, take
+from distbelief.parameter_server.standing import Standing
 from distbelief.parameter_server.values import ShardValues
 from distbelief.roles import (
     Action,
@@ -99,8 +97,6 @@ from distbelief.vectors import Vector
 
 
 __all__ = ["ParameterServerShard", "ShardConfig"]
-
-CopyMessage = Follow | StateBlock | Forward | StateCredit | Acknowledge | PushCredit
 
 
 class _Work(Enum):
@@ -136,18 +132,7 @@ class ParameterServerShard:
         self._identity = config.identity
         self._values = ShardValues(self._identity, memory=memory)
         self._service = Service(config, self._values, memory=memory)
-        self._following: Following | None = None  # until it leads
-        if config.waits_for_lead:
-            self._following = Following(
-                self._values,
-                memory=memory,
-                bounds=self._service.bounds,
-                n_clients_max=config.n_clients_max,
-            )
-        self._waits_for_lead = config.waits_for_lead
-        self._lead: Lead | None = None  # that it is to obey
-        self._followed: Address | None = None  # before it led
-        self._restored_pairing = 0  # of the snapshot
+        self._standing = Standing(config, self._values, self._service, memory=memory)
         self._saves = Saves()
         self._work: _Work | None = None
         self._ready = False
@@ -161,16 +146,12 @@ class ParameterServerShard:
                 actions = self._start(event)
             case Received():
                 actions = self._receive(event, now)
-            case TimerFired() if event.name == SECOND_TIMER:
-                actions = self._service.forwarding.timer(now)
             case TimerFired():
-                actions = self._service.fetches.timer(event.name, now)
+                actions = self._timer(event.name, now)
             case Computed():
                 actions = self._computed(event, now)
             case Persisted():
-                assert self._work is _Work.SAVE, self._work
-                self._work = None
-                actions = self._saves.taken(event, clock=self._values.clock)
+                actions = self._persisted(event)
             case PeerLost():
                 self._service.lost(event)
                 actions = []
@@ -186,27 +167,15 @@ class ParameterServerShard:
         `bytes_in` counts what was pushed, by blocks or through shared memory;
         `bytes_out` blocks only: nobody tells a shard of reads from shared memory.
         """
-        following = self._following
         if self._work is not None:
             state = self._work.value
-        elif self._stopped_by is not None:
-            state = "stopping"
-        elif following is None:
-            state = "serving"
         else:
-            state = "following" if following.follows else "waiting"
-        counters = {
+            state = "stopping" if self._stopped_by is not None else self._standing.word
+        return state, {
             "clock": float(self._values.clock),
             **self._service.counters(),
+            **self._standing.counters(),
         }
-        if self._waits_for_lead:
-            part = self._service.forwarding if following is None else following
-            counters |= {
-                "pairing": float(part.pairing),
-                "whole": 0.0 if following is None else float(following.whole_for),
-                "leading": float(following is None),
-            }
-        return state, counters
 
     # ------------------------------------------------------------- life and death
 
@@ -218,7 +187,7 @@ class ParameterServerShard:
         work, cost = self._values.initialising(
             event.restored,
             self._initialise,
-            incarnation=None if self._waits_for_lead else event.incarnation,
+            incarnation=event.incarnation if self._standing.leads else None,
         )
         self._work = _Work.INITIALISE
         actions: list[Action] = [Compute(name="initialise", work=work, cost=cost)]
@@ -230,8 +199,7 @@ class ParameterServerShard:
     def _end(self) -> list[Action]:
         assert self._stopped_by is not None
         self._service.release()
-        if self._following is not None:
-            self._following.release()
+        self._standing.release()
         self._memory.release(self._values.region)
         _, counters = self.status()
         finished = Finished(counters=dict(counters))
@@ -242,36 +210,44 @@ class ParameterServerShard:
     def _next_work(self, now: Seconds) -> list[Action]:
         if self._work is not None or not self._ready:
             return []
-        if self._following is not None:
-            return self._follow(self._following, now)
+        actions = self._begin_forwarded()
+        if self._work is None:
+            actions += self._standing.begin_to_lead(now)
+            if self._standing.leads:
+                actions += self._serve(now)
+            elif self._stopped_by is not None:
+                actions += self._end()
+        return actions
+
+    def _begin_forwarded(self) -> list[Action]:
+        """Apply what the leader has forwarded."""
+        if self._stopped_by is not None:
+            return []
+        forwarded = self._standing.begin_next()
+        if forwarded is None:
+            return []
+        n_clients = max(1, forwarded.message.n_pushing)
+        return self._apply(forwarded.values, n_clients=n_clients)
+
+    def _serve(self, now: Seconds) -> list[Action]:
+        """Do what is next for the clients."""
         label = self._saves.next_label
         if label is not None:
             return self._begin_save(label)
         may_copy = self._service.fetches.wants_copy and self._stopped_by is None
         if may_copy and not self._copied_last:
             return self._begin_copy()
-        forwarding = self._service.forwarding
-        actions = forwarding.transfer(now)
-        if forwarding.may_apply:
+        actions = self._service.forwarding.transfer(now)
+        applying = None
+        if self._service.forwarding.may_apply:
             applying = self._service.pushes.begin_next()
-            if applying is not None:
-                return [*actions, *self._begin_apply(applying, now)]
-        if may_copy:
-            return [*actions, *self._begin_copy()]
-        return actions if self._stopped_by is None else self._end()
-
-    def _follow(self, following: Following, now: Seconds) -> list[Action]:
-        """Do what is next for a copy that does not lead."""
-        if self._stopped_by is not None:
-            return self._end()
-        forwarded = following.begin_next()
-        if forwarded is not None:
-            n_clients = max(1, forwarded.message.n_pushing)
-            return self._apply(forwarded.values, n_clients=n_clients)
-        if self._lead is not None:
-            actions = self._begin_to_lead(following, self._lead, now)
-            return [*actions, *self._next_work(now)]
-        return []
+        if applying is not None:
+            actions += self._begin_apply(applying, now)
+        elif may_copy:
+            actions += self._begin_copy()
+        elif self._stopped_by is not None:
+            actions += self._end()
+        return actions
 
     def _apply(self, pushed: Vector, *, n_clients: int) -> list[Action]:
         self._work = _Work.APPLY
@@ -285,15 +261,6 @@ class ParameterServerShard:
             applying, n_clients=n_clients, now=now
         )
         return [*forwards, *self._apply(applying.slot.values, n_clients=n_clients)]
-
-    def _end_apply(self) -> list[Action]:
-        if self._following is not None:
-            return self._following.end()
-        clock = self._values.clock
-        self._values.end_push()
-        held = self._service.forwarding.applied(clock=clock)
-        actions = self._service.pushes.end(clock=clock, held=held)
-        return [*actions, *self._service.greet_held()]
 
     def _begin_copy(self) -> list[Action]:
         self._work = _Work.COPY
@@ -312,6 +279,16 @@ class ParameterServerShard:
         )
         return [Persist(snapshot=take(label, state, identity=self._identity))]
 
+    def _persisted(self, event: Persisted) -> list[Action]:
+        assert self._work is _Work.SAVE, self._work
+        self._work = None
+        return self._saves.taken(event, clock=self._values.clock)
+
+    def _timer(self, name: str, now: Seconds) -> list[Action]:
+        if name == SECOND_TIMER:
+            return self._service.forwarding.timer(now)
+        return self._service.fetches.timer(name, now)
+
     def _computed(self, event: Computed, now: Seconds) -> list[Action]:
         if event.error is not None:
             raise event.error
@@ -321,12 +298,9 @@ class ParameterServerShard:
                 assert isinstance(event.result, ShardState), event.result
                 self._values.initialised(event.result)
                 self._ready = True
-                if self._following is None:
-                    return self._service.open(event.result.clients)
-                self._restored_pairing = event.result.incarnation
-                return self._following.restored(event.result.clients)
+                return self._standing.restored(event.result)
             case _Work.APPLY:
-                return self._end_apply()
+                return self._standing.end_push()
             case _Work.COPY:
                 return self._service.fetches.end_copy(clock=self._values.clock, now=now)
             case _Work.SAVE | None:
@@ -337,31 +311,28 @@ class ParameterServerShard:
     # ------------------------------------------------------------------- messages
 
     def _receive(self, event: Received, now: Seconds) -> list[Action]:
-        sender, message = event.sender, event.message
+        sender, message, standing = event.sender, event.message, self._standing
         match message:
             case Hello():
-                return self._service.greet(event, message)
-            case PushBlock() if self._following is not None:
-                return self._following.take_block(sender, message)
-            case PushBlock() if sender == self._followed:
-                return []  # it was deposed
+                actions = self._service.greet(event, message)
+            case PushBlock() if standing.is_leader(sender):
+                actions = standing.receive(event, message, now)
             case Fetch() | Credit() | PushBlock() | Push():
-                return self._service.serve(event, message, now)
+                actions = self._service.serve(event, message, now)
             case (
-                Follow()
+                Lead()
+                | Follow()
                 | StateBlock()
                 | Forward()
                 | StateCredit()
                 | Acknowledge()
                 | PushCredit()
             ):
-                return self._receive_from_copy(event, message, now)
+                actions = standing.receive(event, message, now)
             case Save():
-                return self._save(sender, message.label)
+                actions = self._save(sender, message.label)
             case Stop():
-                return self._stop(sender)
-            case Lead():
-                return self._take_lead(message, now)
+                actions = self._stop(sender)
             case (
                 Join()
                 | Peers()
@@ -387,37 +358,7 @@ class ParameterServerShard:
                 )
             case _:
                 assert_never(message)
-
-    def _receive_from_copy(
-        self, event: Received, message: CopyMessage, now: Seconds
-    ) -> list[Action]:
-        """Take a message of the other copy of this shard."""
-        if not self._waits_for_lead:
-            raise RemoteProtocolError(
-                f"{event.sender} sent {type(message).__name__}, but shard "
-                f"{self._identity.index} has one copy only"
-            )
-        if self._following is not None:
-            return _to_second(self._following, event.sender, message)
-        forwarding = self._service.forwarding
-        match message:
-            case StateCredit():
-                return forwarding.credit_pieces(event, message, now)
-            case Acknowledge():
-                actions = forwarding.acknowledged(event, message, now)
-                return [*actions, *self._service.greet_held()]
-            case PushCredit():
-                return forwarding.credit_blocks(event, message, now)
-            case Follow() if message.pairing > forwarding.pairing:
-                raise DistBeliefError(
-                    f"{event.sender} leads shard {self._identity.index} as pairing "
-                    f"{message.pairing}, after this life did as {forwarding.pairing}: "
-                    "only the next one can be its second"
-                )
-            case Follow() | StateBlock() | Forward():
-                return []  # of a leader that was deposed
-            case _:
-                assert_never(message)
+        return actions
 
     def _stop(self, sender: Address) -> list[Action]:
         self._stopped_by = sender
@@ -426,72 +367,6 @@ class ParameterServerShard:
 
     def _save(self, sender: Address, label: str) -> list[Action]:
         clock = self._values.clock
-        if self._following is not None and self._lead is None:
+        if not self._standing.will_lead:
             return self._saves.refuse(sender, label, clock=clock)
         return self._saves.ask(sender, label, clock=clock)
-
-    # -------------------------------------------------------------------- leading
-
-    def _take_lead(self, message: Lead, now: Seconds) -> list[Action]:
-        """Lead, or go on leading with another second."""
-        if not self._waits_for_lead:
-            raise RemoteProtocolError(
-                f"shard {self._identity.index} has one copy only, and leads already"
-            )
-        following, forwarding = self._following, self._service.forwarding
-        if following is None:
-            if message.pairing <= forwarding.pairing:
-                return []
-            actions = forwarding.lead(message.pairing, _second(message), now)
-            return [*actions, *self._service.greet_held()]
-        if message.pairing <= following.pairing:
-            return []
-        if not following.lead(message.pairing):
-            raise DistBeliefError(
-                f"told to lead shard {self._identity.index} as pairing "
-                f"{message.pairing} with {self._values.n_held} of "
-                f"{self._values.n_pieces} pieces of what {following.leader} held: the "
-                "next life begins from the newest snapshot"
-            )
-        self._lead = message
-        return []
-
-    def _begin_to_lead(
-        self, following: Following, lead: Lead, now: Seconds
-    ) -> list[Action]:
-        if not following.follows and lead.pairing <= self._restored_pairing:
-            raise StorageError(
-                f"the snapshot of shard {self._identity.index} is of pairing "
-                f"{self._restored_pairing}, and the shard is told to lead as "
-                f"{lead.pairing}: a resumed run must go on counting pairings where the "
-                "first ended"
-            )
-        self._following = self._lead = None
-        self._followed = following.leader
-        following.release()
-        text = f"leads as pairing {lead.pairing}, from clock {self._values.clock}"
-        return [
-            Report(text=text),
-            *self._service.lead(lead.pairing, following.clients.values()),
-            *self._service.forwarding.lead(lead.pairing, _second(lead), now),
-        ]
-
-
-def _second(lead: Lead) -> Address | None:
-    return Address(lead.second) if lead.second else None
-
-
-def _to_second(
-    following: Following, sender: Address, message: CopyMessage
-) -> list[Action]:
-    match message:
-        case Follow():
-            return following.follow(sender, message)
-        case StateBlock():
-            return following.take_piece(sender, message)
-        case Forward():
-            return following.forward(sender, message)
-        case StateCredit() | Acknowledge() | PushCredit():
-            return []  # meant for an earlier life
-        case _:
-            assert_never(message)

@@ -57,7 +57,6 @@ class BareClient:
         join = Join(endpoint=self._transport.endpoint, host=memory.host, pid=0)
         self._worker = Worker(client=self._client, join=join)
         self._node = Node(self._worker, transport=self._transport, log=_say)
-        self._n_commands = 0
 
     def __enter__(self) -> Self:
         self._wait(lambda: self._worker.has_joined)
@@ -95,10 +94,8 @@ class BareClient:
             self._node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)
 
     def _command(self, command: Computed) -> None:
-        self._n_commands += 1
-        self._node.post(command)
-        until = self._n_commands
-        self._wait(lambda: self._worker.n_done >= until)
+        if not self._node.tell(command):
+            self._wait(lambda: False)  # says why
 
     def _wait(self, until: Callable[[], bool]) -> None:
         if not self._node.pump(until, timeout_seconds=TIMEOUT_SECONDS):

@@ -1,75 +1,497 @@
-"""What must hold after every event, whatever breaks: section 3 of the design.
+"""What must hold whatever breaks, as an all-knowing observer sees it.
 
-    identity   a shard's clock never falls within one life, and counts its pushes
-    push       every push is applied once, or never; never NaN, never half
-    staleness  between 0 and the shard's clock
-    bounds     queues are no longer than there are clients; host memory does not grow
-               with the number of lives
+    ExactlyOnce          each push is in the values of a shard once, or never
+    AcknowledgedIsKept   what a client was told is applied stays applied
+    MissingIsCounted     what is not in the values at the end was counted as lost
+    SequencesRise        no acknowledged sequence goes backwards
+    ClockRises           nor does a shard's clock, within one life that leads
+    StalenessIsTrue      it is counted from the version that was really fetched
+    Bounded              queues, tables, and the memory of a host
+    WholeVersions        what a reader installs is one version of each shard, no mixture
+    OneLeader            at most one life acknowledges under one pairing
+    TwinsAreEqual        two copies of a shard are equal, to the bit, at equal clocks
 
-A class per invariant: built with the cluster, asked after every event (`watch`).
+A class per invariant. Each looks at the one life that has just handled an event, which
+is all that the event can have changed. Two more are no matter of one event: after the
+last fault everybody ends (`scenarios`), and equal seeds have equal traces.
 """
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
 
+from distbelief.messages import Acknowledge, Welcome
+from distbelief.parameter_server.client import Installed
+from distbelief.parameter_server.link import Link
+from distbelief.parameter_server.pairing import Pairing
 from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.roles import Address
+from distbelief.parameter_server.slots import N_SLOTS
+from distbelief.roles import Address, Computed, Role, Send, Started
 from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.world import Happening
 from distbelief.vectors import Vector
+from tests.simulation.workers import N_MARKS, Ledger, Unreadable, Worker, marks_of
+
+
+Version = tuple[int, int]  # of a shard: incarnation (or pairing), clock
 
 
 @dataclass(kw_only=True)
-class Invariants:
-    """All of them, for these shards."""
+class Scene:
+    """What is looked at, and what was seen so far."""
 
     cluster: SimulatedCluster
-    shards: Sequence[Address]
-    n_clients: int
+    shards: Mapping[Address, int]  # every copy -> index of its shard
+    workers: Sequence[Address]
+    ledger: Ledger
     host_bytes_max: int
-    clocks: dict[tuple[Address, int], float] = field(default_factory=dict)
+    # Of two copies: who leads, in the eyes of who decides it.
+    pairings: Mapping[Address, Pairing] = field(default_factory=dict)
+    # Per shard: each version it ever published, by the checksum of its values.
+    versions: list[dict[int, set[int]]] = field(default_factory=list)
+    acknowledged: list[npt.NDArray[np.bool_]] = field(default_factory=list)  # by mark
+    # Per shard, under which incarnations, or pairings, somebody began to lead.
+    leads_as: list[list[int]] = field(default_factory=list)
+    # Per shard, the life that welcomed clients as the newest leader.
+    serves: dict[int, tuple[Address, int]] = field(default_factory=dict)
+    # Shards of which a life was lost that nobody else had a whole copy of.
+    forgetful: set[int] = field(default_factory=set)
+    broken_lives: set[Address] = field(default_factory=set)  # workers that had several
 
-    def __call__(self) -> None:
-        for name in self.shards:
-            if name in self.cluster.alive:
-                self.clock_rises(name)
-                self.staleness_is_bounded(name)
-                self.queue_is_bounded(name)
-        self.memory_is_bounded()
+    def __post_init__(self) -> None:
+        n_shards = len(set(self.shards.values()))
+        self.versions = [{} for _ in range(n_shards)]
+        self.leads_as = [[0] for _ in range(n_shards)]
+        self.acknowledged = [np.zeros(N_MARKS, bool) for _ in range(n_shards)]
 
-    def counters(self, name: Address) -> dict[str, float]:
-        return dict(self.cluster.role(name).status()[1])
+    def shard(self, name: Address) -> ParameterServerShard:
+        shard = shard_in(self.cluster.role(name))
+        assert shard is not None
+        return shard
 
-    def clock_rises(self, name: Address) -> None:
-        life = name, self.cluster.incarnation(name)
-        counters = self.counters(name)
-        clock = counters["clock"]
-        assert clock >= self.clocks.get(life, 0.0), f"{name}'s clock fell to {clock}"
-        assert counters["pushes_applied"] <= clock
-        self.clocks[life] = clock
+    def serving(self, happening: Happening) -> int | None:
+        """Return the shard that this life serves, if it does."""
+        index = self.shards[happening.name]
+        life = happening.name, happening.incarnation
+        return index if self.serves.get(index) == life else None
 
-    def staleness_is_bounded(self, name: Address) -> None:
-        counters = self.counters(name)
+    def counts(self, name: Address, shard: ParameterServerShard) -> bool:
+        """Return whether anybody relies on the values of this copy.
+
+        Nobody does on those of a second that was let go: it may still hear its leader's
+        old words, of slots that are in use for something else by now.
+        """
+        following = shard._standing._following
+        if following is None or not following.follows:
+            return True
+        pairing = self.pairings[name]
+        if pairing.leader == name:
+            return True  # it is to lead, and may not know yet
+        return pairing.second == name and pairing.number == following.pairing
+
+    def links(self) -> Iterator[Link]:
+        """Yield what each worker knows of each shard."""
+        for worker in map(self.cluster.role, self.workers):
+            assert isinstance(worker, Worker)
+            yield from worker.client._links
+
+    def leader_under(self, index: int, pairing: int) -> int:
+        """Return as what the leader of this pairing began to lead."""
+        return max(number for number in self.leads_as[index] if number <= pairing)
+
+    @property
+    def leaders(self) -> dict[int, Address]:
+        """Per shard, the copy that serves."""
+        return {index: name for index, (name, _) in sorted(self.serves.items())}
+
+
+class Invariant:
+    """One rule. What it does not look at costs it nothing."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+
+    def shard(self, shard: ParameterServerShard, happening: Happening) -> None:
+        """Look at a copy of a shard that has handled an event."""
+
+    def computed(self, shard: ParameterServerShard, happening: Happening) -> None:
+        """Look at one whose work has ended, so that its values may be new."""
+
+    def worker(self, worker: Worker, happening: Happening) -> None:
+        """Look at a worker that has handled an event."""
+
+    def installed(self, worker: Worker, happening: Happening) -> None:
+        """Look at one that has installed a whole fetch."""
+
+    def at_end(self) -> None:
+        """Look at everything, when all have ended well."""
+
+
+class ExactlyOnce(Invariant):
+    """Each push is in the values of a shard once, or never; never half, never NaN.
+
+    So it is in the state of the rule.
+    """
+
+    @override
+    def computed(self, shard: ParameterServerShard, happening: Happening) -> None:
+        if self.scene.counts(happening.name, shard):
+            values = shard._values
+            n_here = values._pieces.n_elements(values.n_held)
+            check_marks(happening.name, marks_of(shard)[:n_here])
+
+    @override
+    def at_end(self) -> None:
+        for name in self.scene.leaders.values():
+            values, *states = Unreadable.read_all(self.scene.shard(name)._values)
+            for state in states:
+                assert np.array_equal(state, -values), f"{name}'s state"
+
+
+class AcknowledgedIsKept(Invariant):
+    """What a client was told is applied is in the values of whoever serves.
+
+    One copy promises it as long as it lives, two as long as one of them does that is
+    whole.
+    """
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        self._settled: dict[tuple[Address, int, int], int] = {}
+
+    @override
+    def worker(self, worker: Worker, happening: Happening) -> None:
+        for link in worker.client._links:
+            key = happening.name, happening.incarnation, link.index
+            before, settled = self._settled.get(key, 0), link.pushing.settled
+            if settled > before:
+                self._settled[key] = settled
+                known = self.scene.acknowledged[link.index]
+                for sequence, mark in worker.marks:
+                    if before < sequence <= settled:
+                        known[mark] = True
+
+    @override
+    def computed(self, shard: ParameterServerShard, happening: Happening) -> None:
+        index = self.scene.serving(happening)
+        if index is not None:
+            self._check(index, happening.name, shard)
+
+    @override
+    def at_end(self) -> None:
+        for index, name in self.scene.leaders.items():
+            self._check(index, name, self.scene.shard(name))
+
+    def _check(self, index: int, name: Address, shard: ParameterServerShard) -> None:
+        if index in self.scene.forgetful:
+            return
+        missing = self.scene.acknowledged[index] & (marks_of(shard) != 1.0)
+        assert not missing.any(), (
+            f"{name} acknowledged push {np.flatnonzero(missing)[0]}, which is not in "
+            "the values"
+        )
+
+
+class MissingIsCounted(Invariant):
+    """What is not in the values at the end was counted as lost, shard by shard.
+
+    A worker that died counts no longer: then at least nothing is lost by shards that
+    forgot nothing.
+    """
+
+    @override
+    def at_end(self) -> None:
+        scene = self.scene
+        for index, name in scene.leaders.items():
+            links = [link for link in scene.links() if link.index == index]
+            newest = scene.leads_as[index][-1]
+            if not all(x.welcome and x._ranking.number == newest for x in links):
+                continue  # it had ended when this leader began: nobody told it
+            counted = sum(link.pushing.n_lost for link in links)
+            if not scene.broken_lives:
+                applied = int(marks_of(scene.shard(name)).sum())
+                missing = scene.ledger.n_issued - applied
+                assert counted == missing, f"{name} lacks {missing}, counted {counted}"
+            elif index not in scene.forgetful:
+                assert counted == 0, f"{counted} pushes lost by {name}, which kept all"
+
+
+class SequencesRise(Invariant):
+    """No acknowledged sequence goes backwards; none is beyond what was pushed."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        self._told: dict[tuple[Address, int, Address], int] = {}
+        self._settled: dict[tuple[Address, int, int], int] = {}
+
+    @override
+    def shard(self, shard: ParameterServerShard, happening: Happening) -> None:
+        del shard
+        for action in happening.actions:
+            if isinstance(action, Send) and isinstance(action.message, Acknowledge):
+                if action.receiver not in self.scene.workers:
+                    continue
+                key = happening.name, happening.incarnation, action.receiver
+                before, told = self._told.get(key, 0), action.message.sequence
+                assert told >= before, f"{key} went back from {before} to {told}"
+                self._told[key] = told
+
+    @override
+    def worker(self, worker: Worker, happening: Happening) -> None:
+        for link in worker.client._links:
+            key = happening.name, happening.incarnation, link.index
+            settled = link.pushing.settled
+            assert settled >= self._settled.get(key, 0), f"{key} went back"
+            assert settled <= link.pushing.issued, f"{key} settled what it never made"
+            self._settled[key] = settled
+
+
+class ClockRises(Invariant):
+    """A shard's clock never falls within one life, and counts what it applied."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        self._clocks: dict[tuple[Address, int], int] = {}
+
+    @override
+    def shard(self, shard: ParameterServerShard, happening: Happening) -> None:
+        if self.scene.serving(happening) is None:
+            return
+        life, clock = (happening.name, happening.incarnation), shard._values.clock
+        assert clock >= self._clocks.get(life, 0), f"{life}'s clock fell to {clock}"
+        self._clocks[life] = clock
+
+
+class StalenessIsTrue(Invariant):
+    """Staleness is between 0 and the clock, and counted from what was fetched."""
+
+    @override
+    def computed(self, shard: ParameterServerShard, happening: Happening) -> None:
+        del happening
+        counters = shard.status()[1]
         assert 0 <= counters["staleness_max"] <= counters["clock"]
+        assert counters["pushes_applied"] <= counters["clock"]
 
-    def queue_is_bounded(self, name: Address) -> None:
-        assert self.counters(name)["queue"] <= self.n_clients
+    @override
+    def installed(self, worker: Worker, happening: Happening) -> None:
+        for index, clock in enumerate(worker.client.clocks):
+            known = self.scene.versions[index].get(checksum(worker, index), {clock})
+            told = f"{happening.name} fetched clock {clock} of shard {index}"
+            if len(self.scene.leads_as[index]) > 2:  # counted within one leader's time
+                assert clock <= max(known), f"{told}; it was {max(known)}"
+            else:
+                assert clock in known, f"{told}; it was one of {known}"
 
-    def memory_is_bounded(self) -> None:
-        for name in self.shards:
-            taken = self.cluster.memory(name).n_bytes
-            assert taken <= self.host_bytes_max, f"{taken} bytes on {name}'s host"
+
+class Bounded(Invariant):
+    """No queue or table is longer than there are clients, no host's memory grows."""
+
+    @override
+    def computed(self, shard: ParameterServerShard, happening: Happening) -> None:
+        n_workers = len(self.scene.workers)
+        service = shard._service
+        queue = service.pushes._queue
+        assert len(queue) <= n_workers, f"{queue} waits at {happening.name}"
+        assert len(service._held) <= n_workers
+        assert len(service.clients) <= n_workers
+        assert len(service.forwarding._outstanding) <= N_SLOTS * n_workers
+        if shard._standing._following is not None:
+            assert len(shard._standing._following._queue) <= N_SLOTS * n_workers
+        taken = self.scene.cluster.memory(happening.name).n_bytes
+        assert taken <= self.scene.host_bytes_max, f"{taken} bytes on a host"
+
+
+class WholeVersions(Invariant):
+    """What a reader installs is one version of each shard: not torn, no mixture."""
+
+    @override
+    def computed(self, shard: ParameterServerShard, happening: Happening) -> None:
+        if is_whole(shard) and self.scene.counts(happening.name, shard):
+            index = self.scene.shards[happening.name]
+            key = zlib.crc32(Unreadable.read(shard._values).tobytes())
+            known = self.scene.versions[index].setdefault(key, set())
+            known.add(shard._values.clock)
+
+    @override
+    def installed(self, worker: Worker, happening: Happening) -> None:
+        for index, versions in enumerate(self.scene.versions):
+            assert checksum(worker, index) in versions, (
+                f"{happening.name} installed what shard {index} never was"
+            )
+
+
+class OneLeader(Invariant):
+    """At most one life acknowledges pushes under one incarnation, or pairing."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        self._leaders: dict[tuple[int, int], tuple[Address, int]] = {}
+
+    @override
+    def shard(self, shard: ParameterServerShard, happening: Happening) -> None:
+        del shard
+        index = self.scene.shards[happening.name]
+        life = happening.name, happening.incarnation
+        for action in happening.actions:
+            if (
+                isinstance(action, Send)
+                and isinstance(action.message, Acknowledge | Welcome)
+                and action.receiver in self.scene.workers
+            ):
+                key = index, action.message.shard_incarnation
+                leader = self._leaders.setdefault(key, life)
+                assert leader == life, f"{life} and {leader} both lead as {key}"
+
+
+class TwinsAreEqual(Invariant):
+    """Two copies of a shard are equal, to the bit, at equal clocks under one leader."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
+        self._bits: dict[tuple[int, int, int], int] = {}
+
+    @override
+    def computed(self, shard: ParameterServerShard, happening: Happening) -> None:
+        if not is_whole(shard) or not self.scene.counts(happening.name, shard):
+            return
+        index, following = self.scene.shards[happening.name], shard._standing._following
+        if following is None:
+            leads_as = shard._service.incarnation
+        elif following.follows:
+            leads_as = self.scene.leader_under(index, following.pairing)
+        else:
+            return
+        key = index, leads_as, shard._values.clock
+        bits = 0
+        for array in Unreadable.read_all(shard._values):
+            bits = zlib.crc32(array.tobytes(), bits)
+        known = self._bits.setdefault(key, bits)
+        assert known == bits, f"{happening.name} differs at {key}"
+
+
+class Observer:
+    """Tells every invariant of every event; first, what it has to know of it."""
+
+    def __init__(self, scene: Scene, *, kinds: Sequence[type[Invariant]]) -> None:
+        self.scene = scene
+        self._all = [kind(scene) for kind in kinds]
+        # Only those that look at such an event at all.
+        self._shard = [i.shard for i in self._all if "shard" in vars(type(i))]
+        self._computed = [i.computed for i in self._all if "computed" in vars(type(i))]
+        self._worker = [i.worker for i in self._all if "worker" in vars(type(i))]
+        self._installed = [
+            i.installed for i in self._all if "installed" in vars(type(i))
+        ]
+
+    def __call__(self, happening: Happening) -> None:
+        role = happening.role
+        if isinstance(role, Worker):
+            self._look_at_worker(role, happening)
+            return
+        shard = shard_in(role)
+        if shard is None:
+            return
+        self._note_shard(shard, happening)
+        for look in self._shard:
+            look(shard, happening)
+        if isinstance(happening.event, Computed):
+            for look in self._computed:
+                look(shard, happening)
+
+    def _look_at_worker(self, worker: Worker, happening: Happening) -> None:
+        if happening.incarnation > 1 and isinstance(happening.event, Started):
+            self.scene.broken_lives.add(happening.name)
+        for look in self._worker:
+            look(worker, happening)
+        if installs(happening):
+            for look in self._installed:
+                look(worker, happening)
+
+    def at_end(self) -> None:
+        for invariant in self._all:
+            invariant.at_end()
+
+    def _note_shard(self, shard: ParameterServerShard, happening: Happening) -> None:
+        """Note who serves, and whether that one could know what was acknowledged."""
+        scene, index = self.scene, self.scene.shards[happening.name]
+        number = shard._service.incarnation
+        if (
+            number <= scene.leads_as[index][-1]
+            or shard._standing._following is not None
+        ):
+            return
+        # The first to lead has nothing to know; a second has it from its leader.
+        if len(scene.leads_as[index]) > 1 and shard._standing._followed is None:
+            scene.forgetful.add(index)
+        scene.leads_as[index].append(number)
+        scene.serves[index] = happening.name, happening.incarnation
+
+
+ALL: tuple[type[Invariant], ...] = (
+    WholeVersions,
+    ExactlyOnce,
+    AcknowledgedIsKept,
+    MissingIsCounted,
+    SequencesRise,
+    ClockRises,
+    StalenessIsTrue,
+    Bounded,
+    OneLeader,
+    TwinsAreEqual,
+)
+
+
+def watch(scene: Scene, *, kinds: Sequence[type[Invariant]] = ALL) -> Observer:
+    """Let these invariants hold from now on."""
+    observer = Observer(scene, kinds=kinds)
+    scene.cluster.observe(observer)
+    return observer
+
+
+def shard_in(role: Role) -> ParameterServerShard | None:
+    """Return the shard that this role is, or that it wraps."""
+    shard = getattr(role, "shard", role)
+    return shard if isinstance(shard, ParameterServerShard) else None
+
+
+def is_whole(shard: ParameterServerShard) -> bool:
+    """Whether its values are all there, as far as it knows itself."""
+    return shard._values._n_held is None
+
+
+def installs(happening: Happening) -> bool:
+    """Return whether a worker has just installed a whole fetch."""
+    event = happening.event
+    return (
+        isinstance(event, Computed)
+        and isinstance(event.result, Installed)
+        and not event.result.torn
+    )
+
+
+def checksum(worker: Worker, index: int) -> int:
+    """Return the checksum of what a worker has installed of one shard."""
+    part = worker.values.numpy()[index * N_MARKS : (index + 1) * N_MARKS]
+    return zlib.crc32(part.tobytes())
+
+
+def check_marks(name: Address, marks: Vector) -> None:
+    wrong = (marks != 0.0) & (marks != 1.0)
+    if wrong.any():
+        first = np.flatnonzero(wrong)[0]
+        raise AssertionError(f"{name} applied push {first} {marks[first]} times")
 
 
 def times_applied(cluster: SimulatedCluster, name: Address) -> Vector:
     """Return how often a shard of `workers` has applied each push, by mark."""
     role = cluster.role(name)
     assert isinstance(role, ParameterServerShard)
-    return -role._values.vector
+    return marks_of(role)
 
 
 def assert_applied_once_or_never(cluster: SimulatedCluster, name: Address) -> None:
-    times = times_applied(cluster, name)
-    wrong = np.flatnonzero(~np.isin(times, (0.0, 1.0)))
-    assert not wrong.size, f"{name} applied push {wrong[0]} {times[wrong[0]]} times"
+    check_marks(name, times_applied(cluster, name))

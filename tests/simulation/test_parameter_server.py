@@ -24,9 +24,10 @@ from distbelief.simulation.faults import (
 from distbelief.simulation.machines import Machine
 from distbelief.simulation.options import ClusterOptions
 from tests.simulation.invariants import (
-    Invariants,
+    Scene,
     assert_applied_once_or_never,
     times_applied,
+    watch,
 )
 from tests.simulation.workers import (
     N_MARKS,
@@ -71,11 +72,12 @@ class Run:
                 introduce=True, machine=machine, faults=tuple(faults), port_reuse=0.5
             ),
         )
-        self.cluster.watch(
-            Invariants(
+        watch(
+            Scene(
                 cluster=self.cluster,
-                shards=SHARDS,
-                n_clients=len(WORKERS),
+                shards={name: index for index, name in enumerate(SHARDS)},
+                workers=WORKERS,
+                ledger=self.ledger,
                 host_bytes_max=20 * SHARD_BYTES,
             )
         )

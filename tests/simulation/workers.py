@@ -1,13 +1,18 @@
 """A worker whose every push leaves a mark of its own, and the ledger of all marks.
 
 The one tensor has `N_MARKS` elements on each shard. Push number i of the whole test has
-a gradient of 1 at element i of every shard, else 0; shards apply SGD at rate 1 to
-zeros. So element i of a shard is minus the number of times it applied push i: exactly
-once, or never, whatever happened on the way.
+a gradient of 1 at element i of every shard, else 0; shards begin at zeros and apply SGD
+at rate 1, or Adagrad, which for such gradients is the same and has a state besides. So
+element i of a shard is minus the number of times it applied push i: exactly once, or
+never, whatever happened on the way.
+
+The shards are of harsh memory: while a push is applied to the values, they are NaN.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,7 +26,8 @@ from distbelief.parameter_server.client import (
 )
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
-from distbelief.parameter_server.update_rules import SGD
+from distbelief.parameter_server.update_rules import SGD, Adagrad, UpdateRule
+from distbelief.parameter_server.values import ShardValues
 from distbelief.roles import (
     Action,
     Address,
@@ -34,11 +40,15 @@ from distbelief.roles import (
     Started,
     TimerFired,
 )
+from distbelief.vectors import Vector
 
 
 N_MARKS = 512  # pushes of one test; a multiple of 64
 STEP = Cost(flops=5e7)  # 5 ms
 COPY = Cost(n_bytes=1e6)
+
+PLAIN = SGD(learning_rate=1.0)
+WITH_STATE = Adagrad(learning_rate=1.0, epsilon=0.0)  # 1 / sqrt(1) the first time
 
 
 def layout_of(n_shards: int) -> Layout:
@@ -46,12 +56,83 @@ def layout_of(n_shards: int) -> Layout:
     return Layout.of([marks], n_shards=n_shards, dtype="float64")
 
 
-def shard_of(index: int, layout: Layout, memory: Memory) -> ParameterServerShard:
-    return ParameterServerShard(
-        ShardConfig(index=index, layout=layout, rule=SGD(learning_rate=1.0)),
+def config_of(
+    index: int, layout: Layout, *, rule: UpdateRule = PLAIN, **options: float | str
+) -> ShardConfig:
+    return ShardConfig(index=index, layout=layout, rule=rule, **options)  # type: ignore[arg-type]
+
+
+def shard_of(
+    index: int, layout: Layout, memory: Memory, config: ShardConfig | None = None
+) -> ParameterServerShard:
+    shard = ParameterServerShard(
+        config or config_of(index, layout),
         memory=memory,
         initialise=lambda: np.zeros(layout.shard_size(index)),
     )
+    Unreadable.make(shard._values)
+    return shard
+
+
+class Unreadable:
+    """Whoever reads a shard's values and state while they are written sees NaN.
+
+    Work runs at its end, in one moment of virtual time; without this nobody could ever
+    see a push that is half applied.
+    """
+
+    _all: ClassVar["WeakKeyDictionary[ShardValues, Unreadable]"] = WeakKeyDictionary()
+
+    def __init__(self, values: ShardValues) -> None:
+        # Values and state, while they are being written.
+        self.saved: tuple[Vector, ...] | None = None
+        self._begin_push = values.begin_push
+
+    @classmethod
+    def make(cls, values: ShardValues) -> None:
+        """Let these values be so."""
+        harsh = cls._all[values] = cls(values)
+
+        def begin_push(
+            pushed: Vector, *, n_clients: int
+        ) -> tuple[Callable[[], None], Cost]:
+            work, cost = harsh._begin_push(pushed, n_clients=n_clients)
+            arrays = arrays_of(values)
+            saved = harsh.saved = tuple(array.copy() for array in arrays)
+            for array in arrays:
+                array.fill(np.nan)
+
+            def apply() -> None:
+                for array, before in zip(arrays, saved, strict=True):
+                    array[:] = before
+                work()
+                harsh.saved = None
+
+            return apply, cost
+
+        values.begin_push = begin_push  # type: ignore[method-assign]
+
+    @classmethod
+    def read_all(cls, values: ShardValues) -> tuple[Vector, ...]:
+        """Return values and state as they are, or were before they are written."""
+        harsh = cls._all.get(values)
+        saved = None if harsh is None else harsh.saved
+        return arrays_of(values) if saved is None else saved
+
+    @classmethod
+    def read(cls, values: ShardValues) -> Vector:
+        """Return the values alone."""
+        return cls.read_all(values)[0]
+
+
+def arrays_of(values: ShardValues) -> tuple[Vector, ...]:
+    """Return the values, and each vector of the rule's state."""
+    return values.vector, *(values.state[name] for name in sorted(values.state))
+
+
+def marks_of(shard: ParameterServerShard) -> Vector:
+    """Return how often a shard has applied each push, by mark."""
+    return -Unreadable.read(shard._values)
 
 
 @dataclass
@@ -69,7 +150,12 @@ class Ledger:
 
 
 class Worker:
-    """Fetches, computes, pushes, `n_wanted` times over all its lives."""
+    """Fetches, computes, pushes, `n_wanted` times over all its lives.
+
+    Attributes:
+        marks: Of this life, in order: (sequence, mark) of each push.
+        values: What was fetched last: the tensor.
+    """
 
     def __init__(
         self,
@@ -79,18 +165,25 @@ class Worker:
         *,
         ledger: Ledger,
         n_wanted: int,
+        config: ClientConfig | None = None,
+        second_copies: Sequence[Address] = (),
     ) -> None:
         self.client = ParameterClient(
-            ClientConfig(pushes=True), layout=layout, shards=shards, memory=memory
+            config or ClientConfig(pushes=True),
+            layout=layout,
+            shards=shards,
+            memory=memory,
+            second_copies=second_copies,
         )
         self.state = "greeting"
         self.samples = 0
+        self.marks: list[tuple[int, int]] = []
+        self.values = torch.zeros(layout.tensors[0].n_elements, dtype=torch.float64)
         self._layout = layout
         self._ledger = ledger
         self._n_wanted = n_wanted
-        self._values = torch.zeros(layout.tensors[0].n_elements, dtype=torch.float64)
-        self._gradient = torch.zeros_like(self._values)
-        self._marks: list[int] = []
+        self._gradient = torch.zeros_like(self.values)
+        self._mark = 0  # of the push being staged
         self._waits = False  # for work, or for the timer
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
@@ -126,9 +219,9 @@ class Worker:
                 return [*client.begin_fetch(now), *self._advance(now)]
             case "beginning" if client.unacknowledged == 0:
                 self.state = "done"
-                self._ledger.settled += self._marks
+                self._ledger.settled += [mark for _, mark in self.marks]
             case "fetching" if client.fetch_complete:
-                return self._work("install", client.install([self._values]), COPY)
+                return self._work("install", client.install([self.values]), COPY)
             case "pushing" if client.can_push:
                 return self._work("stage", self._stage(), COPY)
         return []
@@ -140,10 +233,9 @@ class Worker:
         return [Compute(name=name, work=work, cost=cost)]
 
     def _stage(self) -> Callable[[], object]:
-        mark = self._ledger.issue()
-        self._marks.append(mark)
-        self._gradient.view(self._layout.n_shards, N_MARKS).zero_()[:, mark] = 1.0
-        return self.client.stage([self._gradient], [self._values])
+        self._mark = self._ledger.issue()
+        self._gradient.view(self._layout.n_shards, N_MARKS).zero_()[:, self._mark] = 1.0
+        return self.client.stage([self._gradient], [self.values])
 
     def _computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
         assert event.error is None, event.error
@@ -153,21 +245,24 @@ class Worker:
                 actions = self.client.installed(outcome, now)
                 if outcome.torn:
                     self._waits = True
-                    return [*actions, SetTimer(name="torn", at=now + 1e-3)]
+                    return [*actions, SetTimer(name="torn", at=now + 2e-3)]
                 self.state = "computing"
                 return [*actions, *self._work("step", self._check, STEP)]
             case Staged() as outcome:
                 assert outcome.finite, outcome
                 self.samples += 1
                 self.state = "beginning"
-                return self.client.staged(
+                actions = self.client.staged(
                     outcome, n_gradients=1, samples=self.samples, now=now
                 )
+                sequence = self.client._links[0].pushing.issued
+                self.marks.append((sequence, self._mark))
+                return actions
             case _:
                 self.state = "pushing"
                 return []
 
     def _check(self) -> None:
         """What was fetched is whole numbers of pushes: no poison, nothing torn."""
-        marks = np.unique(self._values.numpy())
-        assert np.isin(marks, (0.0, -1.0)).all(), f"fetched {marks}"
+        marks = self.values.numpy()
+        assert ((marks == 0.0) | (marks == -1.0)).all(), f"fetched {np.unique(marks)}"

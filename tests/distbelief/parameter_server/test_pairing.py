@@ -1,5 +1,6 @@
 """Who leads: decisions against the story of a shard's two copies."""
 
+import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.messages import Lead
@@ -75,6 +76,68 @@ def test_a_lead_that_was_lost_is_repeated_and_wholeness_is_heard_twice() -> None
     assert told(pairing.heard(A, {"pairing": 2.0}, 0.6)) == []
     assert told(pairing.heard(B, {"pairing": 2.0, "whole": 2.0}, 0.7)) == []
     assert pairing.is_whole
+
+
+def test_a_silent_leader_is_deposed_if_its_second_talks_and_is_whole() -> None:
+    pairing = paired()
+    for tenth in range(1, 8):
+        assert pairing.heard(B, {"whole": 2.0}, 0.1 * tenth) == Decision()
+        assert pairing.tick(0.1 * tenth) == Decision()
+    pairing.heard(B, {"whole": 2.0}, 1.0)
+    decision = pairing.tick(1.0)
+    assert told(decision) == [(B, 3, "")]
+    assert decision.deposed == A
+    # It may come to its senses before it is ended: it is not there until it joins.
+    assert pairing.heard(A, {"pairing": 2.0}, 1.1) == Decision()
+    assert pairing.alone(A, 2, 1.1) == Decision()
+    assert pairing.lost(A, 1.2) == Decision()
+    assert told(pairing.joined(A, 1.5)) == [(B, 4, A)]
+
+
+def test_a_silent_leader_stays_if_nobody_could_take_its_place() -> None:
+    pairing = paired()
+    for tenth in range(1, 30):
+        pairing.heard(B, {}, 0.1 * tenth)  # not whole
+        assert pairing.tick(0.1 * tenth) == Decision()
+    assert pairing.silent(A, 3.0) == Decision()
+    pairing.whole(B, 2, 3.0)
+    assert pairing.silent(B, 3.0) == Decision()
+    assert pairing.silent(A, 9.0) == Decision()  # nor does its second talk
+    assert pairing.leader == A
+
+
+def test_a_supervisor_that_did_not_listen_deposes_nobody() -> None:
+    pairing = paired()
+    pairing.whole(B, 2, 0.1)
+    pairing.tick(0.1)
+    assert pairing.tick(5.0) == Decision()
+    assert pairing.leader == A
+
+
+def test_a_second_that_is_mute_is_not_taken_back_before_it_talks() -> None:
+    pairing = paired()
+    pairing.alone(A, 2, 0.1)
+    for tenth in range(2, 30):
+        pairing.heard(A, {"pairing": 3.0}, 0.1 * tenth)
+        assert pairing.tick(0.1 * tenth) == Decision()
+    assert told(pairing.heard(B, {}, 3.0)) == [(A, 4, B)]
+
+
+def test_a_life_that_nobody_saw_end_is_over_when_the_next_one_joins() -> None:
+    pairing = paired()
+    pairing.whole(B, 2, 0.1)
+    assert told(pairing.joined(A, 0.2)) == [(B, 4, A)]
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="both copies are called 'shard-0'"):
+        Pairing((A, A), first=1)
+    with pytest.raises(ValueError, match="first is 0"):
+        Pairing((A, B), first=0)
+    with pytest.raises(ValueError, match=r"takeover_seconds is 0\.0"):
+        Pairing((A, B), first=1, takeover_seconds=0.0)
+    with pytest.raises(ValueError, match="'shard-1' is no copy of this shard"):
+        paired().lost(Address("shard-1"), 0.0)
 
 
 @given(

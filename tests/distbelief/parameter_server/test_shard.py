@@ -1,7 +1,8 @@
 """One shard: events in, actions out."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -258,11 +259,11 @@ def indices(actions: Sequence[Action]) -> list[int]:
     ],
 )
 def test_a_configuration_that_cannot_be_is_refused(
-    changes: dict[str, int], message: str
+    changes: dict[str, Any], message: str
 ) -> None:
-    options = {"index": 0, **changes}
+    usual = ShardConfig(index=0, layout=LAYOUT, rule=PLUS_ONE)
     with pytest.raises(ValueError, match=message):
-        ShardConfig(layout=LAYOUT, rule=PLUS_ONE, **options)
+        dataclasses.replace(usual, **changes)
 
 
 # -------------------------------------------------------------------- beginning

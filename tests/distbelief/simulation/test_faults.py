@@ -13,6 +13,7 @@ from distbelief.simulation.faults import (
     Kill,
     Pause,
     Slow,
+    Supersede,
     TornSnapshot,
     random_faults,
 )
@@ -33,7 +34,7 @@ def test_a_schedule_is_its_seeds_and_heals_by_its_horizon(seed: int) -> None:
             case Kill():
                 assert fault.restart_after is not None
                 lasts = 2 * fault.restart_after
-            case TornSnapshot():
+            case TornSnapshot() | Supersede():
                 lasts = 0.0
             case _:
                 lasts = fault.seconds

@@ -1,0 +1,540 @@
+"""One seed, one scenario: who is there, how it is set, what breaks when.
+
+    build it up -> (faults, snapshots) -> horizon: all has healed -> everybody ends
+
+`play(seed)` runs it under every invariant, and returns how often things happened that
+happen seldom. Everything is drawn from the seed: blocks of four sizes, timeouts too
+short for the network, one copy lent or two, disks that fill up, lives taken for dead.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import pytest
+from typing_extensions import override
+
+from distbelief import vectors
+from distbelief.memory import Memory
+from distbelief.messages import Acknowledge, Refused, Save
+from distbelief.parameter_server import forwarding, pairing
+from distbelief.parameter_server.client import ClientConfig, Installed
+from distbelief.parameter_server.copies import copy_names
+from distbelief.parameter_server.pairing import Decision
+from distbelief.parameter_server.update_rules import UpdateRule
+from distbelief.roles import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Computed,
+    Event,
+    Persisted,
+    Received,
+    Role,
+    Seconds,
+    Send,
+    SetTimer,
+    Started,
+    Terminate,
+    TimerFired,
+)
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.faults import (
+    CutOff,
+    Delay,
+    DiskFull,
+    Drop,
+    Duplicate,
+    Fault,
+    Kill,
+    Pause,
+    Slow,
+    Supersede,
+    TornSnapshot,
+)
+from distbelief.simulation.links import Link
+from distbelief.simulation.machines import Machine
+from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.world import Happening
+from tests.simulation import copies
+from tests.simulation.copies import Beating, Overseer
+from tests.simulation.invariants import Scene, shard_in, watch
+from tests.simulation.workers import (
+    N_MARKS,
+    PLAIN,
+    WITH_STATE,
+    Ledger,
+    Worker,
+    config_of,
+    layout_of,
+    shard_of,
+)
+
+
+T = TypeVar("T")
+
+HORIZON: Seconds = 0.4  # by then everything has healed; twice as long with two copies
+HEAL_SECONDS: Seconds = 10.0  # then everybody has ended
+SHARD_BYTES = 8 * N_MARKS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What one seed stands for."""
+
+    seed: int
+    n_workers: int
+    n_shards: int
+    n_twins: int  # copies of each shard
+    haste: float  # by which all times of `forwarding` and `pairing` are multiplied
+    late_seconds: Seconds  # from the fall of a leader to its end
+    n_wanted: int  # pushes of each worker
+    hosts: str  # "one", "own" (block messages), "mixed"
+    rule: UpdateRule
+    block_bytes: int
+    latency_seconds: Seconds
+    shard_bytes_per_second: float  # how long applying takes
+    lease_seconds_max: Seconds
+    n_copies: int  # of the values, lent to readers
+    client: ClientConfig
+    saves: tuple[Seconds, ...]
+    faults: tuple[Fault, ...]
+
+    @property
+    def horizon(self) -> Seconds:
+        return HORIZON * self.n_twins
+
+    @property
+    def twins(self) -> list[tuple[Address, ...]]:
+        """The copies of each shard."""
+        return [copy_names(index, self.n_twins) for index in range(self.n_shards)]
+
+    @property
+    def shards(self) -> list[Address]:
+        return [name for names in self.twins for name in names]
+
+    @property
+    def workers(self) -> list[Address]:
+        return [Address(f"worker-{k}") for k in range(self.n_workers)]
+
+    @property
+    def host_bytes_max(self) -> int:
+        """Return room for values and two slots per worker, in some lives of a shard.
+
+        Two: clients let go of the room of a dead one as soon as they know the next. But
+        nothing ends those that are superseded, nor makes them let go.
+        """
+        n_superseded = sum(isinstance(fault, Supersede) for fault in self.faults)
+        n_lives = (2 + n_superseded) * len(self.shards)
+        return n_lives * (1 + 2 * self.n_workers) * (SHARD_BYTES + 64)
+
+    def host(self, name: Address) -> str:
+        match self.hosts:
+            case "one":
+                return "one"
+            case "own":
+                return ""
+            case _:
+                near = name.startswith("shard") and not name.endswith("b")
+                return "one" if near or name == "worker-0" else "two"
+
+
+def scenario_of(seed: int) -> Scenario:
+    """Draw the scenario of a seed."""
+    n_twins = 1 + seed % 2
+    draw = Draw(seed, horizon=HORIZON * n_twins)
+    n_workers, n_shards = draw.integer(1, 4), draw.integer(1, 3)
+    shards = [name for k in range(n_shards) for name in copy_names(k, n_twins)]
+    workers = [Address(f"worker-{k}") for k in range(n_workers)]
+    # A third of all seeds spares the shards, so that nothing acknowledged may be lost;
+    # a third spares the workers, so that what is lost can be counted.
+    spared = draw.pick(shards, workers, [])
+    # Of two copies a third of all seeds spares one, so that the other can take over.
+    if n_twins == 2 and draw.coin(0.6):
+        spared = [*spared, *draw.pick(shards[::2], shards[1::2])]
+    victims = [name for name in (*shards, *workers) if name not in spared]
+    return Scenario(
+        seed=seed,
+        n_workers=n_workers,
+        n_shards=n_shards,
+        n_twins=n_twins,
+        haste=draw.pick(0.05, 0.1, 0.2),
+        late_seconds=draw.pick(0.0, 0.02, 0.2),
+        n_wanted=draw.integer(4, 12) * n_twins,
+        hosts=draw.pick("one", "one", "own", "own", "mixed"),
+        rule=WITH_STATE if draw.coin() else PLAIN,
+        block_bytes=draw.pick(768, 1024, 1536, 1 << 20),
+        latency_seconds=draw.pick(50e-6, 5e-4, 3e-3),
+        shard_bytes_per_second=draw.pick(1e10, 2e6, 1e6),
+        lease_seconds_max=draw.pick(0.01, 0.03, 2.0),
+        n_copies=draw.integer(1, 3),
+        client=ClientConfig(
+            pushes=True,
+            retry_seconds=draw.pick(0.01, 0.05, 0.5),
+            retry_seconds_max=1.0,
+            torn_seconds_max=draw.pick(0.0, 0.005, 0.1),
+            credit_blocks=draw.pick(1, 2, 16),
+        ),
+        saves=tuple(draw.moment() for _ in range(draw.integer(0, 8))),
+        faults=tuple(faults_of(draw, victims, shards, workers)),
+    )
+
+
+class Draw:
+    """Random choices of one scenario."""
+
+    def __init__(self, seed: int, *, horizon: Seconds) -> None:
+        self._stream = np.random.default_rng([seed, 0x5EED])
+        self.horizon = horizon
+
+    def integer(self, low: int, high: int) -> int:
+        """Return one of low, …, high - 1."""
+        return int(self._stream.integers(low, high))
+
+    def pick(self, *values: T) -> T:
+        return values[self.integer(0, len(values))]
+
+    def coin(self, probability: float = 0.5) -> bool:
+        return bool(self._stream.random() < probability)
+
+    def moment(self) -> Seconds:
+        return float(self._stream.uniform(0.0, 0.9 * self.horizon))
+
+    def window(self) -> tuple[Seconds, Seconds]:
+        """Return a beginning and a length, mostly short, that end by the horizon."""
+        at = self.moment()
+        seconds = float(self._stream.exponential(0.15 * self.horizon))
+        return at, min(seconds, 0.95 * self.horizon - at)
+
+    def probability(self) -> float:
+        return float(self._stream.uniform(0.02, 0.3))
+
+
+def faults_of(
+    draw: Draw,
+    victims: Sequence[Address],
+    shards: Sequence[Address],
+    workers: Sequence[Address],
+) -> Iterator[Fault]:
+    """Draw what breaks: processes that may die, anybody's pauses, messages, disks."""
+    has_twins = any(name.endswith("b") for name in shards)
+    everybody = [*shards, *workers, *([SUPERVISOR] if has_twins else [])]
+    for name in victims:
+        for _ in range(draw.integer(0, 3)):
+            launched = has_twins and name in shards
+            yield from _deaths(draw, name, launched=launched)
+        if name in shards and draw.coin(0.2):
+            yield TornSnapshot(at=draw.moment(), role=name)
+    for name in everybody:
+        yield from _disturbances(draw, name, everybody)
+    if draw.coin(0.2):
+        at, seconds = draw.window()
+        yield DiskFull(at=at, seconds=seconds)
+    yield from _troubles(draw)
+
+
+def _deaths(draw: Draw, name: Address, *, launched: bool) -> Iterator[Fault]:
+    """Draw a death; whoever was launched is launched again, the others restart."""
+    at, seconds = draw.window()
+    if not launched and draw.coin(
+        0.3
+    ):  # taken for dead: it stood still, and goes on afterwards
+        yield Pause(at=at, role=name, seconds=seconds)
+        yield Supersede(at=at + seconds / 2, role=name)
+        return
+    yield Kill(
+        at=at,
+        role=name,
+        restart_after=None if launched else seconds / 2,
+        after_actions=draw.integer(0, 4) if draw.coin(0.7) else None,
+        tears=draw.coin(),
+    )
+
+
+def _disturbances(
+    draw: Draw, name: Address, everybody: Sequence[Address]
+) -> Iterator[Fault]:
+    """Draw what anybody lives through."""
+    if draw.coin(0.4):
+        at, seconds = draw.window()
+        yield Pause(at=at, role=name, seconds=seconds)
+    if draw.coin(0.2):
+        at, seconds = draw.window()
+        yield Slow(at=at, role=name, factor=8.0, seconds=seconds)
+    if draw.coin(0.2):
+        at, seconds = draw.window()
+        other = draw.pick(None, *(peer for peer in everybody if peer != name))
+        yield CutOff(
+            at=at,
+            a=name,
+            b=other,
+            seconds=seconds,
+            loses=draw.coin(),
+            one_way=draw.coin(),
+        )
+
+
+def _troubles(draw: Draw) -> Iterator[Fault]:
+    """Draw what happens to messages."""
+    late = draw.pick(0.002, 0.02, 0.1)
+    if draw.coin(0.6):
+        at, seconds = draw.window()
+        yield Drop(probability=draw.probability(), at=at, seconds=3 * seconds)
+    if draw.coin(0.6):
+        at, seconds = draw.window()
+        yield Duplicate(
+            probability=draw.probability(), seconds_max=late, at=at, seconds=3 * seconds
+        )
+    if draw.coin(0.6):
+        at, seconds = draw.window()
+        yield Delay(
+            probability=draw.probability(),
+            seconds_max=late,
+            overtaken=draw.coin(0.7),
+            at=at,
+            seconds=3 * seconds,
+        )
+
+
+# ----------------------------------------------------------------------- the play
+
+
+class LateOverseer(Overseer):
+    """Decides in haste, and ends those it deposes late: meanwhile there are two."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario.n_shards)
+        self._late_seconds = scenario.late_seconds
+        self._now: Seconds = 0.0
+        for of_shard in self.pairings.values():
+            of_shard._takeover_seconds = max(0.08, scenario.haste)
+
+    def leader(self, names: Sequence[Address]) -> Address | None:
+        """Return who leads, of these copies."""
+        return names[0] if len(names) == 1 else self.pairings[names[0]].leader
+
+    @override
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        self._now = now
+        if isinstance(event, TimerFired) and event.name.startswith("deposed "):
+            _, name, life = event.name.split()
+            there = self.lives[Address(name)] == int(life)
+            return [Terminate(name=Address(name))] if there else []
+        return super().handle(event, now)
+
+    @override
+    def _follow(self, decision: Decision) -> list[Action]:
+        actions = super()._follow(decision)
+        if not self._late_seconds:
+            return actions
+        return [self._late(action) for action in actions]
+
+    def _late(self, action: Action) -> Action:
+        if not isinstance(action, Terminate):
+            return action
+        timer = f"deposed {action.name} {self.lives[action.name]}"
+        return SetTimer(name=timer, at=self._now + self._late_seconds)
+
+
+class Play:
+    """A scenario that is under way."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.ledger = Ledger()
+        self.sights: Counter[str] = Counter()
+        self.overseer = LateOverseer(scenario)
+        layout = layout_of(scenario.n_shards)
+
+        def build_worker(memory: Memory) -> Worker:
+            return Worker(
+                [names[0] for names in scenario.twins],
+                layout,
+                memory,
+                ledger=self.ledger,
+                n_wanted=scenario.n_wanted,
+                config=scenario.client,
+                second_copies=[name for names in scenario.twins for name in names[1:]],
+            )
+
+        def build_shard(index: int, name: Address, memory: Memory) -> Role:
+            config = config_of(
+                index,
+                layout,
+                rule=scenario.rule,
+                lease_seconds_max=scenario.lease_seconds_max,
+                n_copies=scenario.n_copies,
+                name=name,
+                waits_for_lead=scenario.n_twins > 1,
+            )
+            shard = shard_of(index, layout, memory, config)
+            return Beating(shard) if scenario.n_twins > 1 else shard
+
+        builders: dict[Address, Callable[[Memory], Role]] = {
+            name: partial(build_shard, index, name)
+            for index, names in enumerate(scenario.twins)
+            for name in names
+        }
+        if scenario.n_twins > 1:
+            builders[SUPERVISOR] = lambda _: self.overseer
+        builders |= dict.fromkeys(scenario.workers, build_worker)
+        self.cluster = SimulatedCluster(
+            builders, seed=scenario.seed, options=self._options()
+        )
+        scene = Scene(
+            cluster=self.cluster,
+            shards={
+                name: index
+                for index, names in enumerate(scenario.twins)
+                for name in names
+            },
+            workers=scenario.workers,
+            ledger=self.ledger,
+            host_bytes_max=scenario.host_bytes_max,
+            pairings=self.overseer.pairings,
+        )
+        self._observer = watch(scene)
+        self.cluster.observe(self._see)
+
+    def _options(self) -> ClusterOptions:
+        scenario = self.scenario
+
+        def machine(name: Address) -> Machine:
+            slow = name in scenario.shards
+            return Machine(
+                host=scenario.host(name),
+                bytes_per_second=scenario.shard_bytes_per_second if slow else 1e10,
+                disk_bytes_per_second=scenario.shard_bytes_per_second,
+                jitter=1.0,
+            )
+
+        launched = scenario.n_twins > 1
+        return ClusterOptions(
+            introduce=True,
+            start=(SUPERVISOR, *scenario.workers) if launched else None,
+            launch_seconds=0.2 * scenario.haste,
+            machines={
+                name: machine(name) for name in (*scenario.shards, *scenario.workers)
+            },
+            link=Link(latency_seconds=scenario.latency_seconds, jitter=1.0),
+            faults=scenario.faults,
+            port_reuse=0.5,
+        )
+
+    def run(self) -> None:
+        """Play it to its end.
+
+        Raises:
+            SimulationFailed: an invariant is broken, or it does not end.
+        """
+        for n, at in enumerate(sorted(self.scenario.saves)):
+            self.cluster.run(until=at)
+            for names in self.scenario.twins:
+                leader = self.overseer.leader(names)
+                if leader is not None:
+                    self.cluster.post(leader, save(f"{n:05}"))
+        self.cluster.run(until=self.scenario.horizon)
+        self.cluster.run_until(self._done, within=HEAL_SECONDS, max_events=50_000)
+        self._observer.at_end()
+        self._see_end()
+
+    def _done(self) -> bool:
+        cluster = self.cluster
+        return all(
+            getattr(cluster.role(name), "state", "") == "done"
+            and cluster.is_alive(name)
+            for name in self.scenario.workers
+        )
+
+    # ------------------------------------------------------------- rare branches
+
+    def _see(self, happening: Happening) -> None:
+        event, sights = happening.event, self.sights
+        of_shard = shard_in(happening.role) is not None
+        match event:
+            case Started(incarnation=number, restored=restored):
+                kind = "shard" if of_shard else "worker"
+                sights[f"{kind}s restarted"] += number > 1
+                sights["restored from a snapshot"] += restored is not None
+            case Persisted(error=error):
+                sights["snapshots"] += error is None
+                sights["snapshots without room"] += error is not None
+            case Computed(result=Installed() as installed):
+                sights["torn reads"] += bool(installed.torn)
+            case Received() if of_shard:
+                self._see_answers(happening)
+            case _:
+                pass
+        newest = self.cluster.incarnation(happening.name)
+        sights["words of the superseded"] += happening.incarnation < newest
+
+    def _see_answers(self, happening: Happening) -> None:
+        for action in happening.actions:
+            match action:
+                case Send(message=Acknowledge()):
+                    self.sights["duplicates acknowledged again"] += 1
+                case Send(message=Refused(reason=reason)):
+                    self.sights["leases expired"] += "without progress" in reason
+                    self.sights["strangers refused"] += "Hello" in reason
+                    self.sights["kept waiting"] += "busy" in reason
+                case _:
+                    pass
+
+    def _see_end(self) -> None:
+        sights, cluster = self.sights, self.cluster
+        sights["takeovers"] += self.overseer.n_takeovers
+        sights["seconds that are mute"] += self.overseer.n_alone
+        sights["shards that forgot"] += len(self._observer.scene.forgetful)
+        for name in self.scenario.workers:
+            counters = cluster.role(name).status()[1]
+            sights["pushes lost"] += int(counters["pushes_lost"])
+        sights["messages lost"] += cluster.counts.lost
+        sights["events refused"] += cluster.counts.refused
+        sights["torn snapshots"] += sum(
+            not stored.whole
+            for name in self.scenario.shards
+            for stored in cluster.disk.snapshots(name)
+        )
+
+
+def save(label: str) -> Received:
+    return Received(
+        sender=Address("supervisor"), incarnation=1, message=Save(label=label)
+    )
+
+
+@contextmanager
+def set_for(scenario: Scenario) -> Iterator[None]:
+    """Let blocks be smaller than a megabyte, and whoever waits for a twin hasty."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vectors, "BLOCK_BYTES", scenario.block_bytes)
+        patch.setattr(forwarding, "WINDOW_PIECES", 1)
+        patch.setattr(forwarding, "WINDOW_BLOCKS", 1 + scenario.seed % 3)
+        patch.setattr(
+            copies, "BEAT_SECONDS", max(0.03, copies.BEAT_SECONDS * scenario.haste)
+        )
+        patch.setattr(
+            copies, "TICK_SECONDS", max(0.02, copies.TICK_SECONDS * scenario.haste)
+        )
+        for name in ("TICK", "SILENCE", "STALL", "ALONE"):
+            seconds = getattr(forwarding, f"{name}_SECONDS")
+            patch.setattr(forwarding, f"{name}_SECONDS", seconds * scenario.haste)
+        patch.setattr(pairing, "REST_SECONDS", pairing.REST_SECONDS * scenario.haste)
+        yield
+
+
+def play(seed: int) -> Play:
+    """Play the scenario of a seed to its end.
+
+    Raises:
+        SimulationFailed: an invariant is broken, or it does not end.
+    """
+    scenario = scenario_of(seed)
+    with set_for(scenario):
+        drama = Play(scenario)
+        drama.run()
+    return drama

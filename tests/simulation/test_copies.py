@@ -1,0 +1,251 @@
+"""Shards of two copies under faults: nothing acknowledged is lost, nobody stands still.
+
+Whatever happens, `Books` looks on: no push is applied twice, a deposed leader
+acknowledges nothing more, and equal clocks mean equal bits.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from distbelief.parameter_server.update_rules import UpdateRule
+from distbelief.roles import Address, Seconds
+from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
+from tests.simulation.copies import Run, apart, each_copy_apart, small, together
+from tests.simulation.workers import PLAIN, WITH_STATE, marks_of
+
+
+Hosts = Callable[[Address], str]
+
+everywhere = pytest.mark.parametrize("hosts", [together, apart, each_copy_apart])
+seeds = given(seed=st.integers(0, 2**32))
+
+
+def run_of(
+    seed: int,
+    hosts: Hosts,
+    *,
+    n_wanted: int,
+    n_shards: int = 1,
+    step_seconds: Seconds = 5e-3,
+) -> tuple[Run, np.random.Generator]:
+    """Return a run with a whole pair, somewhere in the middle of its work."""
+    stream = np.random.default_rng(seed)
+    rule: UpdateRule = WITH_STATE if stream.random() < 0.5 else PLAIN
+    run = Run(
+        seed,
+        hosts=hosts,
+        rule=rule,
+        n_wanted=n_wanted,
+        n_shards=n_shards,
+        step_seconds=step_seconds,
+    )
+    run.until_whole()
+    run.cluster.run(until=run.cluster.now + float(stream.uniform(0.0, 0.2)))
+    return run, stream
+
+
+def kill_of(run: Run, name: Address, stream: np.random.Generator) -> Fault:
+    """Return a death between two events, or in the midst of one."""
+    n_actions = int(stream.integers(8))
+    after_actions = n_actions if n_actions < 5 else None
+    return Kill(at=run.cluster.now, role=name, after_actions=after_actions)
+
+
+# ------------------------------------------------------------------ without faults
+
+
+@everywhere
+@pytest.mark.parametrize("rule", [PLAIN, WITH_STATE])
+def test_two_copies_are_equal_to_the_bit_at_equal_clocks(
+    hosts: Hosts, rule: UpdateRule
+) -> None:
+    with small():
+        run = Run(1, hosts=hosts, rule=rule)
+        run.finish()
+    assert run.ledger.n_issued == 120
+    assert run.books[0].n_twins > 20
+    assert run.overseer.n_alone == 0
+    assert run.pairing().number == 2
+
+
+@everywhere
+@pytest.mark.parametrize("seed", range(3))
+def test_a_second_is_built_from_a_leader_that_goes_on_applying_pushes(
+    hosts: Hosts, seed: int
+) -> None:
+    with small(block_bytes=1024):
+        run = Run(
+            seed,
+            hosts=hosts,
+            rule=WITH_STATE,
+            n_workers=8,
+            n_wanted=50,
+            shard_bytes_per_second=4e6,  # 5 ms for each push
+        )
+        run.until_whole()
+        run.cluster.run(until=run.cluster.now + 0.05)
+        run.cluster.kill(run.second())
+        run.cluster.run_until(lambda: run.pairing().number >= 4, within=5.0)
+        run.until_whole()
+        assert not run.done()
+        run.finish()
+    assert run.books[0].n_pushes_while_building > 0
+    assert run.overseer.n_alone == 0
+
+
+def test_a_second_on_the_leaders_host_takes_no_memory_but_its_values() -> None:
+    run = Run(1, hosts=together)
+    run.finish()
+    memory = run.cluster.memory(run.leader())
+    second = run.second()
+    owned = [name for name in memory._leases if name.startswith(f"{second}.")]
+    assert owned == [f"{second}.1.values"]
+
+
+# ------------------------------------------------------------------------- one fault
+
+
+@everywhere
+@seeds
+@settings(max_examples=8)
+def test_whenever_the_leader_dies_nothing_acknowledged_is_lost(
+    hosts: Hosts, seed: int
+) -> None:
+    with small(window_pieces=2):
+        run, stream = run_of(seed, hosts, n_wanted=60)
+        run.cluster.inject(kill_of(run, run.leader(), stream))
+        run.finish()
+    assert run.books[0].n_times_lost == 0
+
+
+@everywhere
+@seeds
+@settings(max_examples=5)
+def test_whenever_the_second_dies_the_leader_goes_on(hosts: Hosts, seed: int) -> None:
+    with small(window_pieces=2):
+        run, stream = run_of(seed, hosts, n_wanted=60)
+        leader = run.leader()
+        run.cluster.inject(kill_of(run, run.second(), stream))
+        run.finish()
+    assert run.leader() == leader
+    assert run.books[0].n_times_lost == 0
+
+
+@everywhere
+@seeds
+@settings(max_examples=4)
+def test_a_leader_that_is_paused_is_deposed_and_acknowledges_nothing_more(
+    hosts: Hosts, seed: int
+) -> None:
+    """It is ended by force, but too late: for half a second there are two of them."""
+    with small(window_pieces=2):
+        run, _ = run_of(seed, hosts, n_wanted=60)
+        leader = run.leader()
+        terminates, run.overseer.terminates = run.overseer.terminates, False
+        assert terminates
+        run.cluster.inject(Pause(at=run.cluster.now, role=leader, seconds=1.5))
+        run.finish()
+        run.cluster.run(until=run.cluster.now + 2.0)
+    assert run.overseer.n_takeovers == 1
+    assert run.books[0].n_times_lost == 0
+    assert run.leader() != leader
+
+
+@everywhere
+@seeds
+@settings(max_examples=4)
+def test_a_second_that_is_paused_holds_up_the_leader_for_half_a_second(
+    hosts: Hosts, seed: int
+) -> None:
+    with small(window_pieces=2):
+        run, _ = run_of(seed, hosts, n_wanted=60)
+        leader, second = run.leader(), run.second()
+        run.cluster.inject(Pause(at=run.cluster.now, role=second, seconds=1.5))
+        run.finish(within=2.5)
+        assert run.leader() == leader
+        run.until_whole()
+    assert run.overseer.n_alone > 0
+    assert run.books[0].n_times_lost == 0
+
+
+# --------------------------------------------------------------------- many faults
+
+
+@everywhere
+@seeds
+@settings(max_examples=25)
+def test_single_faults_one_after_the_other_lose_nothing(
+    hosts: Hosts, seed: int
+) -> None:
+    """Each strikes a pair that is whole; the workers are at it all the while."""
+    with small(window_pieces=2):
+        run, stream = run_of(seed, hosts, n_wanted=60, step_seconds=0.15)
+        for _ in range(3):
+            now, names = run.cluster.now, run.copies[0]
+            name = names[int(stream.integers(2))]
+            if stream.random() < 0.5:
+                run.cluster.inject(kill_of(run, name, stream))
+            else:
+                seconds = float(stream.uniform(0.1, 2.5))
+                run.cluster.inject(Pause(at=now, role=name, seconds=seconds))
+            # Until it is over, and was noticed.
+            run.cluster.run(until=now + 3.5)
+            run.until_whole()
+        run.finish()
+    assert run.books[0].n_times_lost == 0
+
+
+@everywhere
+@seeds
+@settings(max_examples=6)
+def test_a_bad_network_costs_time_and_nothing_else(hosts: Hosts, seed: int) -> None:
+    stream = np.random.default_rng(seed)
+    coin = bool(stream.random() < 0.5)
+    faults: list[Fault] = [
+        Drop(probability=0.05, seconds=3.0),
+        Duplicate(probability=0.1, seconds_max=0.5, seconds=3.0),
+        Delay(probability=0.05, seconds_max=0.2, overtaken=coin, seconds=3.0),
+    ]
+    with small(window_pieces=2):
+        run = Run(seed, hosts=hosts, rule=WITH_STATE, faults=faults)
+        run.cluster.run(until=0.4)
+        role = run.copies[0][int(stream.integers(2))]
+        run.cluster.inject(Pause(at=run.cluster.now, role=role, seconds=0.3))
+        run.finish()
+        run.until_whole()
+    assert run.books[0].n_times_lost == 0
+
+
+@everywhere
+@seeds
+@settings(max_examples=5)
+def test_if_both_copies_die_only_what_came_after_the_snapshot_is_lost(
+    hosts: Hosts, seed: int
+) -> None:
+    """That much is counted, push by push (`Run.finish`)."""
+    with small(window_pieces=2):
+        run, stream = run_of(seed, hosts, n_wanted=100)
+        run.save("00001")
+        run.cluster.run(until=run.cluster.now + 0.05)
+        saved = run.cluster.disk.newest(run.copies[0][0])
+        assert saved is not None
+        for name in run.copies[0]:
+            run.cluster.inject(kill_of(run, name, stream))
+        run.finish()
+    kept = -saved.arrays["values"]
+    assert (marks_of(run.shard(run.leader()))[kept == 1.0] == 1.0).all()
+
+
+@seeds
+@settings(max_examples=4)
+def test_shards_are_taken_over_each_for_itself(seed: int) -> None:
+    with small(window_pieces=2):
+        run, stream = run_of(seed, together, n_wanted=60, n_shards=2)
+        run.until_whole(1)
+        for index in range(2):
+            run.cluster.inject(kill_of(run, run.leader(index), stream))
+        run.finish()
+    assert [books.n_times_lost for books in run.books] == [0, 0]

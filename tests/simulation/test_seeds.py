@@ -1,0 +1,100 @@
+"""Hundreds of scenarios, each drawn from one seed, under every invariant at once.
+
+`scenarios` says what a seed stands for, `invariants` what must hold. A seed that fails
+is replayed alone by SIMULATION_SEEDS=FIRST:STOP; `make soak` plays 10,000, or those.
+"""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.simulation.scenarios import play
+
+
+HERE = "tests.simulation.test_seeds"
+FILE = "tests/simulation/test_seeds.py"
+VARIABLE = "SIMULATION_SEEDS"
+
+SELDOM = (
+    "duplicates acknowledged again",
+    "kept waiting",
+    "leases expired",
+    "pushes lost",
+    "restored from a snapshot",
+    "seconds that are mute",
+    "shards restarted",
+    "shards that forgot",
+    "snapshots",
+    "takeovers",
+    "torn reads",
+    "torn snapshots",
+    "words of the superseded",
+    "workers restarted",
+)
+"""What is to happen in one of 25 seeds at the least: else too little is tried."""
+
+
+def chunks(seeds: range, size: int) -> Iterator[range]:
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        first, _, stop = named.partition(":")
+        seeds = range(int(first), int(stop or int(first) + 1))
+    for start in range(seeds.start, seeds.stop, size):
+        yield range(start, min(start + size, seeds.stop))
+
+
+def play_all(seeds: range) -> None:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            drama = play(seed)
+        except Exception as error:
+            pytest.fail(
+                f"seed {seed}: {error}\nalone: {VARIABLE}={seed} .venv/bin/python -m "
+                f"pytest -n 0 {FILE} -k holds"
+            )
+        seen.update(what for what, n in drama.sights.items() if n)
+    if len(seeds) >= 25:
+        too_seldom = {w: seen[w] for w in SELDOM if seen[w] < 0.04 * len(seeds)}
+        assert not too_seldom, f"of {len(seeds)} seeds, all in all: {dict(seen)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", chunks(range(200), 25), ids=str)
+def test_whatever_breaks_every_invariant_holds_and_all_end(seeds: range) -> None:
+    play_all(seeds)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seeds", chunks(range(200, 10_200), 100), ids=str)
+def test_every_invariant_holds_for_ten_thousand_seeds(seeds: range) -> None:
+    play_all(seeds)
+
+
+# --------------------------------------------------------------------- reproducibility
+
+
+REPRODUCED = (1, 2, 5)  # one copy, two, and block messages
+
+
+def digests() -> list[str]:
+    return [play(seed).cluster.trace.digest for seed in REPRODUCED]
+
+
+@pytest.mark.slow
+def test_equal_seeds_have_equal_traces_in_any_process() -> None:
+    """So with another PYTHONHASHSEED: nothing depends on the order of a set."""
+    program = f"import torch; torch.set_num_threads(1); import {HERE} as t\n"
+    others = subprocess.run(
+        [sys.executable, "-c", f"{program}print(*t.digests())"],
+        env={**os.environ, "PYTHONHASHSEED": "12345"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert digests() == others
+    assert len(set(others)) == len(REPRODUCED)
