@@ -40,7 +40,11 @@ def leader_of(command: Command) -> str:
 
 @pytest.mark.parametrize(
     ("blow", "shared_memory"),
-    [(signal.SIGKILL, "true"), (signal.SIGSTOP, "true"), (signal.SIGKILL, "false")],
+    [
+        (signal.SIGKILL, "true"),
+        pytest.param(signal.SIGSTOP, "true", marks=pytest.mark.soak),
+        pytest.param(signal.SIGKILL, "false", marks=pytest.mark.soak),
+    ],
 )
 def test_a_leader_that_is_lost_is_replaced_and_nothing_is_lost(
     folder: Path, blow: signal.Signals, shared_memory: str

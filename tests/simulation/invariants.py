@@ -142,7 +142,10 @@ class ExactlyOnce(Invariant):
         if self.scene.counts(happening.name, shard):
             values = shard._values
             n_here = values._pieces.n_elements(values.n_held)
-            check_marks(happening.name, marks_of(shard)[:n_here])
+            times = -Unreadable.read(values)[
+                :n_here
+            ]  # by element, as it holds a prefix
+            check_marks(happening.name, times)
 
     @override
     def at_end(self) -> None:
@@ -296,9 +299,10 @@ class Bounded(Invariant):
         service = shard._service
         queue = service.pushes._queue
         assert len(queue) <= n_workers, f"{queue} waits at {happening.name}"
-        assert len(service._held) <= n_workers
-        assert len(service.clients) <= n_workers
-        assert len(service.forwarding._outstanding) <= N_SLOTS * n_workers
+        assert len(service._held) <= n_workers, f"{service._held}"
+        assert len(service.clients) <= n_workers, f"{service.clients}"
+        n_forwarded = len(service.forwarding._outstanding)
+        assert n_forwarded <= N_SLOTS * n_workers, f"{n_forwarded} pushes forwarded"
         if shard._standing._following is not None:
             assert len(shard._standing._following._queue) <= N_SLOTS * n_workers
         taken = self.scene.cluster.memory(happening.name).n_bytes
@@ -483,7 +487,7 @@ def check_marks(name: Address, marks: Vector) -> None:
     wrong = (marks != 0.0) & (marks != 1.0)
     if wrong.any():
         first = np.flatnonzero(wrong)[0]
-        raise AssertionError(f"{name} applied push {first} {marks[first]} times")
+        raise AssertionError(f"{name} applied the push of {first} {marks[first]} times")
 
 
 def times_applied(cluster: SimulatedCluster, name: Address) -> Vector:

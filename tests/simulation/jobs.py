@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import pytest
+from _pytest.mark import ParameterSet
+
 from distbelief.downpour.algorithm import DOWNPOUR, DownpourSettings
 from distbelief.job.figures import Before
 from distbelief.job.member import Member, MemberConfig, heartbeat_seconds
@@ -216,3 +219,9 @@ class JobCluster:
         role = self.simulation.role(Address(name))
         assert isinstance(role, Member)
         return role
+
+
+def seeds(n: int, *, of: int) -> list[ParameterSet]:
+    """Return the first `n` seeds for every run of the tests, the others for a soak."""
+    soak = [pytest.param(seed, marks=pytest.mark.soak) for seed in range(n, of)]
+    return [*(pytest.param(seed) for seed in range(n)), *soak]

@@ -23,7 +23,7 @@ from distbelief.memory import Memory
 from distbelief.messages import Acknowledge, Refused, Save
 from distbelief.parameter_server import forwarding, pairing
 from distbelief.parameter_server.client import ClientConfig, Installed
-from distbelief.parameter_server.copies import copy_names
+from distbelief.parameter_server.copies import copy_names, other_copy
 from distbelief.parameter_server.pairing import Decision
 from distbelief.parameter_server.update_rules import UpdateRule
 from distbelief.roles import (
@@ -224,14 +224,17 @@ def faults_of(
     has_twins = any(name.endswith("b") for name in shards)
     everybody = [*shards, *workers, *([SUPERVISOR] if has_twins else [])]
     for name in victims:
+        launched = has_twins and name in shards
         for _ in range(draw.integer(0, 3)):
-            launched = has_twins and name in shards
             yield from _deaths(draw, name, launched=launched)
-        if name in shards and draw.coin(0.2):
+        if name in shards and draw.coin(0.4):
             yield TornSnapshot(at=draw.moment(), role=name)
+    if has_twins:
+        for name in shards:
+            yield from _between_twins(draw, name, workers)
     for name in everybody:
         yield from _disturbances(draw, name, everybody)
-    if draw.coin(0.2):
+    if draw.coin(0.4):
         at, seconds = draw.window()
         yield DiskFull(at=at, seconds=seconds)
     yield from _troubles(draw)
@@ -253,6 +256,26 @@ def _deaths(draw: Draw, name: Address, *, launched: bool) -> Iterator[Fault]:
         after_actions=draw.integer(0, 4) if draw.coin(0.7) else None,
         tears=draw.coin(),
     )
+
+
+def _between_twins(
+    draw: Draw, name: Address, workers: Sequence[Address]
+) -> Iterator[Fault]:
+    """Draw what is bad for a copy if it leads, or follows."""
+    if draw.coin(0.15):  # its successor is told, and one worker hears nothing of it
+        at, seconds = 0.5 * draw.moment(), 0.3
+        worker, loses = draw.pick(*workers), draw.coin()
+        yield CutOff(at=at, a=name, b=SUPERVISOR, seconds=seconds)
+        yield CutOff(at=at, a=other_copy(name), b=worker, seconds=seconds, loses=loses)
+    if draw.coin(0.4):  # what it says to the other one comes in any order
+        yield Delay(
+            probability=0.5,
+            seconds_max=draw.pick(0.002, 0.01),
+            overtaken=True,
+            between=(name, other_copy(name)),
+            at=draw.coin() * draw.moment(),
+            seconds=0.3 * draw.horizon,
+        )
 
 
 def _disturbances(
@@ -437,7 +460,7 @@ class Play:
                 leader = self.overseer.leader(names)
                 if leader is not None:
                     self.cluster.post(leader, save(f"{n:05}"))
-        self.cluster.run(until=self.scenario.horizon)
+        self.cluster.run(until=self.scenario.horizon, max_events=100_000)
         self.cluster.run_until(self._done, within=HEAL_SECONDS, max_events=50_000)
         self._observer.at_end()
         self._see_end()

@@ -110,7 +110,7 @@ def test_a_second_on_the_leaders_host_takes_no_memory_but_its_values() -> None:
 
 @everywhere
 @seeds
-@settings(max_examples=8)
+@settings(max_examples=2)
 def test_whenever_the_leader_dies_nothing_acknowledged_is_lost(
     hosts: Hosts, seed: int
 ) -> None:
@@ -123,7 +123,7 @@ def test_whenever_the_leader_dies_nothing_acknowledged_is_lost(
 
 @everywhere
 @seeds
-@settings(max_examples=5)
+@settings(max_examples=2)
 def test_whenever_the_second_dies_the_leader_goes_on(hosts: Hosts, seed: int) -> None:
     with small(window_pieces=2):
         run, stream = run_of(seed, hosts, n_wanted=60)
@@ -136,7 +136,7 @@ def test_whenever_the_second_dies_the_leader_goes_on(hosts: Hosts, seed: int) ->
 
 @everywhere
 @seeds
-@settings(max_examples=4)
+@settings(max_examples=2)
 def test_a_leader_that_is_paused_is_deposed_and_acknowledges_nothing_more(
     hosts: Hosts, seed: int
 ) -> None:
@@ -156,7 +156,7 @@ def test_a_leader_that_is_paused_is_deposed_and_acknowledges_nothing_more(
 
 @everywhere
 @seeds
-@settings(max_examples=4)
+@settings(max_examples=2)
 def test_a_second_that_is_paused_holds_up_the_leader_for_half_a_second(
     hosts: Hosts, seed: int
 ) -> None:
@@ -176,7 +176,7 @@ def test_a_second_that_is_paused_holds_up_the_leader_for_half_a_second(
 
 @everywhere
 @seeds
-@settings(max_examples=25)
+@settings(max_examples=2)
 def test_single_faults_one_after_the_other_lose_nothing(
     hosts: Hosts, seed: int
 ) -> None:
@@ -200,7 +200,7 @@ def test_single_faults_one_after_the_other_lose_nothing(
 
 @everywhere
 @seeds
-@settings(max_examples=6)
+@settings(max_examples=2)
 def test_a_bad_network_costs_time_and_nothing_else(hosts: Hosts, seed: int) -> None:
     stream = np.random.default_rng(seed)
     coin = bool(stream.random() < 0.5)
@@ -221,7 +221,7 @@ def test_a_bad_network_costs_time_and_nothing_else(hosts: Hosts, seed: int) -> N
 
 @everywhere
 @seeds
-@settings(max_examples=5)
+@settings(max_examples=2)
 def test_if_both_copies_die_only_what_came_after_the_snapshot_is_lost(
     hosts: Hosts, seed: int
 ) -> None:
@@ -240,7 +240,7 @@ def test_if_both_copies_die_only_what_came_after_the_snapshot_is_lost(
 
 
 @seeds
-@settings(max_examples=4)
+@settings(max_examples=2)
 def test_shards_are_taken_over_each_for_itself(seed: int) -> None:
     with small(window_pieces=2):
         run, stream = run_of(seed, together, n_wanted=60, n_shards=2)

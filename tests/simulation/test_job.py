@@ -6,7 +6,7 @@ import pytest
 from distbelief.job.sections import StopTable
 from distbelief.roles import SUPERVISOR, Address
 from distbelief.simulation.faults import DiskFull, Drop, Kill, Pause, random_faults
-from tests.simulation.jobs import EXAMPLES, TASK, JobCluster
+from tests.simulation.jobs import EXAMPLES, TASK, JobCluster, seeds
 
 
 LONG = StopTable(seconds=1e6)
@@ -208,7 +208,7 @@ def test_a_job_survives_a_lossy_network(seed: int) -> None:
     assert sum(role.restarts for role in job.view.roles) == 0
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(6, of=24))
 def test_a_job_survives_whatever_heals(seed: int) -> None:
     job = JobCluster(stop=StopTable(samples=800), seed=seed, warm_start_steps=5)
     roles = [*job.shards, *job.replicas, Address("evaluator")]
@@ -295,7 +295,7 @@ def test_a_shard_that_loses_both_copies_comes_back_from_its_snapshot() -> None:
     assert job.view.samples >= 2000
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", seeds(4, of=24))
 def test_a_job_with_two_copies_survives_whatever_heals(seed: int) -> None:
     job = JobCluster(
         stop=StopTable(samples=800), seed=seed, shard_copies=2, warm_start_steps=5

@@ -1,10 +1,11 @@
 """A worker whose every push leaves a mark of its own, and the ledger of all marks.
 
 The one tensor has `N_MARKS` elements on each shard. Push number i of the whole test has
-a gradient of 1 at element i of every shard, else 0; shards begin at zeros and apply SGD
-at rate 1, or Adagrad, which for such gradients is the same and has a state besides. So
-element i of a shard is minus the number of times it applied push i: exactly once, or
-never, whatever happened on the way.
+a gradient of 1 at one element of every shard, else 0; shards begin at zeros and apply
+SGD at rate 1, or Adagrad, which for such gradients is the same and has a state besides.
+So that element of a shard is minus the number of times it applied push i: exactly once,
+or never, whatever happened on the way. Elements of pushes that follow each other lie
+far apart: whoever mixes blocks of two versions has some of a push's and not another's.
 
 The shards are of harsh memory: while a push is applied to the values, they are NaN.
 """
@@ -46,6 +47,8 @@ from distbelief.vectors import Vector
 N_MARKS = 512  # pushes of one test; a multiple of 64
 STEP = Cost(flops=5e7)  # 5 ms
 COPY = Cost(n_bytes=1e6)
+
+PLACES = np.arange(N_MARKS) * 197 % N_MARKS  # mark -> element: 197 and 512 are coprime
 
 PLAIN = SGD(learning_rate=1.0)
 WITH_STATE = Adagrad(learning_rate=1.0, epsilon=0.0)  # 1 / sqrt(1) the first time
@@ -132,7 +135,7 @@ def arrays_of(values: ShardValues) -> tuple[Vector, ...]:
 
 def marks_of(shard: ParameterServerShard) -> Vector:
     """Return how often a shard has applied each push, by mark."""
-    return -Unreadable.read(shard._values)
+    return -Unreadable.read(shard._values)[PLACES]
 
 
 @dataclass
@@ -234,7 +237,8 @@ class Worker:
 
     def _stage(self) -> Callable[[], object]:
         self._mark = self._ledger.issue()
-        self._gradient.view(self._layout.n_shards, N_MARKS).zero_()[:, self._mark] = 1.0
+        place = int(PLACES[self._mark])
+        self._gradient.view(self._layout.n_shards, N_MARKS).zero_()[:, place] = 1.0
         return self.client.stage([self._gradient], [self.values])
 
     def _computed(self, event: Computed, now: Seconds) -> Sequence[Action]:

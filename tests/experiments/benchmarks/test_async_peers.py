@@ -37,7 +37,7 @@ def course(folder: Path, *, n_workers: int = 2, n_gradients: int = 8) -> Course:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_the_last_line_tells_the_figures_of_ours_and_of_the_single_process() -> None:
     command = [sys.executable, "-m", "experiments.benchmarks.async_peers", *TINY]

@@ -4,6 +4,7 @@ from experiments.benchmarks.downpour import CONTESTANTS
 from tests.experiments.benchmarks.runs import figures_of
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 def test_every_contestant_trains_and_the_last_line_has_the_ratios() -> None:
     figures = figures_of(

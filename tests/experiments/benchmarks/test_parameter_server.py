@@ -3,6 +3,7 @@ import pytest
 from tests.experiments.benchmarks.runs import figures_of
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 def test_every_contestant_pushes_and_fetches_and_the_last_line_has_the_ratios() -> None:
     figures = figures_of("parameter_server", "--small", "--rounds=1", "--repetitions=1")
