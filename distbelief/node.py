@@ -199,10 +199,15 @@ class Node:
     def tell(self, event: Event) -> bool:
         """Let the role handle `event` at once; for the thread that pumps.
 
+        What has arrived is handled before it: a role that is told often, and never has
+        to wait, hears of its peers all the same.
+
         Returns:
             Whether it could: a role that has ended handles nothing.
         """
         self._begin()
+        if not self._halted:
+            self._turn(0.0)
         self._deliver(event)
         return not self._halted
 

@@ -28,7 +28,6 @@ SELDOM = (
     "shards restarted",
     "shards that forgot",
     "snapshots",
-    "strangers refused",
     "takeovers",
     "torn reads",
     "torn snapshots",
