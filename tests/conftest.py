@@ -21,6 +21,11 @@ def _one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes long, so that no core waits for it at the end."""
+    items.sort(key=lambda item: "test_static" not in item.nodeid)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("root") and os.geteuid() != 0:
         pytest.skip("needs root, for network namespaces")

@@ -14,7 +14,7 @@ from distbelief.parameter_server.update_rules import UpdateRule
 from distbelief.roles import Address, Seconds
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
 from tests.simulation.copies import Run, apart, each_copy_apart, small, together
-from tests.simulation.workers import PLAIN, WITH_STATE, marks_of
+from tests.simulation.workers import PLACES, PLAIN, WITH_STATE, marks_of
 
 
 Hosts = Callable[[Address], str]
@@ -235,7 +235,7 @@ def test_if_both_copies_die_only_what_came_after_the_snapshot_is_lost(
         for name in run.copies[0]:
             run.cluster.inject(kill_of(run, name, stream))
         run.finish()
-    kept = -saved.arrays["values"]
+    kept = -saved.arrays["values"][PLACES]
     assert (marks_of(run.shard(run.leader()))[kept == 1.0] == 1.0).all()
 
 

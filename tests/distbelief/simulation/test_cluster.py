@@ -33,11 +33,12 @@ from distbelief.roles import (
     TimerFired,
 )
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.faults import Kill, Pause, Slow
+from distbelief.simulation.faults import Kill, Pause, Slow, Supersede
 from distbelief.simulation.links import Link
 from distbelief.simulation.machines import Machine
 from distbelief.simulation.options import ClusterOptions
 from distbelief.simulation.trace import SimulationFailed
+from distbelief.simulation.world import Happening
 from tests.distbelief.simulation.toys import (
     STEADY,
     TESTER,
@@ -573,6 +574,21 @@ def test_a_zombie_wakes_beside_its_successor_and_still_speaks() -> None:
 # ------------------------------------------------------------------------ slow
 
 
+def test_a_role_taken_for_dead_goes_on_beside_its_next_life() -> None:
+    built: list[Scripted] = []
+
+    def build(_: Memory) -> Scripted:
+        built.append(Scripted(beat))
+        return built[-1]
+
+    cluster = SimulatedCluster(
+        {A: build}, seed=0, options=ClusterOptions(faults=(Supersede(at=1.5, role=A),))
+    )
+    cluster.run(until=4.0)
+    assert cluster.incarnation(A) == 2
+    assert [len(role.seen) for role in built] == [5, 3]  # at 0 … 4, at 1.5 … 3.5
+
+
 def test_slow_work_takes_longer_while_it_lasts() -> None:
     work = Compute(name="c", work=lambda: None, cost=Cost(flops=1.0))
     role = Scripted(on_start(work, work, work))
@@ -694,6 +710,24 @@ def test_a_broken_invariant_ends_the_run() -> None:
     cluster.watch(few_events)
     with pytest.raises(SimulationFailed, match=r"seed 9 .*broken: too many events"):
         cluster.run()
+
+
+def test_an_observer_sees_each_event_and_what_was_done_of_what_was_asked() -> None:
+    """The kill cuts the second answer short: of two actions one is performed."""
+    seen: list[Happening] = []
+    twice = Scripted(lambda *_: [Report(text="one"), Report(text="two")])
+    cluster = cluster_of({A: twice})
+    cluster.observe(seen.append)
+    cluster.inject(Kill(at=1.0, role=A, after_actions=1))
+    cluster.run(until=2.0)
+    cluster.post(A, TimerFired(name="late"))
+    cluster.run(until=3.0)
+    assert [(h.name, h.incarnation, len(h.actions)) for h in seen] == [
+        (A, 1, 2),
+        (A, 1, 1),
+    ]
+    assert seen[0].role is twice
+    assert not cluster.is_alive(A)
 
 
 def test_the_users_stream_is_the_tests_own() -> None:
