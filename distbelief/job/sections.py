@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Final, Protocol, cast
 
 import msgspec
 
+from distbelief import units
 from distbelief.errors import JobFileError
-from distbelief.job import toml_text, units
+from distbelief.job import toml_text
 
 
 if TYPE_CHECKING:  # it imports torch

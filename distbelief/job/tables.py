@@ -13,8 +13,9 @@ from typing import TypeVar
 import msgspec
 from msgspec import inspect
 
+from distbelief import units
 from distbelief.errors import JobError, JobFileError
-from distbelief.job import toml_text, units
+from distbelief.job import toml_text
 
 
 Path = tuple[str, ...]  # of keys, from the top of the file

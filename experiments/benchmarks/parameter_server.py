@@ -8,9 +8,11 @@ values lie in the model's tensors. One client, `--shards` shards of one thread e
     floor    in one process, one thread: one copy of 167 MB, one fused Adagrad update
     shared   our shards, values and slots in shared memory
     tcp      our shards, block messages over loopback
-    rpc      torch.distributed.rpc (tensorpipe, transports of its own choice): the same
-             slices in as many processes, the same fused update; its fetch ends before
-             the copy into the model
+    rpc      torch.distributed.rpc over TCP, as between hosts: the same slices in as
+             many processes, the same fused update; its fetch ends before the copy into
+             the model
+    rpc_local  the same with transports of tensorpipe's own choice: on one host, copies
+             by the kernel from process to process
 
     shared_memory_over_floor        (push + fetch) of `shared` / (copy + update): the
                                     strict reading, for a fetch is a copy of its own
@@ -18,6 +20,9 @@ values lie in the model's tensors. One client, `--shards` shards of one thread e
     fetch_over_copy                 fetch of `shared` / copy
     shared_memory_over_two_copies   (push + fetch) of `shared` / (2 copies + update)
     tcp_over_torch_rpc              (push + fetch) of `rpc` / that of `tcp`
+    shared_over_torch_rpc_local     (push + fetch) of `rpc_local` / that of `shared`
+    tcp_over_torch_rpc_local        (push + fetch) of `rpc_local` / that of `tcp`: a
+                                    network against no network
     peak_bytes_per_parameter        the most memory a shard's process has held, beyond
                                     that of a shard with 64 parameters, per parameter:
                                     values 4, Adagrad 4, two slots of the client 8
@@ -49,7 +54,7 @@ from experiments.benchmarks.measurement import Spread
 from experiments.speech.model import acoustic_net
 
 
-CONTESTANTS: Final = ("floor", "shared", "tcp", "rpc")
+CONTESTANTS: Final = ("floor", "shared", "tcp", "rpc", "rpc_local")
 LEARNING_RATE: Final = rpc_server.LEARNING_RATE
 BYTES_EXPECTED: Final = 16  # per parameter: values, state, two slots
 
@@ -149,9 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 client = stack.enter_context(_client(server, parameters))
                 push = _pusher(client, gradients)
                 times[name] = Times(timing(push, client.fetch))
-        if "rpc" in names:
-            measure = _rpc(n_elements, options.shards, Path(folder))
-            times["rpc"] = Times(stack.enter_context(measure))
+        for name, tcp in (("rpc", True), ("rpc_local", False)):
+            if name in names:
+                meeting = Path(folder) / f"meeting_{name}"
+                measure = _rpc(n_elements, options.shards, meeting, tcp=tcp)
+                times[name] = Times(stack.enter_context(measure))
         for name in names:
             times[name].turn(2)
             times[name].forget()
@@ -180,14 +187,15 @@ def _pusher(client: BareClient, gradients: list[torch.Tensor]) -> Callable[[], N
 
 @contextmanager
 def _rpc(
-    n_elements: int, n_servers: int, folder: Path
+    n_elements: int, n_servers: int, meeting: Path, *, tcp: bool
 ) -> Iterator[Callable[[int], Seconds]]:
     """Start client and servers; yield what measures them. They are stopped else."""
     size = -(-n_elements // n_servers)
-    command = [sys.executable, "-m", rpc_server.__name__, str(folder / "meeting")]
+    command = [sys.executable, "-m", rpc_server.__name__, str(meeting)]
+    kind = "tcp" if tcp else "local"
     processes = [
         subprocess.Popen(
-            [*command, str(rank), str(n_servers), str(size)],
+            [*command, str(rank), str(n_servers), str(size), kind],
             stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE if rank == 0 else None,
         )
@@ -257,7 +265,7 @@ def _tell(name: str, times: Times, n: int) -> None:
     push, fetch = (1000 * median(of[-n:]) for of in (times.pushes, times.fetches))
     words = ("update", "copy") if name == "floor" else ("push", "fetch")
     print(
-        f"{name:7} {words[0]} {push:7.1f} ms  {words[1]} {fetch:7.1f} ms  "
+        f"{name:9} {words[0]} {push:7.1f} ms  {words[1]} {fetch:7.1f} ms  "
         f"{1000 * times.cpu_seconds[-1]:7.1f} CPU ms  load {measurement.load():.1f}",
         flush=True,
     )
@@ -294,8 +302,10 @@ def _report(
             "peak_bytes_per_parameter": peak,
             "bytes_per_parameter_expected": BYTES_EXPECTED,
         }
-    if "tcp" in times and "rpc" in times:
-        ratios["tcp_over_torch_rpc"] = times["rpc"].both / times["tcp"].both
+    for ours, theirs in (("tcp", "rpc"), ("shared", "rpc_local"), ("tcp", "rpc_local")):
+        if ours in times and theirs in times:
+            key = f"{ours}_over_torch_{theirs}"
+            ratios[key] = times[theirs].both / times[ours].both
     return ratios | figures
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.errors import JobFileError
-from distbelief.job.units import UNITS, Dimension, parse, show
+from distbelief.units import UNITS, Dimension, parse, show
 
 
 DIMENSIONS: list[Dimension] = ["time", "bytes", "rate"]

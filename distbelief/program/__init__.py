@@ -1,0 +1,1 @@
+"""Who computes what: plans, compiled to one program per machine, and their price."""

@@ -1,0 +1,178 @@
+"""Who computes which region of one layer: a grid of cuts, and a machine for each cell.
+
+    output [16, 32, 32]      cuts ((), (16,), (10, 21))      machines 0 1 2 3 4 5
+
+        columns   0    10   21   32
+        rows  0   |  0  |  1  |  2  |
+             16   |  3  |  4  |  5  |
+             32
+
+Cells tile the layer by construction, and a plan for 144 machines stays small. A layer
+whose output is a sum over its first input may be placed as *partial* instead: then the
+cells are of that input, and `combine` says who adds up which region of the output.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise, product
+from typing import Self, final
+
+import msgspec
+from typing_extensions import override
+
+from distbelief.graph.kind import kind_of
+from distbelief.graph.layer import GraphError, Layer
+from distbelief.graph.region import Interval, Region, Shape
+
+
+Cuts = tuple[tuple[int, ...], ...]
+
+
+@final
+class Placement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A grid of cells, and whose they are.
+
+    Attributes:
+        cuts: Per dimension where it is cut, ascending, both ends left out.
+        machines: Of each cell, the last dimension running fastest.
+        combine: Who combines partial outputs; None if the cells are of the output.
+    """
+
+    cuts: Cuts
+    machines: tuple[int, ...]
+    combine: "Placement | None" = None
+
+    @classmethod
+    def whole(cls, n_dims: int, machine: int) -> Self:
+        """Return everything on one machine."""
+        return cls(cuts=((),) * n_dims, machines=(machine,))
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of cells along each dimension."""
+        return tuple(len(cuts) + 1 for cuts in self.cuts)
+
+    def cells(self, shape: Shape) -> Iterator[tuple[int, Region]]:
+        """Yield machine and region of every cell that is not empty.
+
+        Args:
+            shape: What is cut: the layer's output, or its first input if `combine`.
+        """
+        rows: list[list[Interval]] = [
+            list(pairwise((0, *cuts, extent)))
+            for cuts, extent in zip(self.cuts, shape, strict=True)
+        ]
+        for machine, intervals in zip(self.machines, product(*rows), strict=True):
+            region = Region(intervals)
+            if region.n_elements:
+                yield machine, region
+
+    @property
+    def computing(self) -> frozenset[int]:
+        """Every machine that has anything to do with the layer."""
+        others = self.combine.computing if self.combine else frozenset[int]()
+        return others.union(self.machines)
+
+    def owners(self, layer: Layer) -> list[tuple[int, Region]]:
+        """Return who has which region of the output once it is computed."""
+        whose = self if self.combine is None else self.combine
+        return list(whose.cells(layer.shape))
+
+    def check(self, layer: Layer, *, n_machines: int) -> None:
+        """Check that this layer can be computed so.
+
+        Raises:
+            GraphError: it cannot; says why.
+        """
+        kind = kind_of(layer)
+        if self.combine is None:
+            _check_grid(self, layer.name, layer.shape, n_machines=n_machines)
+            _check_cuts(self.cuts, layer.name, dict(kind.cuts(layer)))
+            return
+        if kind.partial is None:
+            raise GraphError(
+                f"{layer.name!r} is placed as partial sums, which layers of kind "
+                f"{layer.kind!r} have not"
+            )
+        first = layer.input_shapes[0]
+        _check_grid(self, layer.name, first, n_machines=n_machines)
+        _check_cuts(self.cuts, layer.name, dict(kind.partial.cuts(layer)))
+        if self.combine.combine is not None:
+            raise GraphError(f"{layer.name!r} combines twice")
+        _check_grid(self.combine, layer.name, layer.shape, n_machines=n_machines)
+
+    @override
+    def __str__(self) -> str:
+        """Write it for people: 2x3 on 6 machines."""
+        n = len(set(self.machines))
+        on = f"machine {self.machines[0]}" if n == 1 else f"{n} machines"
+        if math.prod(self.grid) == 1:
+            return f"whole on {on}"
+        grid = "x".join(map(str, self.grid))
+        return f"{'inputs ' if self.combine else ''}{grid} on {on}"
+
+
+def grid(
+    shape: Shape,
+    weights: Sequence[Sequence[float]],
+    machines: Iterable[int],
+    *,
+    units: Sequence[int] | None = None,
+) -> Placement:
+    """Return a placement whose cells have extents in proportion to `weights`.
+
+    Args:
+        shape: What is cut.
+        weights: Per dimension one per part; one number leaves it whole.
+        machines: Of each cell, the last dimension running fastest.
+        units: Per dimension, cuts lie at multiples of this.
+    """
+    units = units or (1,) * len(shape)
+    cuts = tuple(
+        tuple(
+            part.intervals[0][1]
+            for part in Region(((0, extent),)).cut(0, parts, unit=unit)[:-1]
+        )
+        for extent, parts, unit in zip(shape, weights, units, strict=True)
+    )
+    return Placement(cuts=cuts, machines=tuple(machines))
+
+
+def _check_grid(
+    placement: Placement, name: str, shape: Shape, *, n_machines: int
+) -> None:
+    if len(placement.cuts) != len(shape):
+        raise GraphError(
+            f"{name!r} has {len(shape)} dimensions to cut, its placement "
+            f"{len(placement.cuts)}"
+        )
+    if len(placement.machines) != math.prod(placement.grid):
+        raise GraphError(
+            f"{name!r} is cut into {math.prod(placement.grid)} cells, for which "
+            f"{len(placement.machines)} machines are named"
+        )
+    for machine in placement.machines:
+        if not 0 <= machine < n_machines:
+            raise GraphError(
+                f"{name!r} is placed on machine {machine}; there are {n_machines}, "
+                "counted from 0"
+            )
+    for cuts, extent in zip(placement.cuts, shape, strict=True):
+        if list(cuts) != sorted(cuts) or any(not 0 <= cut <= extent for cut in cuts):
+            raise GraphError(
+                f"{name!r} is cut at {list(cuts)}: cuts ascend, from 0 to {extent}"
+            )
+
+
+def _check_cuts(cuts: Cuts, name: str, units: dict[int, int]) -> None:
+    for dim, places in enumerate(cuts):
+        if places and dim not in units:
+            raise GraphError(
+                f"{name!r} cannot be cut along dimension {dim}, only along "
+                f"{sorted(units) or 'none'}"
+            )
+        if any(place % units.get(dim, 1) for place in places):
+            raise GraphError(
+                f"{name!r} is cut at {list(places)} along dimension {dim}: use "
+                f"multiples of {units[dim]}"
+            )
