@@ -14,8 +14,8 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from distbelief import files
 from distbelief.errors import DistBeliefError, JobError, StorageError
-from distbelief.job import files
 from distbelief.job.jobfile import job_from_json
 from distbelief.job.process import import_from, log
 from distbelief.job.sections import Job

@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from distbelief.job import files
+from distbelief import files
 from distbelief.job.metrics import Measurement
 from distbelief.job.words import is_share
 

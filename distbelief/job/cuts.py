@@ -20,8 +20,8 @@ from typing import Final, final
 
 import msgspec
 
+from distbelief import files
 from distbelief.errors import StorageError
-from distbelief.job import files
 from distbelief.job.jobfile import load_job
 from distbelief.job.run_directory import RunDirectory
 from distbelief.job.summary import DataFacts, read_summary

@@ -14,7 +14,7 @@ from typing import Self, final
 
 import msgspec
 
-from distbelief.job import files
+from distbelief import files
 from distbelief.job.view import SupervisorView
 
 

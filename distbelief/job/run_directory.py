@@ -25,8 +25,8 @@ from typing import Final, Self, final
 
 import msgspec
 
+from distbelief import files
 from distbelief.errors import JobError, StorageError
-from distbelief.job import files
 from distbelief.job.view import SupervisorView
 
 

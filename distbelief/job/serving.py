@@ -18,9 +18,9 @@ from typing import Final, cast
 
 import msgspec
 
+from distbelief import files
 from distbelief.downpour.algorithm import DownpourSettings
 from distbelief.errors import DistBeliefError
-from distbelief.job import files
 from distbelief.job.launcher import Launcher
 from distbelief.job.process import Spec
 from distbelief.job.sections import (

@@ -24,8 +24,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from distbelief import files
 from distbelief.errors import LocalProtocolError, StorageError
-from distbelief.job import files
 from distbelief.roles import Snapshot
 from distbelief.vectors import Vector
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from distbelief.job import files
+from distbelief import files
 from distbelief.parameter_server.layout import Layout
 from distbelief.runtime.local_model import LocalModel
 from distbelief.vectors import Vector

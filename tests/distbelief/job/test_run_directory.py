@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from distbelief import files
 from distbelief.errors import JobError, StorageError
-from distbelief.job import files
 from distbelief.job.run_directory import RunDirectory, Status
 from distbelief.job.view import Message, Point, RoleView, SupervisorView
 from tests.distbelief.job.limits import largest_file

@@ -7,8 +7,8 @@ from hypothesis import given, strategies as st
 from safetensors.numpy import load_file
 from torch import nn
 
+from distbelief import files
 from distbelief.errors import LocalProtocolError, StorageError
-from distbelief.job import files
 from distbelief.job.store import N_KEPT, SnapshotStore
 from distbelief.job.trained_model import assemble, write_model
 from distbelief.parameter_server.layout import Layout
