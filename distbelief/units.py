@@ -2,11 +2,13 @@
 
 The set of units is closed, and a bare number is refused: nobody has to remember
 whether a key counts seconds or milliseconds. Inside the program a time is a float of
-seconds, a size an int of bytes, a rate a float of bytes per second.
+seconds, a size an int of bytes, a rate a float of bytes per second, and how fast a
+machine computes a float of floating point operations per second.
 
     time    us  ms  s  min  h  d
     bytes   B  kB  MB  GB  TB  (powers of 1000)    KiB  MiB  GiB  TiB  (of 1024)
     rate    B/s kB/s MB/s GB/s  KiB/s MiB/s GiB/s   bit/s kbit/s Mbit/s Gbit/s (1000)
+    compute FLOP/s  kFLOP/s  MFLOP/s  GFLOP/s  TFLOP/s  PFLOP/s  (1000)
 """
 
 import math
@@ -19,7 +21,7 @@ from typing import Literal
 from distbelief.errors import JobFileError
 
 
-Dimension = Literal["time", "bytes", "rate"]
+Dimension = Literal["time", "bytes", "rate", "compute"]
 
 _BYTES = {"B": "1", "kB": "1e3", "MB": "1e6", "GB": "1e9", "TB": "1e12"} | {
     f"{prefix}iB": str(1024**power) for power, prefix in enumerate("KMGT", start=1)
@@ -38,25 +40,36 @@ UNITS: Mapping[Dimension, Mapping[str, Decimal]] = {
     "bytes": {unit: Decimal(scale) for unit, scale in _BYTES.items()},
     "rate": {f"{unit}/s": Decimal(scale) for unit, scale in _BYTES.items()}
     | {unit: Decimal(scale) for unit, scale in _BITS.items()},
+    "compute": {
+        f"{prefix}FLOP/s": Decimal(1000) ** power
+        for power, prefix in enumerate(("", "k", "M", "G", "T", "P"))
+    },
 }
 
 _EXAMPLES: Mapping[Dimension, str] = {
     "time": '"2 s"',
     "bytes": '"4 GiB"',
     "rate": '"1 Gbit/s"',
+    "compute": '"20 GFLOP/s"',
 }
 _SHOWN: Mapping[Dimension, tuple[str, ...]] = {
     "time": ("d", "h", "min", "s", "ms", "us"),
     "bytes": ("TiB", "GiB", "MiB", "KiB", "GB", "MB", "kB", "B"),
     "rate": ("Gbit/s", "Mbit/s", "kbit/s", "B/s"),
+    "compute": ("PFLOP/s", "TFLOP/s", "GFLOP/s", "MFLOP/s", "kFLOP/s", "FLOP/s"),
 }
-_BASE: Mapping[Dimension, str] = {"time": "s", "bytes": "B", "rate": "B/s"}
+_BASE: Mapping[Dimension, str] = {
+    "time": "s",
+    "bytes": "B",
+    "rate": "B/s",
+    "compute": "FLOP/s",
+}
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*(\S.*?)?\s*")
 _TEXT_MAX = 64
 
 
 def parse(value: object, dimension: Dimension) -> float:
-    """Return a quantity in seconds, bytes or bytes per second.
+    """Return a quantity in seconds, bytes, bytes per second or FLOP/s.
 
     The result is the float nearest to what was written, and never negative.
 

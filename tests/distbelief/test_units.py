@@ -8,7 +8,7 @@ from distbelief.errors import JobFileError
 from distbelief.units import UNITS, Dimension, parse, show
 
 
-DIMENSIONS: list[Dimension] = ["time", "bytes", "rate"]
+DIMENSIONS: list[Dimension] = ["time", "bytes", "rate", "compute"]
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,9 @@ DIMENSIONS: list[Dimension] = ["time", "bytes", "rate"]
         ("4 GB", "bytes", 4e9),
         ("1 Gbit/s", "rate", 125e6),
         ("2.5 MB/s", "rate", 2.5e6),
+        ("20 GFLOP/s", "compute", 20e9),
+        ("1.5 TFLOP/s", "compute", 1.5e12),
+        ("7 FLOP/s", "compute", 7.0),
     ],
 )
 def test_each_unit_says_what_it_is(
@@ -80,3 +83,23 @@ def test_a_mistake_shows_the_value_and_the_mend(value: object, message: str) -> 
 @pytest.mark.parametrize("value", [90.0, 600.0, 86_400.0, 0.25])
 def test_round_times_are_shown_in_a_unit_that_suits_them(value: float) -> None:
     assert show(value, "time") in {"90 s", "10 min", "1 d", "250 ms"}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (2e9, '2000000000.0 has no unit: write "2000000000.0 FLOP/s"'),
+        ("20 GFLOPS", "Did you mean 'GFLOP/s'?"),
+        ("20 Gflop/s", "Did you mean 'GFLOP/s'?"),
+        ("1 Gbit/s", "unknown unit 'Gbit/s'"),
+        ("fast", 'for example "20 GFLOP/s"'),
+    ],
+)
+def test_how_fast_a_machine_computes_has_units_too(value: object, message: str) -> None:
+    with pytest.raises(JobFileError, match=re.escape(message)):
+        parse(value, "compute")
+
+
+@pytest.mark.parametrize("value", [20e9, 1.5e12, 7.0])
+def test_speeds_are_shown_in_a_unit_that_suits_them(value: float) -> None:
+    assert show(value, "compute") in {"20 GFLOP/s", "1500 GFLOP/s", "7 FLOP/s"}

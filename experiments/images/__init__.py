@@ -1,0 +1,1 @@
+"""Locally connected networks for images, of the size of the paper's."""

@@ -1,0 +1,259 @@
+"""Clusters as files: what they say, and what is said of mistakes in them."""
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from distbelief.errors import StorageError
+from distbelief.graph.layer import GraphError
+from distbelief.program import cluster_file
+from distbelief.program.cluster import Machine
+from distbelief.program.cluster_file import load_cluster, names, read_cluster
+
+
+MACHINE = """
+[[machines]]
+flops = "100 GFLOP/s"
+memory_rate = "30 GB/s"
+bandwidth = "1 Gbit/s"
+"""
+TWO_GROUPS = """
+name = "lab"
+latency = "100 us"
+origin = "measured"
+note = "the old machines"
+
+[[machines]]
+count = 2
+flops = "1 TFLOP/s"
+memory_rate = "30 GB/s"
+bandwidth = "10 Gbit/s"
+memory = "16 GiB"
+overhead = "50 us"
+jitter = 0.1
+[[machines]]
+flops = "100 GFLOP/s"
+memory_rate = "10 GB/s"
+bandwidth = "1 Gbit/s"
+
+[links]
+"0-2" = "100 Mbit/s"
+"""
+
+
+def test_every_figure_is_read_in_its_unit() -> None:
+    cluster = read_cluster(TWO_GROUPS.encode(), name="file")
+    fast = Machine(
+        flops=1e12,
+        memory_rate=30e9,
+        bandwidth=1.25e9,
+        memory=16 * 2.0**30,
+        overhead=50e-6,
+        jitter=0.1,
+    )
+    slow = Machine(flops=1e11, memory_rate=10e9, bandwidth=125e6)
+    assert cluster.machines == (fast, fast, slow)
+    assert cluster.latency == 100e-6
+    assert cluster.rate(2, 0) == 12.5e6
+    assert cluster.rate(2, 1) == 125e6
+    assert (cluster.name, cluster.origin) == ("lab", "measured")
+    assert cluster.note == "the old machines"
+
+
+def test_a_cluster_is_called_like_its_file_unless_it_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "attic.toml"
+    path.write_text(MACHINE)
+    cluster = load_cluster(path)
+    assert (cluster.name, len(cluster), cluster.latency) == ("attic", 1, 0.0)
+    assert cluster.origin == "assumed"
+    assert load_cluster(str(path)) == cluster
+
+
+@pytest.mark.parametrize(
+    ("name", "n_machines", "bandwidth"),
+    [
+        ("commodity-2012", 144, 125e6),
+        ("rack-1g", 32, 125e6),
+        ("rack-10g", 32, 1.25e9),
+    ],
+)
+def test_clusters_that_come_along(name: str, n_machines: int, bandwidth: float) -> None:
+    assert name in names()
+    cluster = load_cluster(name)
+    assert (cluster.name, len(cluster)) == (name, n_machines)
+    assert cluster.is_uniform
+    assert cluster.machines[0].bandwidth == bandwidth
+    assert cluster.origin == "assumed"
+    assert cluster.note
+
+
+@pytest.mark.parametrize("name", names())
+def test_each_constant_of_those_says_where_it_is_from(name: str) -> None:
+    directory = Path(cluster_file.__file__).parent / "clusters"
+    lines = (directory / f"{name}.toml").read_text().splitlines()
+    known = ("latency", "count", "flops", "memory", "bandwidth", "overhead", "jitter")
+    for before, line in zip(["", *lines], lines, strict=False):
+        if line.startswith(known):
+            assert "#" in line or before.startswith("#"), line
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    text = "no cluster 'rack_1g'.* Did you mean 'rack-1g'?"
+    with pytest.raises(GraphError, match=text):
+        load_cluster("rack_1g")
+    with pytest.raises(GraphError, match="It knows commodity-2012, rack-10g, rack-1g"):
+        load_cluster("moon/base.toml")
+
+
+def test_what_is_no_file_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot read the cluster from"):
+        load_cluster(tmp_path)
+    with pytest.raises(GraphError, match="is no path"):
+        load_cluster("a\0b")
+
+
+def test_a_mistake_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "lab.toml"
+    path.write_text('speed = "1 Gbit/s"' + MACHINE)
+    with pytest.raises(GraphError, match=re.escape(f"{path}: the cluster has no key")):
+        load_cluster(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "flops =",
+            "flop =",
+            "[[machines]] 1 has no key 'flop'. Did you mean 'flops'?",
+        ),
+        ("latency", "latencies", "has no key 'latencies'. Did you mean 'latency'?"),
+        ("latency", "zzz", "It knows name, latency, origin, note, machines, links."),
+        (
+            '"1 TFLOP/s"',
+            '"1 TFLOPS"',
+            "[[machines]] 1 flops = \"1 TFLOPS\" has the unknown unit 'TFLOPS'. Did",
+        ),
+        ('"100 us"', "100", 'latency = 100 has no unit: write "100 s"'),
+        ('"100 us"', "true", "latency = True is no quantity"),
+        (
+            'bandwidth = "1 Gbit/s"',
+            'bandwidth = "1 GB"',
+            "[[machines]] 2 bandwidth = \"1 GB\" has the unknown unit 'GB'",
+        ),
+        ('bandwidth = "1 Gbit/s"', "", "[[machines]] 2 lacks the key 'bandwidth'"),
+        (
+            'flops = "100 GFLOP/s"',
+            'flops = "0 GFLOP/s"',
+            "[[machines]] 2: a machine's flops is 0.0; use a number above 0",
+        ),
+        (
+            'flops = "100 GFLOP/s"',
+            'flops = "9 TFLOP/s"',
+            "write the fastest first",
+        ),
+        ("count = 2", "count = 0", "count = 0: wants a whole number, at least 1"),
+        ("count = 2", "count = 2.5", "count = 2.5: wants a whole number"),
+        ("count = 2", "count = true", "count = True: wants a whole number"),
+        ("count = 2", "count = 10000", "count: 10001 in all; use at most 10000"),
+        ("count = 2", f"count = {10**30}", "in all; use at most 10000"),
+        ("jitter = 0.1", "jitter = nan", "jitter = nan: wants a number from 0 to 2"),
+        ("jitter = 0.1", 'jitter = "1 s"', 'jitter = "1 s": wants a number'),
+        ("jitter = 0.1", f"jitter = {10**400}", "wants a number from 0 to 2"),
+        ('"0-2"', '"2-0"', '[links] has no key "2-0": write two machines, the lower'),
+        ('"0-2"', '"0-3"', '[links] has no key "0-3"'),
+        ('"0-2"', '"0-0"', '[links] has no key "0-0"'),
+        ('"0-2"', '"00-2"', '[links] has no key "00-2"'),
+        ('"0-2"', "a", '[links] has no key "a"'),
+        ('"100 Mbit/s"', '"0 Mbit/s"', "link 0-2 has bandwidth 0.0"),
+        ('"100 Mbit/s"', "{}", "[links] 0-2 = {} is no quantity"),
+        ("[links]", "[[links]]", "wants a table; begin it with [links]"),
+        ('"lab"', "7", 'name = 7: wants text in quotes: "..."'),
+        ('"measured"', '"guessed"', 'origin = "guessed": unknown. It knows measured,'),
+        ('"measured"', "[]", "origin = []: unknown"),
+        (
+            "[[machines]]",
+            "[[machine]]",
+            "has no key 'machine'. Did you mean 'machines'?",
+        ),
+        ('"lab"', '"lab', "is no TOML"),
+    ],
+)
+def test_a_mistake_names_the_key_and_the_mend(old: str, new: str, message: str) -> None:
+    assert old in TWO_GROUPS
+    with pytest.raises(GraphError, match=re.escape(message)):
+        read_cluster(TWO_GROUPS.replace(old, new).encode(), name="file")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "there is no machine: write for each group of equal ones [[machines]]"),
+        (b"machines = []", "there is no machine"),
+        (b"machines = [1]", "[[machines]] 1 = 1: wants a table"),
+        (b"machines = 3", "begin a group of them with [[machines]]"),
+        (b"[machines]\ncount = 3", "begin a group of them with [[machines]]"),
+        (b"links = 3" + MACHINE.encode(), "links = 3: wants a table"),
+        (b"\xff\xfe", "is no UTF-8 text"),
+        (b"a = " + b"[" * 100_000, "is nested too deeply"),
+        (b"a = 1" + b"0" * 10_000, "is no TOML"),
+        (b"#" * (1 << 20) + b"#", "larger than"),
+    ],
+)
+def test_documents_that_are_no_cluster_are_refused(
+    content: bytes, message: str
+) -> None:
+    with pytest.raises(GraphError, match=re.escape(message)):
+        read_cluster(content, name="file")
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_cluster_or_refused(content: bytes) -> None:
+    with pytest.raises(GraphError):
+        read_cluster(content, name="file")
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(
+    st.sampled_from(
+        ["name", "latency", "origin", "note", "machines", "links", "count", "flops"]
+    ),
+    _VALUES,
+)
+def test_any_value_of_a_key_is_taken_or_refused_in_words(
+    key: str, value: object
+) -> None:
+    text = f"{key} = {_toml(value)}\n" + (MACHINE if key != "machines" else "")
+    if key in ("count", "flops"):
+        text = MACHINE.replace('flops = "100 GFLOP/s"', f"{key} = {_toml(value)}")
+    with suppress(GraphError):
+        assert len(read_cluster(text.encode(), name="file")) >= 1
+
+
+def _toml(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case list():
+            return f"[{', '.join(map(_toml, value))}]"
+        case dict():
+            pairs = (f"{_toml(k)} = {_toml(v)}" for k, v in value.items())
+            return f"{{ {', '.join(pairs)} }}"
+        case str():
+            return "'" + "".join(c for c in value if c.isprintable() and c != "'") + "'"
+        case None:
+            return "''"
+        case _:
+            return str(value)
