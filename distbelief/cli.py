@@ -83,6 +83,100 @@ TracebackOption = Annotated[
     ),
 ]
 
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODULE:FUNCTION",
+        help="What makes the model, without arguments.",
+        show_default=False,
+    ),
+]
+InputOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        metavar="SHAPE",
+        help="Of an input, without the batch: 3x200x200; whole numbers with their "
+        "count: 128:30000. Once per input.",
+        show_default=False,
+    ),
+]
+BatchOption = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Samples of one step.")
+]
+LossOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="torch's name of the loss, or one_vs_all; without it, the outputs' own "
+        "gradients.",
+        show_default=False,
+    ),
+]
+MachinesOption = Annotated[
+    str, typer.Option(metavar="N,N,...", help="Numbers of machines, a row for each.")
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME or FILE",
+        help="A ready-made cluster, or a TOML file: speed, memory and network of the "
+        "machines.",
+        show_default="rack-10g",
+    ),
+]
+PinOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin",
+        metavar="LAYER=SPLIT",
+        help="Split a layer so: conv1=grid:3x3, fc=units:8, fc=inputs:4, loss=whole@0. "
+        "May be given several times.",
+        show_default=False,
+    ),
+]
+ExactlyOption = Annotated[
+    bool,
+    typer.Option(
+        "--exactly", metavar=" ", help="Use all machines, even if fewer were faster."
+    ),
+]
+ExplainOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="LAYER",
+        help="List every split of a layer, its cost, and why it lost. May be given "
+        "several times.",
+        show_default=False,
+    ),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write plan.json.", show_default=False),
+]
+PictureOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.png",
+        help="Draw which machine has which part of which layer.",
+        show_default=False,
+    ),
+]
+TimelineOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.json",
+        help="Write a step as a Chrome trace: what every machine does when.",
+        show_default=False,
+    ),
+]
+DiffOption = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(
+        metavar="A B", help="Show where two plan files differ.", show_default=False
+    ),
+]
+
 
 def main() -> None:
     """Run the command line; the entry point of the program."""
@@ -182,6 +276,75 @@ def status(
         pid = run.writer_pid()
         now = dt.datetime.now(tz=dt.UTC).timestamp()
         _show_status(run, pid=pid, now=now, as_json=as_json)
+
+
+@app.command()
+def partition(  # noqa: PLR0913 -- options
+    model: ModelArgument = None,
+    *,
+    inputs: InputOption = None,
+    batch: BatchOption = 32,
+    loss: LossOption = "",
+    machines: MachinesOption = "1,2,4,8",
+    cluster: ClusterOption = None,
+    pins: PinOption = None,
+    exactly: ExactlyOption = False,
+    explain: ExplainOption = None,
+    out: OutOption = None,
+    picture: PictureOption = None,
+    timeline: TimelineOption = None,
+    diff: DiffOption = None,
+    as_json: JsonOption = False,
+    show_traceback: TracebackOption = False,
+) -> None:
+    """Say what machines would buy: split a model over them, inside layers too.
+
+    [dim]$[/dim] distbelief partition experiments.images.model:paper_net
+    --input 3x100x100 --batch 32 --loss one_vs_all --machines 1,8,32,81
+    --cluster commodity-2012
+
+    [dim]$[/dim] distbelief partition --diff plan.json other.json
+
+    One row per number of machines: the time of a training step and of what it consists,
+    the memory, how far the plan may be from the best one. The plan of the last row is
+    what --out, --picture, --timeline and --explain are about. The model is made without
+    memory, so it may be larger than this machine.
+
+    Exit code: 0 done, 1 the plan does not fit the machines' memory (or, with --diff,
+    the plans differ), 2 a mistake in what you gave.
+    """
+    with _told(show_traceback=show_traceback):
+        if diff is not None:
+            from distbelief.partition import command  # noqa: PLC0415 -- torch
+
+            same = command.compare(diff[0], diff[1], as_json=as_json)
+            raise typer.Exit(0 if same else FAILED)
+        if model is None or not inputs:
+            raise JobError(
+                "there is no model to partition: name the function that makes it and "
+                "the shape of its input, as in `distbelief partition "
+                "experiments.images.model:paper_net --input 3x100x100`"
+            )
+        from distbelief.partition import command, request  # noqa: PLC0415 -- torch
+        from distbelief.runtime.imports import resolve  # noqa: PLC0415
+
+        asked = command.Request(
+            model=model,
+            inputs=[request.input_spec(text) for text in inputs],
+            batch=batch,
+            loss=loss,
+            counts=request.counts(machines),
+            cluster=cluster or command.DEFAULT_CLUSTER,
+            pins=request.pins(pins or ()),
+            exactly=exactly,
+            explain=explain or (),
+            out=out,
+            picture=picture,
+            timeline=timeline,
+            as_json=as_json,
+        )
+        fits = command.run(asked, resolve(model, table="model"))
+    raise typer.Exit(0 if fits else FAILED)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 * DistBeliefError
   x JobError               -- what the user gave cannot be run: file, model, data, loss
     + JobFileError         -- the job file itself: a key, a value, a unit
+    + GraphError           -- the model, a plan or a cluster (in `graph.layer`)
   x ProtocolError
     + LocalProtocolError   -- our code sent or did something illegal
     + RemoteProtocolError  -- a peer did

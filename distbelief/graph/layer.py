@@ -17,7 +17,7 @@ from typing import final
 
 import msgspec
 
-from distbelief.errors import DistBeliefError
+from distbelief.errors import JobError
 from distbelief.graph.region import Region, Shape
 
 
@@ -28,7 +28,7 @@ INPUT = "input"
 
 
 @final
-class GraphError(DistBeliefError):
+class GraphError(JobError):
     """A layer graph does not hang together, or a model cannot be made into one."""
 
 

@@ -1,0 +1,137 @@
+"""Plans without planning, for others to be measured against.
+
+even           every layer over all machines: images in a grid, neurons in parts
+whole layers   runs of whole layers on one machine after the other: a pipeline
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from distbelief.graph.kind import kind_of
+from distbelief.graph.layer import Layer, LayerGraph
+from distbelief.partition.candidates import partial_sums, split, summed_dims, whole
+from distbelief.partition.grouping import groups
+from distbelief.program.cluster import Cluster
+from distbelief.program.placement import Placement
+from distbelief.program.pricing import Costs
+
+
+def even(graph: LayerGraph, cluster: Cluster) -> dict[str, Placement]:
+    """Return every layer cut into as many parts as there are machines, if it can be.
+
+    A layer of images is cut into the grid nearest to squares, others along the first
+    dimension that has room for all, or for most.
+    """
+    placed: dict[str, Placement] = {}
+    for group in groups(graph):
+        placed |= group.placements(_even(group.root, cluster))
+    return placed
+
+
+def whole_layers(
+    graph: LayerGraph, cluster: Cluster, *, costs: Costs
+) -> dict[str, Placement]:
+    """Return runs of whole layers, one per machine, the longest as short as can be.
+
+    Layers are in their order in the graph, machines in theirs; those that follow
+    another stay with it.
+    """
+    found = groups(graph)
+    seconds = [
+        [
+            math.fsum(
+                pass_(layer, layer.region, machine)
+                for layer in group.members
+                for pass_ in (costs.forward, costs.backward)
+            )
+            for group in found
+        ]
+        for machine in range(len(cluster))
+    ]
+    placed: dict[str, Placement] = {}
+    for group, machine in zip(found, _balanced(seconds), strict=True):
+        placed |= group.placements(whole(group.root, machine).placement)
+    return placed
+
+
+BASELINES: Mapping[str, str] = {
+    "even": "every layer over all machines",
+    "whole layers": "runs of whole layers, balanced",
+}
+"""What they are called in reports."""
+
+
+def _even(layer: Layer, cluster: Cluster) -> Placement:
+    n_machines, n_dims = len(cluster), len(layer.shape)
+    most = (
+        {}
+        if layer.whole
+        else {
+            cut.dim: layer.shape[cut.dim] // cut.unit
+            for cut in kind_of(layer).cuts(layer)
+        }
+    )
+    if n_dims >= 3 and {n_dims - 2, n_dims - 1} <= set(most):
+        rows, columns = layer.shape[-2:]
+        pairs = [
+            (a, b)
+            for a in range(1, min(rows, n_machines) + 1)
+            for b in [min(columns, n_machines // a)]
+        ]
+        # As many cells as can be; of these the squarest.
+        a, b = max(
+            pairs,
+            key=lambda ab: (
+                ab[0] * ab[1],
+                -abs(math.log(rows * ab[1] / columns / ab[0])),
+            ),
+        )
+        most = {n_dims - 2: a, n_dims - 1: b}
+        parts = [most.get(dim, 1) for dim in range(n_dims)]
+    else:
+        dim = max(most, key=lambda d: (min(n_machines, most[d]), -d), default=-1)
+        parts = [
+            min(n_machines, most[dim]) if other == dim else 1 for other in range(n_dims)
+        ]
+    found = split(layer, cluster, parts)
+    if math.prod(parts) == 1 and summed_dims(layer):
+        dim = summed_dims(layer)[0]
+        n_parts = min(n_machines, layer.input_shapes[0][dim])
+        found = partial_sums(layer, cluster, n_parts, dim=dim) or found
+    return (found or whole(layer, 0)).placement
+
+
+def _balanced(seconds: Sequence[Sequence[float]]) -> list[int]:
+    """Return on which machine each item is, so that the busiest has least to do.
+
+    Items are in order, and so are machines. The best of all such: found by halving
+    the interval that the busiest one's time lies in.
+
+    Args:
+        seconds: Of each machine, for each item.
+    """
+    low, high = 0.0, math.fsum(seconds[0]) * (1 + 1e-9)  # rounding apart
+    best = _filled(seconds, high)
+    assert best is not None
+    for _ in range(50):
+        middle = (low + high) / 2
+        found = _filled(seconds, middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    return best
+
+
+def _filled(seconds: Sequence[Sequence[float]], limit: float) -> list[int] | None:
+    """Return which machine has each item if none takes longer; None if one must."""
+    chosen: list[int] = []
+    machine, busy = 0, 0.0
+    for item in range(len(seconds[0])):
+        while busy + seconds[machine][item] > limit:
+            machine, busy = machine + 1, 0.0
+            if machine == len(seconds):
+                return None
+        chosen.append(machine)
+        busy += seconds[machine][item]
+    return chosen

@@ -1,0 +1,121 @@
+"""From a layer graph and a cluster to the numbers that a solver chooses by.
+
+A node is a group of layers: one that is placed, and those that follow it. What a
+candidate of it costs:
+
+    computing   forward and backward, of the machine that has most of it
+    combining   partial sums sent and added up
+    inside      messages between layers of the group: statistics
+    sync        replicated parameters broadcast, their gradients reduced
+
+and what two nodes cost: the transfers from layers of one to layers of the other,
+forward and back. A value that two nodes read is counted for both, also where one
+machine needs it for both, and gets it once: the price is then a little too high, and
+the bound with it one of this model only. Layers that share a tensor are synchronised
+apart.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from distbelief.graph.layer import LayerGraph
+from distbelief.partition.candidates import Candidate, candidates
+from distbelief.partition.costs import AnalyticCosts, single_sample
+from distbelief.partition.grouping import Group, groups
+from distbelief.partition.pins import check_pins, pinned
+from distbelief.partition.problem import Problem
+from distbelief.partition.tables import Tables
+from distbelief.partition.transfer import Floats
+from distbelief.program.cluster import UNLIMITED, Cluster
+from distbelief.program.placement import Placement
+from distbelief.program.pricing import Costs
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What is decided together."""
+
+    group: Group
+    candidates: tuple[Candidate, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Decoder:
+    """What a choice means.
+
+    Attributes:
+        nodes: In the order of the problem's.
+    """
+
+    nodes: tuple[Node, ...]
+
+    def __call__(self, choice: Sequence[int]) -> dict[str, Placement]:
+        """Return the placement of every layer but inputs."""
+        placed: dict[str, Placement] = {}
+        for node, index in zip(self.nodes, choice, strict=True):
+            placed |= node.group.placements(node.candidates[index].placement)
+        return placed
+
+    def labels(self, choice: Sequence[int]) -> dict[str, str]:
+        """Return what the placement of each root is called."""
+        pairs = zip(self.nodes, choice, strict=True)
+        return {
+            node.group.root.name: node.candidates[index].label for node, index in pairs
+        }
+
+
+def build(
+    graph: LayerGraph,
+    cluster: Cluster,
+    *,
+    batch: int,
+    costs: Costs | None = None,
+    pins: Mapping[str, str] | None = None,
+    queued: bool = True,
+) -> tuple[Problem, Decoder]:
+    """Return the choice to be made, and what it means.
+
+    Args:
+        graph: With its loss, if it is to be trained.
+        cluster: Machines, fastest first.
+        batch: Samples of a step.
+        costs: Of computing; by default from the machines' figures.
+        pins: Per layer what it is pinned to: "rows:4"; see `pins`.
+        queued: Whether messages wait for those before to arrive, as in `Network`.
+
+    Raises:
+        GraphError: a pin is impossible.
+    """
+    pins = pins or {}
+    check_pins(graph, pins)
+    costs = costs or AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
+    found = groups(graph, pinned=pins)
+    nodes = []
+    for group in found:
+        if group.root.name in pins:
+            ways = [pinned(group.root, cluster, pins[group.root.name])]
+        else:
+            ways = candidates(group.root, cluster)
+        nodes.append(Node(group, tuple(ways)))
+    tables = Tables(graph, cluster, batch=batch, costs=costs, queued=queued)
+    for node in nodes:
+        tables.place(node.group, [way.placement for way in node.candidates])
+    edges: dict[tuple[int, int], Floats] = {}
+    for pair, table in tables.transfers(found):
+        edges[pair] = edges[pair] + table if pair in edges else table
+    caps = np.array([machine.memory for machine in cluster.machines])
+    limited = bool((caps < UNLIMITED).any())
+    return (
+        Problem(
+            costs=tuple(tables.costs(group) for group in found),
+            edges=edges,
+            memory=tuple(map(tables.memory, found)) if limited else None,
+            caps=caps if limited else None,
+        ),
+        Decoder(tuple(nodes)),
+    )

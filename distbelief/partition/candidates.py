@@ -1,0 +1,259 @@
+"""The ways to place one layer that are looked at, and what they are called.
+
+    whole       all of it on one machine; whole@3 on machine 3
+    units 4     neurons, channels or heads, cut in 4; likewise rows, columns, depth
+    grid 2x3    rows and columns; of three numbers the first is for units
+    inputs 4    partial sums over 4 parts of the first input, combined by the same 4
+
+Region i is on machine i, and k regions are on the first k machines, so that layers that
+are cut alike exchange little. Extents are in proportion to the machines' speeds. Equal
+machines are interchangeable: whole layers go to the first one, unless memory is short.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from distbelief.graph.kind import Cut, kind_of
+from distbelief.graph.layer import Layer
+from distbelief.graph.region import Region, Shape
+from distbelief.program.cluster import UNLIMITED, Cluster, weights
+from distbelief.program.placement import Placement, grid
+
+
+N_CANDIDATES_MAX: Final = 60
+_N_WHOLE_MAX: Final = 8
+_N_COMBINED_MIN: Final = 8
+"""Elements for each machine, below which one machine combines all partial sums."""
+_CHANNELS_FIRST: Final = frozenset(
+    {
+        "convolution",
+        "max_pool",
+        "average_pool",
+        "adaptive_max_pool",
+        "adaptive_average_pool",
+        "local_response",
+    }
+)
+
+
+_WORDS: Final = {
+    1: ("units",),
+    2: ("rows", "units"),  # of a sequence
+    3: ("units", "rows", "columns"),
+    4: ("units", "depth", "rows", "columns"),
+}
+
+
+class Candidate(NamedTuple):
+    """One way to place a layer.
+
+    Attributes:
+        placement: Who computes what.
+        label: For people.
+    """
+
+    placement: Placement
+    label: str
+
+
+def candidates(layer: Layer, cluster: Cluster) -> list[Candidate]:
+    """Return the ways to place a layer, whole ones first: at most `N_CANDIDATES_MAX`.
+
+    Args:
+        layer: Not an input.
+        cluster: Machines, fastest first.
+    """
+    wholes = [whole(layer, machine) for machine in _whole_machines(cluster)]
+    splits = [] if layer.whole else list(_families(layer, cluster))
+    return [*wholes, *_thinned(splits, N_CANDIDATES_MAX - len(wholes))]
+
+
+def whole(layer: Layer, machine: int) -> Candidate:
+    """Return all of a layer on one machine."""
+    label = f"whole@{machine}" if machine else "whole"
+    return Candidate(Placement.whole(len(layer.shape), machine), label)
+
+
+def split(layer: Layer, cluster: Cluster, parts: Sequence[int]) -> Candidate | None:
+    """Return a layer's output cut into so many parts along each dimension.
+
+    Returns:
+        None if it cannot be cut so, or there are too few machines.
+    """
+    cuts = () if layer.whole else kind_of(layer).cuts(layer)
+    placement = _cut(layer.shape, cuts, cluster, parts)
+    if placement is None:
+        return None
+    words = dimension_words(layer)
+    in_two = [dim for dim, n_parts in enumerate(parts) if n_parts > 1]
+    if not in_two:
+        return whole(layer, 0)
+    if len(in_two) == 1:
+        label = f"{words[in_two[0]]} {parts[in_two[0]]}"
+    elif min(in_two) >= len(parts) - 2:
+        label = f"grid {parts[-2]}x{parts[-1]}"
+    else:
+        label = f"grid {'x'.join(map(str, parts))}"
+    return Candidate(placement, label)
+
+
+def partial_sums(
+    layer: Layer, cluster: Cluster, n_parts: int, *, dim: int
+) -> Candidate | None:
+    """Return a layer as partial sums over parts of dimension `dim` of its first input.
+
+    They are combined where they are computed, a part of the output on each machine, if
+    there is enough of it to share.
+
+    Returns:
+        None if there are no such sums, or too few machines.
+    """
+    if dim not in summed_dims(layer):
+        return None
+    partial = kind_of(layer).partial
+    assert partial is not None, layer.name
+    shape = layer.input_shapes[0]
+    parts = [n_parts if other == dim else 1 for other in range(len(shape))]
+    placement = _cut(shape, partial.cuts(layer), cluster, parts)
+    if placement is None:
+        return None
+    combine: Placement | None = None
+    if layer.region.n_elements >= _N_COMBINED_MIN * n_parts:
+        longest = max(range(len(layer.shape)), key=lambda other: layer.shape[other])
+        parts = [n_parts if o == longest else 1 for o in range(len(layer.shape))]
+        combine = _cut(layer.shape, (Cut(longest),), cluster, parts)
+    combined = Placement(
+        cuts=placement.cuts,
+        machines=placement.machines,
+        combine=combine or Placement.whole(len(layer.shape), 0),
+    )
+    place = "" if dim == summed_dims(layer)[0] else f" of dimension {dim}"
+    return Candidate(combined, f"inputs {n_parts}{place}")
+
+
+def summed_dims(layer: Layer) -> tuple[int, ...]:
+    """Return along which dimensions of the first input it is a sum, the last first."""
+    partial = None if layer.whole else kind_of(layer).partial
+    if partial is None:
+        return ()
+    whole_input = Region.of(*layer.input_shapes[0])
+    found = []
+    for cut in partial.cuts(layer):
+        parts = whole_input.cut(cut.dim, [1.0, 1.0], unit=cut.unit)
+        if not all(part.n_elements for part in parts):
+            continue
+        # Cut along a dimension that is kept, both would write a part of their own.
+        if len({partial.writes(layer, part) for part in parts}) == 1:
+            found.append(cut.dim)
+    return tuple(sorted(found, reverse=True))
+
+
+def dimension_words(layer: Layer) -> tuple[str, ...]:
+    """Return what the dimensions of a layer's output are called in labels and pins."""
+    n_dims = len(layer.shape)
+    if n_dims == 2 and layer.kind in _CHANNELS_FIRST:
+        return ("units", "rows")
+    return _WORDS.get(n_dims) or tuple(f"dimension{dim}" for dim in range(n_dims))
+
+
+def sizes(n_machines: int) -> list[int]:
+    """Return the numbers of parts that are looked at: 2, 3, 4, 6, 8, 12, ..., all."""
+    if n_machines <= 12:
+        return list(range(2, n_machines + 1))
+    powers = {2**i for i in range(1, 20)} | {3 * 2**i for i in range(20)}
+    divisors = {k for k in range(2, n_machines + 1) if n_machines % k == 0}
+    return sorted(k for k in powers | divisors if k <= n_machines)
+
+
+def _whole_machines(cluster: Cluster) -> list[int]:
+    """Return which machines may have a whole layer: some of each sort."""
+    n_machines = len(cluster)
+    if any(machine.memory < UNLIMITED for machine in cluster.machines):
+        return list(range(min(n_machines, _N_WHOLE_MAX)))
+    first_of_sort: dict[object, int] = {}
+    for index, machine in enumerate(cluster.machines):
+        first_of_sort.setdefault(machine, index)
+    chosen = set(first_of_sort.values())
+    if not cluster.is_uniform:
+        chosen.update(range(min(n_machines, 2)))
+    return sorted(chosen)[:_N_WHOLE_MAX]
+
+
+def _families(layer: Layer, cluster: Cluster) -> Iterator[list[Candidate]]:
+    """Yield candidates of each sort, in order of their number of parts."""
+    n_dims = len(layer.shape)
+    cuttable = [cut.dim for cut in kind_of(layer).cuts(layer)]
+    counts = sizes(len(cluster))
+    tried: list[list[tuple[int, ...]]] = []
+    for dim in cuttable:
+        if dim == n_dims - 1 and n_dims > 2 and layer.shape[-1] <= layer.shape[-2]:
+            continue  # columns are no better than rows
+        tried.append([_parts(n_dims, {dim: k}) for k in counts])
+    if n_dims >= 2 and {n_dims - 2, n_dims - 1} <= set(cuttable):
+        tried.append(_grids(layer.shape, n_dims - 2, n_dims - 1, counts, n_each=2))
+    if n_dims >= 3 and {0, n_dims - 2} <= set(cuttable):
+        tried.append(_grids(layer.shape, 0, n_dims - 2, counts, n_each=1))
+    for family in tried:
+        found = [split(layer, cluster, parts) for parts in family]
+        yield [candidate for candidate in found if candidate is not None]
+    for dim in summed_dims(layer):
+        found = [partial_sums(layer, cluster, k, dim=dim) for k in counts]
+        yield [candidate for candidate in found if candidate is not None]
+
+
+def _parts(n_dims: int, parts: dict[int, int]) -> tuple[int, ...]:
+    return tuple(parts.get(dim, 1) for dim in range(n_dims))
+
+
+def _grids(
+    shape: Shape, one: int, other: int, counts: Sequence[int], *, n_each: int
+) -> list[tuple[int, ...]]:
+    """Return, for each number of cells, the grids over two dimensions nearest squares.
+
+    Halos are shortest around squares; of channels and rows none is better than another.
+    """
+    found = []
+    for count in counts:
+        pairs = [(a, count // a) for a in range(2, count // 2 + 1) if count % a == 0]
+        pairs = [(a, b) for a, b in pairs if a <= shape[one] and b <= shape[other]]
+        pairs.sort(
+            key=lambda ab: abs(math.log(shape[one] * ab[1] / shape[other] / ab[0]))
+        )
+        # The best one last: it stays when every other one goes.
+        best = reversed(pairs[:n_each])
+        found += [_parts(len(shape), {one: a, other: b}) for a, b in best]
+    return found
+
+
+def _cut(
+    shape: Shape, cuts: Sequence[Cut], cluster: Cluster, parts: Sequence[int]
+) -> Placement | None:
+    """Return the first machines' cells, as large as their machines are fast."""
+    units = {cut.dim: cut.unit for cut in cuts}
+    n_cells = math.prod(parts)
+    if n_cells > len(cluster):
+        return None
+    for dim, (extent, n_parts) in enumerate(zip(shape, parts, strict=True)):
+        if n_parts > 1 and (dim not in units or n_parts * units[dim] > extent):
+            return None
+    speeds = np.array(weights(cluster.machines[:n_cells])).reshape(tuple(parts))
+    dims = range(len(shape))
+    shares = [speeds.sum(tuple(o for o in dims if o != dim)).tolist() for dim in dims]
+    return grid(
+        shape, shares, range(n_cells), units=[units.get(dim, 1) for dim in dims]
+    )
+
+
+def _thinned(families: list[list[Candidate]], limit: int) -> list[Candidate]:
+    """Return at most `limit` of them: every other of the largest families goes."""
+    families = [family for family in families if family]
+    while sum(map(len, families)) > limit:
+        largest = max(range(len(families)), key=lambda i: len(families[i]))
+        family = families[largest]
+        # The last one is on the most machines: it stays.
+        families[largest] = family[(len(family) + 1) % 2 :: 2]
+    distinct = {c.placement: c for family in families for c in family}
+    return list(distinct.values())

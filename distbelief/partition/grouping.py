@@ -1,0 +1,203 @@
+"""Layers that go with another one: their cells are its cells, without a message.
+
+    conv1 --> batch norm: mean, variance, normalise --> relu --> conv2
+      ^          |                   |                   |
+      '-- root   '----- follow ------'-------------------'
+
+Two sorts of layers follow one that they read:
+
+    place by place   relu, dropout, normalise, add: their regions read that very region
+    reduced          sums over what each machine has anyway: statistics, a softmax's, a
+                     loss; as partial sums where cells are cut along what is summed
+
+A planner then decides for roots only. What follows may be too much to ask in theory
+(an add might better follow its other input), but hardly ever in practice.
+"""
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, final
+
+from distbelief.graph.kind import joined, kind_of
+from distbelief.graph.layer import INPUT, Layer, LayerGraph
+from distbelief.graph.region import Interval, Region, Shape
+from distbelief.program.placement import Cuts, Placement
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A layer, and which of its inputs it follows.
+
+    Attributes:
+        layer: Which.
+        leader: The input.
+        reduces: Whether it sums over it; else it goes place by place.
+    """
+
+    layer: Layer
+    leader: Layer
+    reduces: bool
+
+    def placement(self, leader: Placement) -> Placement:
+        """Return where the layer is if its leader is placed so."""
+        layout = leader if leader.combine is None else leader.combine
+        if self.reduces:
+            return _reduced(self.layer, self.leader.shape, layout)
+        pairs = zip(self.leader.shape, layout.cuts, strict=True)
+        kept = (cuts for extent, cuts in pairs if extent != 1)
+        return Placement(
+            cuts=tuple(() if n == 1 else next(kept) for n in self.layer.shape),
+            machines=layout.machines,
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A layer that is placed, and those that follow it, in topological order."""
+
+    root: Layer
+    followers: tuple[Follower, ...]
+
+    @property
+    def members(self) -> tuple[Layer, ...]:
+        """All of them."""
+        return (self.root, *(follower.layer for follower in self.followers))
+
+    def placements(self, placement: Placement) -> dict[str, Placement]:
+        """Return where all of them are if the root is placed so."""
+        placed = {self.root.name: placement}
+        for follower in self.followers:
+            placed[follower.layer.name] = follower.placement(
+                placed[follower.leader.name]
+            )
+        return placed
+
+
+def groups(graph: LayerGraph, *, pinned: Collection[str] = ()) -> tuple[Group, ...]:
+    """Return all layers but inputs, each in one group; pinned ones follow nobody."""
+    statistics = joined(graph)
+    found: list[tuple[Layer, list[Follower]]] = []
+    index_of: dict[str, int] = {}
+    for layer in graph.layers:
+        if layer.kind == INPUT:
+            continue
+        ways = []
+        if layer.name not in pinned:
+            for index, name in enumerate(layer.inputs):
+                how = _follows(layer, index, statistics=statistics)
+                if how is not None and name in index_of:
+                    ways.append(Follower(layer, graph[name], reduces=how == "reduced"))
+        if ways:
+            # The latest one: so a shortcut is added to what it goes around.
+            way = max(ways, key=lambda way: index_of[way.leader.name])
+            index_of[layer.name] = index_of[way.leader.name]
+            found[index_of[layer.name]][1].append(way)
+        else:
+            index_of[layer.name] = len(found)
+            found.append((layer, []))
+    return tuple(Group(root, tuple(followers)) for root, followers in found)
+
+
+def _follows(
+    layer: Layer, index: int, *, statistics: Collection[str]
+) -> Literal["alike", "reduced"] | None:
+    """Return how a layer may follow one of its inputs, if it may."""
+    if layer.whole:
+        return None
+    if reads_its_own(layer, index):
+        # Statistics are one for the batch: what reads samples too goes with samples.
+        same = (layer.inputs[index] in statistics) == (layer.name in statistics)
+        return "alike" if same else None
+    reduces = kind_of(layer).partial is not None and not layer.tensors
+    n_read = math.prod(layer.input_shapes[index])
+    smaller = index == 0 and math.prod(layer.shape) <= n_read
+    return "reduced" if reduces and smaller else None
+
+
+def reads_its_own(layer: Layer, index: int) -> bool:
+    """Return whether every region reads just that region of one input.
+
+    Dimensions of extent 1 may be there or not.
+    """
+    shape = layer.input_shapes[index]
+    if _squeezed(layer.shape) != _squeezed(shape):
+        return False
+    kind = kind_of(layer)
+    units = {cut.dim: cut.unit for cut in kind.cuts(layer)}
+    if any(units.get(dim) != 1 for dim, n in enumerate(layer.shape) if n > 1):
+        return False
+    return all(
+        kind.reads(layer, probe)[index] == _moved(probe, of=layer.shape, to=shape)
+        for probe in _probes(layer.region)
+    )
+
+
+def _probes(region: Region) -> Iterator[Region]:
+    """Yield regions that give away a halo, a permutation or a broadcast."""
+    yield region
+    for dim, (_, extent) in enumerate(region):
+        if extent > 1:
+            half = extent // 2
+            yield region.replaced(dim, (0, half))
+            yield region.replaced(dim, (half, extent))
+
+
+def _squeezed(shape: Shape) -> Shape:
+    return tuple(extent for extent in shape if extent != 1)
+
+
+def _moved(region: Region, *, of: Shape, to: Shape) -> Region:
+    """Return it in a shape with other dimensions of extent 1."""
+    pairs = zip(region, of, strict=True)
+    kept: Iterator[Interval] = (interval for interval, extent in pairs if extent != 1)
+    return Region(tuple((0, 1) if extent == 1 else next(kept) for extent in to))
+
+
+def _reduced(layer: Layer, shape: Shape, layout: Placement) -> Placement:
+    """Return where a sum over what is placed so is computed: there, if that can be.
+
+    Each part of the sum is combined by the first machine that contributes to it.
+    """
+    partial = kind_of(layer).partial
+    assert partial is not None, layer.name
+    whole = Placement.whole(len(layer.shape), layout.machines[0])
+    cells = list(layout.cells(shape))
+    if len(cells) == 1:
+        return Placement.whole(len(layer.shape), cells[0][0])
+    if not _allows({cut.dim: cut.unit for cut in partial.cuts(layer)}, layout.cuts):
+        return whole
+    first: dict[Region, int] = {}
+    for machine, cell in cells:
+        first.setdefault(partial.writes(layer, cell), machine)
+    combine = _grid_of(first, len(layer.shape))
+    units = {cut.dim: cut.unit for cut in kind_of(layer).cuts(layer)}
+    if len(first) == len(cells) and _allows(units, combine.cuts):
+        return combine  # nothing to combine: each writes a part of its own
+    return Placement(cuts=layout.cuts, machines=layout.machines, combine=combine)
+
+
+def _allows(units: dict[int, int], cuts: Cuts) -> bool:
+    return all(
+        dim in units and all(place % units[dim] == 0 for place in places)
+        for dim, places in enumerate(cuts)
+        if places
+    )
+
+
+def _grid_of(cells: dict[Region, int], n_dims: int) -> Placement:
+    """Return the placement of cells that are a grid already."""
+    starts = [
+        sorted({region.intervals[dim][0] for region in cells}) for dim in range(n_dims)
+    ]
+    machine_at = {
+        tuple(start for start, _ in region): machine
+        for region, machine in cells.items()
+    }
+    return Placement(
+        cuts=tuple(tuple(places[1:]) for places in starts),
+        machines=tuple(machine_at[place] for place in product(*starts)),
+    )

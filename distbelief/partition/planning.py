@@ -1,0 +1,258 @@
+"""The best plan for each number of machines, and what it is expected to do.
+
+    candidates --> solver --> compiled, played through --> local search --> forecast
+    baselines, the best plan for fewer machines -------------^
+
+The solver is exact in a simpler model; what is printed is the simulation. So the
+baselines and the best plan for fewer machines are played through as well, and the best
+of all is kept: more machines are never expected to be slower.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, final
+
+from distbelief.graph.layer import INPUT, GraphError, LayerGraph
+from distbelief.partition.baselines import even, whole_layers
+from distbelief.partition.building import Decoder, build
+from distbelief.partition.forecast import Forecast, Shares
+from distbelief.partition.jitter import Jitter
+from distbelief.partition.lower_bound import lower_bound
+from distbelief.partition.problem import Choice, Problem, Solution
+from distbelief.partition.search import TRIES_MAX, improve
+from distbelief.partition.solving import solve
+from distbelief.program.cluster import Cluster
+from distbelief.program.compilation import compile_plan
+from distbelief.program.placement import Placement
+from distbelief.program.pricing import Costs, Price, price
+
+
+SOLVER_SECONDS: Final = 10.0
+
+_EVENTS_MAX: Final = 150_000
+"""Tasks and messages that local search plays through; a second or two."""
+
+Told = Callable[[str], None]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What is to be planned.
+
+    Attributes:
+        graph: With its loss, if it is to be trained.
+        cluster: Machines, fastest first.
+        batch: Samples of a step.
+        costs: Of computing, on those machines.
+        pins: Per layer how it must be split: "rows:4".
+        exactly: Use as many machines as are allowed, even if fewer were faster.
+        search: Whether to search on simulated time, beyond the solver's choice.
+        solver_seconds: How long the solver may take for each number of machines.
+    """
+
+    graph: LayerGraph
+    cluster: Cluster
+    batch: int
+    costs: Costs
+    pins: Mapping[str, str]
+    exactly: bool = False
+    search: bool = True
+    solver_seconds: float = SOLVER_SECONDS
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One number of machines, planned.
+
+    Attributes:
+        forecast: What is expected of the best plan.
+        price: How it was played through.
+        problem: What the solver was given.
+        decoder: What its choices mean.
+        solution: What it returned.
+        baselines: Seconds of a step of each, in simulation.
+    """
+
+    forecast: Forecast
+    price: Price
+    problem: Problem
+    decoder: Decoder
+    solution: Solution
+    baselines: Mapping[str, float]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """One way to place all layers."""
+
+    method: str
+    placements: Mapping[str, Placement]
+    price: Price
+    seconds: tuple[float, float, float]  # quantiles of a step
+    model_seconds: float | None = None
+
+
+def plan(
+    order: Order, counts: Sequence[int], *, tell: Told = lambda _: None
+) -> list[Planned]:
+    """Return the best plan for each number of machines, ascending.
+
+    Args:
+        order: What is to be planned.
+        counts: Numbers of machines: the first ones of the cluster.
+        tell: Told what is being done, for people who wait.
+
+    Raises:
+        GraphError: no such number of machines, or an impossible pin.
+    """
+    for count in counts:
+        order.cluster.first(count)  # says what is wrong before anything takes long
+    if not counts:
+        raise GraphError("no number of machines is given: use 1 or more")
+    planner = _Planner(order)
+    planned = []
+    for count in sorted(set(counts)):
+        tell(f"{count} machines")
+        planned.append(planner.plan_for(count))
+    return planned
+
+
+def played(
+    order: Order, placements: Mapping[str, Placement], *, n_machines: int
+) -> Price:
+    """Return the price of one plan on the first machines."""
+    compiled = compile_plan(
+        order.graph, placements, batch=order.batch, n_machines=n_machines
+    )
+    return price(compiled, order.cluster.first(n_machines), order.costs)
+
+
+@final
+class _Planner:
+    """Plans for one number of machines after the other, ascending."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._jitter = Jitter(order.graph, order.cluster)
+        self._best: _Way | None = None
+        whole = {
+            layer.name: Placement.whole(len(layer.shape), 0)
+            for layer in order.graph.layers
+            if layer.kind != INPUT
+        }
+        self._alone = self._way("one machine", whole, n_machines=1).seconds[1]
+
+    def plan_for(self, count: int) -> Planned:
+        """Return the best plan for so many machines."""
+        order, cluster = self._order, self._order.cluster.first(count)
+        problem, decoder = build(
+            order.graph, cluster, batch=order.batch, costs=order.costs, pins=order.pins
+        )
+        solution = solve(problem, seconds=order.solver_seconds)
+        ways = [self._solved(cluster, problem, decoder, solution)]
+        if not order.pins:
+            layers = whole_layers(order.graph, cluster, costs=order.costs)
+            ways += [
+                self._way("even", even(order.graph, cluster), n_machines=count),
+                self._way("whole layers", layers, n_machines=count),
+            ]
+        baselines = {way.method: way.seconds[1] for way in ways[1:]}
+        if self._best is not None and not order.exactly:
+            best = self._best
+            again = self._way(best.method, best.placements, n_machines=count)
+            ways.append(replace(again, model_seconds=best.model_seconds))
+        caps = [machine.memory for machine in cluster.machines]
+        if order.exactly:
+            using_all = [way for way in ways if len(way.price.compiled.order) == count]
+            ways = using_all or ways
+        # The first of equals: the solver's own, then the simplest.
+        chosen = min(ways, key=lambda way: (_overrun(way.price, caps), way.seconds[1]))
+        self._best = chosen
+        return Planned(
+            forecast=_forecast(order, cluster, chosen, solution, alone=self._alone),
+            price=chosen.price,
+            problem=problem,
+            decoder=decoder,
+            solution=solution,
+            baselines=baselines,
+        )
+
+    def _way(
+        self, method: str, placements: Mapping[str, Placement], *, n_machines: int
+    ) -> _Way:
+        done = played(self._order, placements, n_machines=n_machines)
+        p10, p50, p90 = self._jitter.quantiles(done)
+        return _Way(
+            method=method, placements=placements, price=done, seconds=(p10, p50, p90)
+        )
+
+    def _solved(
+        self,
+        cluster: Cluster,
+        problem: Problem,
+        decoder: Decoder,
+        solution: Solution,
+    ) -> _Way:
+        """Return the solver's choice, improved on simulated time."""
+        caps = [machine.memory for machine in cluster.machines]
+
+        def price_of(choice: Choice) -> Price:
+            return played(self._order, decoder(choice), n_machines=len(cluster))
+
+        def seconds_of(choice: Choice) -> float:
+            done = price_of(choice)
+            return done.step_seconds * (1.0 + 1e3 * _overrun(done, caps))
+
+        choice, method = solution.choice, solution.solver
+        first = price_of(choice).compiled
+        tries = min(TRIES_MAX, _EVENTS_MAX // (len(first.tasks) + first.n_messages))
+        if self._order.search and tries:
+            better, _ = improve(problem, choice, seconds_of, tries=tries)
+            if better != choice:
+                choice, method = better, f"{method} + search"
+        way = self._way(method, decoder(choice), n_machines=len(cluster))
+        return replace(way, model_seconds=problem.cost(choice))
+
+
+def _overrun(done: Price, caps: Sequence[float]) -> float:
+    """Return by what share the fullest machine exceeds its memory; 0 if it fits."""
+    used = zip(done.memory_bytes, caps, strict=True)
+    return max(0.0, *(n_bytes / cap - 1.0 for n_bytes, cap in used))
+
+
+def _forecast(
+    order: Order, cluster: Cluster, way: _Way, solution: Solution, *, alone: float
+) -> Forecast:
+    done = way.price
+    used = tuple(sorted(done.compiled.order))
+    step = max(done.step_seconds, 1e-300) * len(used)
+    rows = [done.seconds[machine] for machine in used]
+    shares = Shares(
+        compute=sum(row.compute for row in rows) / step,
+        communication=sum(row.communication for row in rows) / step,
+        sync=sum(row.sync for row in rows) / step,
+        wait=sum(row.wait for row in rows) / step,
+    )
+    offenders = tuple(
+        index
+        for index, machine in enumerate(cluster.machines)
+        if done.memory_bytes[index] > machine.memory
+    )
+    return Forecast(
+        n_machines=len(cluster),
+        used=used,
+        placements=way.placements,
+        method=way.method,
+        seconds=way.seconds,
+        one_machine_seconds=alone,
+        shares=shares,
+        memory=tuple(map(float, done.memory_bytes)),
+        offenders=offenders,
+        link_bytes=done.link_bytes,
+        model_seconds=way.model_seconds,
+        model_bound=solution.bound,
+        lower_bound=lower_bound(order.graph, cluster, order.costs),
+    )

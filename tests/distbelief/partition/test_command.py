@@ -1,0 +1,180 @@
+"""`distbelief partition`, as its users call it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner, Result
+
+from distbelief.cli import app
+from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.losses import append_loss
+from distbelief.program.cluster_file import load_cluster
+from distbelief.program.plan import load
+
+
+HERE = "tests.distbelief.partition.test_command"
+ARGUMENTS = ("--input", "3x16x16", "--batch", "16", "--loss", "cross_entropy")
+
+
+def net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(2048, 10)
+    )
+
+
+def words() -> nn.Module:
+    return nn.Sequential(nn.Embedding(50, 8), nn.Flatten(), nn.Linear(48, 10))
+
+
+class Branching(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: object, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(_context: object, gradient: torch.Tensor) -> torch.Tensor:
+        return 3 * gradient
+
+
+class Custom(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = Doubled.apply(x)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
+def number() -> int:
+    return 5
+
+
+def call(*arguments: str, name: str = "net") -> Result:
+    return CliRunner().invoke(app, ["partition", f"{HERE}:{name}", *arguments])
+
+
+def test_the_table_has_a_row_for_each_number_of_machines() -> None:
+    result = call(*ARGUMENTS, "--machines", "1,2,4")
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines()]
+    rows = [
+        row for row in rows if len(row) > 2 and row[0].isdigit() and row[1].isdigit()
+    ]
+    assert [row[0] for row in rows] == ["1", "2", "4"]
+    assert "assumed figures of cluster 'rack-10g'" in result.stdout
+
+
+def test_json_is_all_that_is_on_standard_output() -> None:
+    result = call(*ARGUMENTS, "--machines", "1,2", "--json")
+    content = json.loads(result.stdout)
+    assert [row["machines"] for row in content["rows"]] == [1, 2]
+    assert content["parameters"] == sum(p.numel() for p in net().parameters())
+    assert all(row["fits"] for row in content["rows"])
+
+
+def test_a_plan_is_written_and_fits_the_model_it_was_made_for(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    result = call(*ARGUMENTS, "--machines", "2", "--out", str(path))
+    assert result.exit_code == 0, result.output
+    plan = load(path)
+    graph = capture(net(), [InputSpec(shape=(3, 16, 16))])
+    graph = append_loss(graph, "cross_entropy")
+    cluster = load_cluster("rack-10g")
+    plan.check(graph, batch=16, loss="cross_entropy", cluster=cluster)
+    assert plan.model == f"{HERE}:net"
+    assert plan.predicted is not None
+    assert plan.predicted.bound_seconds <= plan.predicted.step_seconds
+
+
+def test_two_plans_are_compared_layer_by_layer(tmp_path: Path) -> None:
+    one, other = str(tmp_path / "one.json"), str(tmp_path / "other.json")
+    pin = ("--pin", "3=inputs:2")
+    assert call(*ARGUMENTS, "--machines", "2", "--out", one).exit_code == 0
+    assert call(*ARGUMENTS, *pin, "--machines", "2", "--out", other).exit_code == 0
+    runner = CliRunner()
+    result = runner.invoke(app, ["partition", "--diff", one, other])
+    assert result.exit_code == 1
+    assert "inputs 2 on 2 machines" in result.stdout
+    result = runner.invoke(app, ["partition", "--diff", one, one])
+    assert (result.exit_code, "are equal" in result.stdout) == (0, True)
+    result = runner.invoke(app, ["partition", "--json", "--diff", one, other])
+    assert "3" in [row[0] for row in json.loads(result.stdout)]
+
+
+def test_picture_timeline_and_explanation(tmp_path: Path) -> None:
+    picture, timeline = tmp_path / "plan.png", tmp_path / "step.json"
+    result = call(
+        *(*ARGUMENTS, "--machines", "2", "--explain", "1"),
+        *("--picture", str(picture), "--timeline", str(timeline)),
+    )
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(timeline.read_bytes())
+    assert events
+    assert "it follows 0" in result.stdout
+    assert "chosen" in result.stdout
+
+
+def test_whole_numbers_are_inputs_too() -> None:
+    result = call("--input", "6:50", "--machines", "1,2", "--json", name="words")
+    assert result.exit_code == 0, result.output
+
+
+def test_what_does_not_fit_is_shown_and_is_a_failure(tmp_path: Path) -> None:
+    cluster = tmp_path / "tiny.toml"
+    cluster.write_text(
+        '[[machines]]\ncount = 2\nflops = "1 GFLOP/s"\nmemory_rate = "1 GB/s"\n'
+        'bandwidth = "1 Gbit/s"\nmemory = "10 kB"\n'
+    )
+    result = call(*ARGUMENTS, "--machines", "1,2", "--cluster", str(cluster))
+    assert result.exit_code == 1, result.output
+    assert "do not fit machine" in result.stdout
+    assert "what-if" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "message"),
+    [
+        ((), "net", "name the function that makes it and the shape"),
+        (("--input", "3,16"), "net", "--input '3,16' is no shape"),
+        (("--input", "0x3"), "net", "has an extent of 0"),
+        (("--input", "5", "--machines", "two"), "net", "are no numbers of machines"),
+        (("--input", "5", "--machines", "0"), "net", "are no numbers of machines"),
+        (("--input", "5"), "number", "returns a int"),
+        (("--input", "5"), "missing", "has no 'missing'"),
+        (("--input", "5"), "Branching", "cannot be traced"),
+        (("--input", "5"), "Custom", "torch.autograd.Function"),
+        (("--input", "3x16x16", "--loss", "croos"), "net", "there is no loss 'croos'"),
+        ((*ARGUMENTS, "--cluster", "rak-10g"), "net", "rack-10g"),
+        ((*ARGUMENTS, "--machines", "33"), "net", "has 32 machines; 33 are asked"),
+        ((*ARGUMENTS, "--pin", "3"), "net", "pins nothing"),
+        ((*ARGUMENTS, "--pin", "3=units:2", "--pin", "3=whole"), "net", "twice"),
+        ((*ARGUMENTS, "--pin", "fc=whole"), "net", "there is no such layer"),
+        ((*ARGUMENTS, "--pin", "3=rows:2"), "net", "possible are"),
+        ((*ARGUMENTS, "--explain", "conv"), "net", "no layer 'conv' to explain"),
+    ],
+)
+def test_a_mistake_is_one_message(
+    arguments: tuple[str, ...], name: str, message: str
+) -> None:
+    result = call(*arguments, name=name)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+
+
+def test_a_cluster_nobody_can_talk_in_is_refused(tmp_path: Path) -> None:
+    cluster = tmp_path / "mute.toml"
+    cluster.write_text(
+        '[[machines]]\nflops = "1 GFLOP/s"\nmemory_rate = "1 GB/s"\n'
+        'bandwidth = "0 Gbit/s"\n'
+    )
+    result = call(*ARGUMENTS, "--cluster", str(cluster))
+    assert result.exit_code == 2
+    assert "bandwidth" in result.stderr
