@@ -10,6 +10,9 @@ a sharded parameter server, on ordinary, unequal, failing machines.
     with distbelief.ParameterServer(net.parameters(), rule=rule) as server:
         optimizer = distbelief.DownpourSGD(net.parameters(), server=server.address)
 
+    outlook = distbelief.plan(net, example, loss="cross_entropy", machines=(1, 2, 4))
+    print(outlook)                               # what `distbelief partition` prints
+
 Names are imported when first used: `import distbelief` alone does not load torch.
 """
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
         Momentum as Momentum,
         RMSprop as RMSprop,
     )
+    from distbelief.partition.outlook import plan as plan
     from distbelief.server import ParameterServer as ParameterServer
 
 _HOMES = {
@@ -45,6 +49,7 @@ _HOMES = {
     "train": "distbelief.job.training",
     "DownpourSGD": "distbelief.optimizer",
     "ParameterServer": "distbelief.server",
+    "plan": "distbelief.partition.outlook",
     "SGD": "distbelief.parameter_server.update_rules",
     "Adagrad": "distbelief.parameter_server.update_rules",
     "Adam": "distbelief.parameter_server.update_rules",

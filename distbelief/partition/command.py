@@ -6,26 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-import msgspec
 import torch
 from rich.console import Console
 from torch import nn
 
-from distbelief import files
-from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.layer import GraphError, LayerGraph
-from distbelief.graph.losses import append_loss
-from distbelief.partition import differing, explaining, report
-from distbelief.partition.costs import AnalyticCosts, single_sample
-from distbelief.partition.picture import draw_plan
-from distbelief.partition.planning import Order, Planned, plan
-from distbelief.program.cluster_file import load_cluster
-from distbelief.program.plan import Plan, Prediction, load, plan_for
-from distbelief.program.timeline import chrome_trace
+from distbelief.graph.capture import InputSpec
+from distbelief.graph.layer import GraphError
+from distbelief.partition import differing
+from distbelief.partition.outlook import WIDTH, order_of, outlook_of
+from distbelief.program.plan import load
 
 
 DEFAULT_CLUSTER: Final = "rack-10g"
-WIDTH: Final = 120
 
 
 @final
@@ -77,28 +69,37 @@ def run(request: Request, make: Callable[[], object]) -> bool:
     """
     console = _console(stderr=request.as_json)
     with console.status("capturing the model"):
-        graph = _graph(request, make)
-        cluster = load_cluster(request.cluster)
-    costs = AnalyticCosts(cluster, batch=request.batch, single=single_sample(graph))
-    order = Order(
-        graph=graph,
-        cluster=cluster,
-        batch=request.batch,
-        costs=costs,
-        pins=request.pins,
-        exactly=request.exactly,
-    )
-    with console.status("planning") as status:
-        planned = plan(
-            order, request.counts, tell=lambda what: status.update(f"planning: {what}")
+        order = order_of(
+            _made(request, make),
+            request.inputs,
+            batch=request.batch,
+            loss=request.loss,
+            cluster=request.cluster,
+            pins=request.pins,
+            exactly=request.exactly,
         )
-    origin = (
-        f"Costs: {cluster.origin} figures of cluster {cluster.name!r}, no measured "
-        f"layer. {cluster.note}"
-    )
-    _print(request, order, planned, console, origin=origin)
-    _write(request, order, planned[-1], origin=origin)
-    return planned[-1].forecast.fits
+    with console.status("planning") as status:
+        outlook = outlook_of(
+            order,
+            request.counts,
+            model=request.model,
+            loss=request.loss,
+            tell=lambda what: status.update(f"planning: {what}"),
+        )
+    explained = [outlook.explain(layer) for layer in request.explain]
+    if request.as_json:
+        print(json.dumps(outlook.plain()))  # noqa: T201 -- what was asked for
+    else:
+        outlook.show(console)
+    for table in explained:
+        console.print(table)
+    if request.out is not None:
+        outlook.save(request.out)
+    if request.timeline is not None:
+        outlook.trace(request.timeline)
+    if request.picture is not None:
+        outlook.draw(request.picture)
+    return outlook.fits
 
 
 def compare(one: Path, other: Path, *, as_json: bool) -> bool:
@@ -117,15 +118,7 @@ def compare(one: Path, other: Path, *, as_json: bool) -> bool:
     return first == second
 
 
-def _console(*, stderr: bool = False) -> Console:
-    """Return a console; where no terminal says how wide it is, one wide enough."""
-    console = Console(stderr=stderr, highlight=False)
-    if not console.is_terminal:
-        console.width = WIDTH
-    return console
-
-
-def _graph(request: Request, make: Callable[[], object]) -> LayerGraph:
+def _made(request: Request, make: Callable[[], object]) -> nn.Module:
     with torch.device("meta"):
         model = make()
     if not isinstance(model, nn.Module):
@@ -133,91 +126,12 @@ def _graph(request: Request, make: Callable[[], object]) -> LayerGraph:
             f"{request.model} returns a {type(model).__name__}; it is to return a "
             "torch.nn.Module"
         )
-    graph = capture(model, request.inputs)
-    return append_loss(graph, request.loss) if request.loss else graph
+    return model
 
 
-def _print(
-    request: Request,
-    order: Order,
-    planned: Sequence[Planned],
-    console: Console,
-    *,
-    origin: str,
-) -> None:
-    forecasts = [done.forecast for done in planned]
-    graph = order.graph
-    whole = [(layer.name, layer.whole) for layer in graph.layers if layer.whole]
-    remarks = report.remarks(
-        forecasts,
-        caps=[machine.memory for machine in order.cluster.machines],
-        whole=whole,
-        origin=origin,
-    )
-    if request.as_json:
-        content = {
-            "model": request.model,
-            "parameters": graph.n_parameters,
-            "batch": order.batch,
-            "cluster": order.cluster.name,
-            "rows": [report.plain(forecast) for forecast in forecasts],
-            "remarks": remarks,
-        }
-        print(json.dumps(content))  # noqa: T201 -- what was asked for
-        return
-    title = (
-        f"{request.model}: {graph.n_parameters:,} parameters, batch {order.batch}, "
-        f"cluster {order.cluster.name}"
-    )
-    console.print(report.table(forecasts, title=title))
-    for remark in remarks:
-        console.print(f" {remark}", style="dim", markup=False, soft_wrap=True)
-    for name in request.explain:
-        console.print(explaining.show(planned[-1], name))
-
-
-def _write(request: Request, order: Order, done: Planned, *, origin: str) -> None:
-    forecast = done.forecast
-    if request.out is not None:
-        _plan_file(request, order, done, origin=origin).save(request.out)
-    if request.timeline is not None:
-        trace = json.dumps(chrome_trace(done.price)).encode()
-        files.write(request.timeline, trace)
-    if request.picture is not None:
-        crossing: dict[str, int] = {}
-        for way in done.price.compiled.traffic:
-            n_bytes = int(way.n_bytes.sum())
-            crossing[way.name] = crossing.get(way.name, 0) + n_bytes
-        draw_plan(
-            request.picture,
-            order.graph,
-            forecast.placements,
-            crossing=crossing,
-            title=f"{request.model} on {len(forecast.used)} machines of "
-            f"{order.cluster.name}: {report.seconds(forecast.median)} a step, "
-            f"{forecast.speed_up:.2f}x one machine",
-        )
-
-
-def _plan_file(request: Request, order: Order, done: Planned, *, origin: str) -> Plan:
-    forecast = done.forecast
-    p10, p50, p90 = forecast.seconds
-    predicted = Prediction(
-        step_seconds=p50,
-        p10_seconds=p10,
-        p90_seconds=p90,
-        bound_seconds=forecast.lower_bound,
-        gap=forecast.gap or 0.0,
-        solver=forecast.method,
-        exact=done.solution.exact,
-        costs=origin,
-    )
-    made = plan_for(
-        order.graph,
-        forecast.placements,
-        batch=order.batch,
-        loss=request.loss,
-        cluster=order.cluster.first(forecast.n_machines),
-        predicted=predicted,
-    )
-    return msgspec.structs.replace(made, model=request.model)
+def _console(*, stderr: bool = False) -> Console:
+    """Return a console; where no terminal says how wide it is, one wide enough."""
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console
