@@ -76,7 +76,6 @@ def build(
     batch: int,
     costs: Costs | None = None,
     pins: Mapping[str, str] | None = None,
-    queued: bool = True,
 ) -> tuple[Problem, Decoder]:
     """Return the choice to be made, and what it means.
 
@@ -86,7 +85,6 @@ def build(
         batch: Samples of a step.
         costs: Of computing; by default from the machines' figures.
         pins: Per layer what it is pinned to: "rows:4"; see `pins`.
-        queued: Whether messages wait for those before to arrive, as in `Network`.
 
     Raises:
         GraphError: a pin is impossible.
@@ -102,7 +100,7 @@ def build(
         else:
             ways = candidates(group.root, cluster)
         nodes.append(Node(group, tuple(ways)))
-    tables = Tables(graph, cluster, batch=batch, costs=costs, queued=queued)
+    tables = Tables(graph, cluster, batch=batch, costs=costs)
     for node in nodes:
         tables.place(node.group, [way.placement for way in node.candidates])
     edges: dict[tuple[int, int], Floats] = {}

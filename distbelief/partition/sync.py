@@ -59,28 +59,23 @@ def ranges(
     ]
 
 
-def sync_seconds(
-    found: Iterable[Range], cluster: Cluster, *, queued: bool = True
-) -> float:
+def sync_seconds(found: Iterable[Range], cluster: Cluster) -> float:
     """Return the seconds of broadcasts and reductions, of the busiest machine.
 
     Args:
         found: What is used.
         cluster: The machines.
-        queued: Whether messages wait for those before to arrive, as in `Network`.
     """
     seconds: defaultdict[int, float] = defaultdict(float)
     for one in found:
         if len(one.users) > 1:
-            each = _phase_seconds(one, cluster, queued=queued) * (
-                2 if one.trains else 1
-            )
+            each = _phase_seconds(one, cluster) * (2 if one.trains else 1)
             for machine in one.users:
                 seconds[machine] += each
     return max(seconds.values(), default=0.0)
 
 
-def _phase_seconds(one: Range, cluster: Cluster, *, queued: bool) -> float:
+def _phase_seconds(one: Range, cluster: Cluster) -> float:
     """Return the seconds of a broadcast, of the user that owns most: the first."""
     n_others, n_owners = len(one.users) - 1, one.n_owners
     n_bytes = float(N_BYTES * one.region.n_elements)
@@ -92,7 +87,7 @@ def _phase_seconds(one: Range, cluster: Cluster, *, queued: bool) -> float:
     if cluster.links:
         first = one.users[0]
         rate = min(rate, *(cluster.rate(first, other) for other in one.users[1:]))
-    n_waits = n_others if queued else 1
-    sending = largest * n_others / rate + cluster.latency * n_waits
-    receiving = received / rate + cluster.latency * min(n_waits, n_owners)
-    return max(sending, receiving)
+    overhead = cluster.message_overhead
+    sending = (largest / rate + overhead) * n_others
+    receiving = received / rate + overhead * min(n_others, n_owners)
+    return max(sending, receiving) + cluster.latency

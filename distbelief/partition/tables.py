@@ -40,7 +40,6 @@ class Tables:
         cluster: On which machines.
         batch: Samples of a step.
         costs: Of computing.
-        queued: Whether messages wait for those before to arrive, as in `Network`.
     """
 
     def __init__(
@@ -50,13 +49,12 @@ class Tables:
         *,
         batch: int,
         costs: Costs,
-        queued: bool = True,
     ) -> None:
         self._graph = graph
         self._cluster = cluster
         self._batch = batch
         self._costs = costs
-        self._network = Network.of(cluster, queued=queued)
+        self._network = Network.of(cluster)
         self._signatures = Signatures()
         self._joined = joined(graph)
         self._single = single_sample(graph)
@@ -207,7 +205,6 @@ class Tables:
                     sync_seconds(
                         ranges(uses, trains=trains),
                         self._cluster,
-                        queued=self._network.queued,
                     )
                     for uses in placed.uses
                 ]

@@ -11,10 +11,10 @@ outer products. Each value goes once to each machine that needs it, in one messa
 
 The price of a phase is that of its busiest machine, as if all waited for it:
 
-    max over machines of max(sending, receiving), each bytes / rate + latency * messages
+    max over machines of max(sending, receiving),
+    each of them bytes / rate + overhead * messages
 
-or with the latency once, if messages need not arrive before the next one is sent. The
-gradients travel the same way back, which costs the same.
+and the latency, once. The gradients travel the same way back, which costs the same.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,16 +46,15 @@ class Network:
     Attributes:
         rates: Bytes per second between each two (machines, machines), or () if equal.
         latency: Seconds that a message takes to arrive once it is sent.
-        queued: Whether each message waits for the one before to arrive, or just to be
-            sent: then a phase has the latency once.
+        overhead: Seconds of each message, beside its bytes.
     """
 
     rates: Floats
     latency: float
-    queued: bool = True
+    overhead: float = 0.0
 
     @classmethod
-    def of(cls, cluster: Cluster, *, queued: bool = True) -> Self:
+    def of(cls, cluster: Cluster) -> Self:
         """Return the network of a cluster."""
         bandwidths = np.array([machine.bandwidth for machine in cluster.machines])
         rates = np.minimum.outer(bandwidths, bandwidths)
@@ -65,7 +64,11 @@ class Network:
                 rates[low, high] = rates[high, low] = cluster.rate(low, high)
         if (rates == rates[0, 0]).all():
             rates = rates[0, 0]
-        return cls(rates=np.asarray(rates), latency=cluster.latency, queued=queued)
+        return cls(
+            rates=np.asarray(rates),
+            latency=cluster.latency,
+            overhead=cluster.message_overhead,
+        )
 
 
 @final
@@ -180,17 +183,15 @@ def _phase(owned: Boxes, needed: Boxes, network: Network, bytes_each: float) -> 
     if rates.ndim:
         rates = rates[np.ix_(sender, receiver)]
     seconds = shared * (bytes_each / rates)
-    if network.queued and network.latency:
-        seconds += network.latency * (shared > 0)
+    if network.overhead:
+        seconds += network.overhead * (shared > 0)
     sending = np.add.reduceat(seconds, of_reader, axis=1)
     receiving = np.add.reduceat(seconds, of_owner, axis=0)
     busiest = np.maximum(
         np.maximum.reduceat(sending, of_owner, axis=0),
         np.maximum.reduceat(receiving, of_reader, axis=1),
     )
-    if not network.queued:
-        busiest += network.latency * (busiest > 0)
-    return busiest
+    return np.asarray(busiest + network.latency * (busiest > 0))
 
 
 def _overlaps(owned: Boxes, needed: Boxes) -> Floats:

@@ -62,6 +62,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         name: What it is called.
         machines: All there are.
         latency: Seconds from the end of sending a message to its arrival.
+        message_overhead: Seconds that a message, however small, keeps both its ends
+            from sending and receiving others: what software costs.
         links: Bytes per second between two machines, by "0-5", where it is less than
             both of them can do; in both directions.
         origin: Where the figures are from.
@@ -71,6 +73,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     name: str
     machines: tuple[Machine, ...]
     latency: float = 0.0
+    message_overhead: float = 0.0
     links: Mapping[str, float] = msgspec.field(default_factory=dict)
     origin: Origin = "assumed"
     note: str = ""
@@ -78,10 +81,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def __post_init__(self) -> None:
         if not self.machines:
             raise GraphError(f"cluster {self.name!r} has no machine")
-        if not 0 <= self.latency < math.inf:
-            raise GraphError(
-                f"cluster {self.name!r}: latency is {self.latency}; use 0 or more"
-            )
+        for name in ("latency", "message_overhead"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise GraphError(
+                    f"cluster {self.name!r}: {name} is {getattr(self, name)}; use 0 or "
+                    "more"
+                )
         for ends, rate in self.links.items():
             if not rate > 0:
                 raise GraphError(
@@ -122,16 +127,15 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all its figures; equal machines are equal whatever their name."""
-        figures = (self.machines, self.latency, dict(self.links))
+        delays = (self.latency, self.message_overhead)
+        figures = (self.machines, delays, dict(self.links))
         encoded = msgspec.json.encode(figures, order="sorted")
         return hashlib.sha256(encoded).hexdigest()[:16]
 
 
-def uniform(
-    name: str, machine: Machine, n: int, *, latency: float = 0.0, note: str = ""
-) -> Cluster:
+def uniform(name: str, machine: Machine, n: int, *, latency: float = 0.0) -> Cluster:
     """Return a cluster of n equal machines."""
-    return Cluster(name=name, machines=(machine,) * n, latency=latency, note=note)
+    return Cluster(name=name, machines=(machine,) * n, latency=latency)
 
 
 def weights(machines: Sequence[Machine]) -> list[float]:

@@ -41,7 +41,15 @@ N_BYTES_MAX: Final = 1 << 20
 N_MACHINES_MAX: Final = 10_000
 _JITTER_MAX: Final = 2  # times that are often 7 times as long, or as short
 _SUFFIX: Final = ".toml"
-_KEYS: Final = ("name", "latency", "origin", "note", "machines", "links")
+_KEYS: Final = (
+    "name",
+    "latency",
+    "message_overhead",
+    "origin",
+    "note",
+    "machines",
+    "links",
+)
 _QUANTITIES: Final[Mapping[str, Dimension]] = {
     "flops": "compute",
     "memory_rate": "rate",
@@ -127,6 +135,7 @@ def read_cluster(content: bytes, *, name: str) -> Cluster:
         name=_text(table, "name", default=name),
         machines=tuple(machine for count, machine in groups for _ in range(count)),
         latency=_quantity(table, "latency", "time", "", default=0.0),
+        message_overhead=_quantity(table, "message_overhead", "time", "", default=0.0),
         links=_links(table.get("links", {}), n_machines=n_machines),
         origin=_origin(table),
         note=_text(table, "note", default=""),

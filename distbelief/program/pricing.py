@@ -109,6 +109,7 @@ def price(compiled: Compiled, cluster: Cluster, costs: Costs) -> Price:
         traffic=compiled.traffic,
         rates=_rates(cluster, compiled.order),
         latency=cluster.latency,
+        overhead=cluster.message_overhead,
     ).play()
     arrivals = played.ends.copy()
     arrivals[played.n_tasks :] += cluster.latency

@@ -77,6 +77,7 @@ class Queues:
         traffic: All messages.
         rates: (n_machines, n_machines) bytes per second, in this order.
         latency: Seconds from the end of sending to arrival.
+        overhead: Seconds of each message, beside its bytes.
     """
 
     def __init__(  # noqa: PLR0913 -- tasks, messages, machines and network
@@ -89,6 +90,7 @@ class Queues:
         traffic: Sequence[Traffic],
         rates: FloatArray,
         latency: float,
+        overhead: float,
     ) -> None:
         n = len(machines)
         place = {machine: index for index, machine in enumerate(machines)}
@@ -100,6 +102,7 @@ class Queues:
         self._traffic = traffic
         self._rates = rates
         self._latency = latency
+        self._overhead = overhead
         self._sending = {
             node: (way, place[machine])
             for (way, machine), node in nodes.sending.items()
@@ -203,7 +206,8 @@ class Queues:
         which = traffic.sending[int(self._machines[sender])]
         part = slice(which.start, which.stop)
         receivers = [self._place[q] for q in traffic.receivers[part].tolist()]
-        seconds = traffic.n_bytes[part] / self._rates[sender, receivers]
+        sizes = traffic.n_bytes[part]
+        seconds = self._overhead + sizes / self._rates[sender, receivers]
         bits = 0
         for receiver in receivers:
             bits |= 1 << receiver

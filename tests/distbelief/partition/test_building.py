@@ -4,6 +4,7 @@ import math
 import time
 from collections import defaultdict
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -52,9 +53,9 @@ def sent_between_nodes(
             continue
         taken = message.n_bytes / cluster.rate(message.sender, message.receiver)
         busy = phases[message.kind, message.name]
-        busy[0, message.sender] += taken + cluster.latency
-        busy[1, message.receiver] += taken + cluster.latency
-    return math.fsum(busy.max() for busy in phases.values())
+        busy[0, message.sender] += taken + cluster.message_overhead
+        busy[1, message.receiver] += taken + cluster.message_overhead
+    return math.fsum(busy.max() + cluster.latency for busy in phases.values())
 
 
 @pytest.mark.parametrize("cluster", [equal(4, latency=1e-3), unequal()])
@@ -119,10 +120,12 @@ def test_partial_sums_and_replicated_weights_cost_messages() -> None:
     assert problem.costs[0][labels.index("rows 4")] == pytest.approx(
         computing + 2 * 0.75 * n_bytes / 1e8
     )
-    queued, _ = build(graph, equal(4, latency=1.0), batch=1)
-    once, _ = build(graph, equal(4, latency=1.0), batch=1, queued=False)
+    late = equal(4, latency=1.0)
+    once, _ = build(graph, late, batch=1)
+    busy = msgspec.structs.replace(equal(4), message_overhead=1.0)
+    each, _ = build(graph, busy, batch=1)
     assert once.costs[0][labels.index("rows 4")] == pytest.approx(4.0, abs=0.1)
-    assert queued.costs[0][labels.index("rows 4")] == pytest.approx(12.0, abs=0.1)
+    assert each.costs[0][labels.index("rows 4")] == pytest.approx(12.0, abs=0.1)
 
 
 def test_memory_is_told_where_it_is_short() -> None:

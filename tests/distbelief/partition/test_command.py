@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from typer.testing import CliRunner, Result
+from typing_extensions import override
 
 from distbelief.cli import app
 from distbelief.graph.capture import InputSpec, capture
@@ -30,23 +31,27 @@ def words() -> nn.Module:
 
 
 class Branching(nn.Module):
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x if x.sum() > 0 else -x
 
 
 class Doubled(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(_context: object, x: torch.Tensor) -> torch.Tensor:
         return 2 * x
 
     @staticmethod
-    def backward(_context: object, gradient: torch.Tensor) -> torch.Tensor:
-        return 3 * gradient
+    @override
+    def backward(_context: object, *gradients: torch.Tensor) -> torch.Tensor:
+        return 3 * gradients[0]
 
 
 class Custom(nn.Module):
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result = Doubled.apply(x)
+        result = Doubled.apply(x)  # type: ignore[no-untyped-call]
         assert isinstance(result, torch.Tensor)
         return result
 

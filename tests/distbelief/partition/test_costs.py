@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
@@ -79,9 +80,10 @@ def test_a_weight_that_all_use_is_sent_and_summed_once_to_each() -> None:
     (one,) = found
     assert one.users == (0, 1, 2, 3)
     assert sync_seconds(found, equal(4)) == pytest.approx(2 * 2560 * 0.75 / 1e8)
-    latency = sync_seconds(found, equal(4, latency=1.0)) - sync_seconds(found, equal(4))
-    assert latency == pytest.approx(6.0)
-    once = sync_seconds(found, equal(4, latency=1.0), queued=False)
+    busy = msgspec.structs.replace(equal(4), message_overhead=1.0)
+    overhead = sync_seconds(found, busy) - sync_seconds(found, equal(4))
+    assert overhead == pytest.approx(6.0)
+    once = sync_seconds(found, equal(4, latency=1.0))
     assert once == pytest.approx(2.0, abs=1e-3)
 
 

@@ -3,6 +3,7 @@
 import time
 from itertools import pairwise, product
 
+import msgspec
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
@@ -61,11 +62,9 @@ def counted(
         for index in indices(region):
             sent[has[index], machine] += 8.0
     np.fill_diagonal(sent, 0.0)
-    seconds = sent / network.rates
-    if network.queued:
-        seconds += network.latency * (sent > 0)
+    seconds = sent / network.rates + network.overhead * (sent > 0)
     busiest = float(max(seconds.sum(0).max(), seconds.sum(1).max()))
-    return busiest + network.latency * (busiest > 0 and not network.queued)
+    return busiest + network.latency * (busiest > 0)
 
 
 def indices(region: Region) -> list[tuple[int, ...]]:
@@ -77,13 +76,14 @@ def indices(region: Region) -> list[tuple[int, ...]]:
 
 
 @settings(max_examples=60)
-@given(case=cases(), even=st.booleans(), queued=st.booleans())
+@given(case=cases(), even=st.booleans(), overhead=st.sampled_from([0.0, 1e-4]))
 def test_transfers_are_what_counting_indices_gives(
-    case: tuple[Shape, Candidates, Candidates], *, even: bool, queued: bool
+    case: tuple[Shape, Candidates, Candidates], *, even: bool, overhead: float
 ) -> None:
     shape, own, need = case
     cluster = equal(5, latency=1e-3) if even else unequal()
-    network = Network.of(cluster, queued=queued)
+    cluster = msgspec.structs.replace(cluster, message_overhead=overhead)
+    network = Network.of(cluster)
     matrix = transfer_seconds(
         Boxes.of(own, n_dims=len(shape)),
         Boxes.of(need, n_dims=len(shape)),

@@ -131,7 +131,11 @@ def test_a_mistake_names_the_file(tmp_path: Path) -> None:
             "[[machines]] 1 has no key 'flop'. Did you mean 'flops'?",
         ),
         ("latency", "latencies", "has no key 'latencies'. Did you mean 'latency'?"),
-        ("latency", "zzz", "It knows name, latency, origin, note, machines, links."),
+        (
+            "latency",
+            "zzz",
+            "It knows name, latency, message_overhead, origin, note, machines, links.",
+        ),
         (
             '"1 TFLOP/s"',
             '"1 TFLOPS"',
