@@ -46,6 +46,7 @@ class Forecast:
         model_bound: No plan of the candidates costs less there.
         lower_bound: No plan at all takes less: work over the speed of all machines,
             and the longest chain of layers.
+        micro_batches: Into how many parts the batch is cut.
     """
 
     n_machines: int
@@ -61,6 +62,7 @@ class Forecast:
     model_seconds: float | None
     model_bound: float
     lower_bound: float
+    micro_batches: int = 1
 
     @property
     def median(self) -> float:

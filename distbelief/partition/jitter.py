@@ -49,7 +49,7 @@ class Jitter:
         What the draws add to phases that follow each other is added to the simulated
         step. A machine that computes more regions of a layer draws once for all.
         """
-        tasks = price.compiled.tasks
+        tasks = price.tasks
         durations = price.played.ends[: len(tasks)] - price.played.starts[: len(tasks)]
         rows: dict[tuple[int, bool], dict[int, float]] = {}
         for task, seconds in zip(tasks, durations.tolist(), strict=True):

@@ -25,6 +25,7 @@ from distbelief.program.cluster import Cluster
 from distbelief.program.compilation import compile_plan
 from distbelief.program.placement import Placement
 from distbelief.program.pricing import Costs, Price, price
+from distbelief.program.schedule import statistics_of
 
 
 SOLVER_SECONDS: Final = 10.0
@@ -46,6 +47,7 @@ class Order:
         batch: Samples of a step.
         costs: Of computing, on those machines.
         pins: Per layer how it must be split: "rows:4".
+        costs_for: Costs with so many samples, for micro-batches; None to try none.
         exactly: Use as many machines as are allowed, even if fewer were faster.
         search: Whether to search on simulated time, beyond the solver's choice.
         solver_seconds: How long the solver may take for each number of machines.
@@ -56,6 +58,7 @@ class Order:
     batch: int
     costs: Costs
     pins: Mapping[str, str]
+    costs_for: Callable[[int], Costs] | None = None
     exactly: bool = False
     search: bool = True
     solver_seconds: float = SOLVER_SECONDS
@@ -94,6 +97,10 @@ class _Way:
     seconds: tuple[float, float, float]  # quantiles of a step
     model_seconds: float | None = None
 
+    @property
+    def micro_batches(self) -> int:
+        return self.price.micro_batches
+
 
 def plan(
     order: Order, counts: Sequence[int], *, tell: Told = lambda _: None
@@ -121,13 +128,30 @@ def plan(
 
 
 def played(
-    order: Order, placements: Mapping[str, Placement], *, n_machines: int
+    order: Order,
+    placements: Mapping[str, Placement],
+    *,
+    n_machines: int,
+    micro_batches: int = 1,
 ) -> Price:
     """Return the price of one plan on the first machines."""
+    n_samples, costs = order.batch // micro_batches, order.costs
+    if micro_batches > 1:
+        assert order.costs_for is not None
+        costs = order.costs_for(n_samples)
     compiled = compile_plan(
-        order.graph, placements, batch=order.batch, n_machines=n_machines
+        order.graph, placements, batch=n_samples, n_machines=n_machines
     )
-    return price(compiled, order.cluster.first(n_machines), order.costs)
+    cluster = order.cluster.first(n_machines)
+    return price(compiled, cluster, costs, micro_batches=micro_batches)
+
+
+def divisors(batch: int, *, n_machines: int) -> list[int]:
+    """Return into how many micro-batches it is worth trying to cut a batch."""
+    most = min(batch, 4 * n_machines)
+    return [
+        n for n in (2**power for power in range(1, 8)) if n <= most and not batch % n
+    ]
 
 
 @final
@@ -153,16 +177,23 @@ class _Planner:
         )
         solution = solve(problem, seconds=order.solver_seconds)
         ways = [self._solved(cluster, problem, decoder, solution)]
+        baselines: dict[str, float] = {}
         if not order.pins:
             layers = whole_layers(order.graph, cluster, costs=order.costs)
             ways += [
                 self._way("even", even(order.graph, cluster), n_machines=count),
                 self._way("whole layers", layers, n_machines=count),
             ]
-        baselines = {way.method: way.seconds[1] for way in ways[1:]}
+            baselines = {way.method: way.seconds[1] for way in ways[1:]}
+            ways += self._stages(layers, count)
         if self._best is not None and not order.exactly:
             best = self._best
-            again = self._way(best.method, best.placements, n_machines=count)
+            again = self._way(
+                best.method,
+                best.placements,
+                n_machines=count,
+                micro_batches=best.micro_batches,
+            )
             ways.append(replace(again, model_seconds=best.model_seconds))
         caps = [machine.memory for machine in cluster.machines]
         if order.exactly:
@@ -180,10 +211,30 @@ class _Planner:
             baselines=baselines,
         )
 
+    def _stages(self, layers: Mapping[str, Placement], count: int) -> list[_Way]:
+        """Return whole layers as a pipeline, the batch in several parts."""
+        order = self._order
+        if order.costs_for is None or count == 1 or statistics_of(order.graph):
+            return []
+        return [
+            self._way(f"stages, {n} parts", layers, n_machines=count, micro_batches=n)
+            for n in divisors(order.batch, n_machines=count)
+        ]
+
     def _way(
-        self, method: str, placements: Mapping[str, Placement], *, n_machines: int
+        self,
+        method: str,
+        placements: Mapping[str, Placement],
+        *,
+        n_machines: int,
+        micro_batches: int = 1,
     ) -> _Way:
-        done = played(self._order, placements, n_machines=n_machines)
+        done = played(
+            self._order,
+            placements,
+            n_machines=n_machines,
+            micro_batches=micro_batches,
+        )
         p10, p50, p90 = self._jitter.quantiles(done)
         return _Way(
             method=method, placements=placements, price=done, seconds=(p10, p50, p90)
@@ -252,6 +303,7 @@ def _forecast(
         memory=tuple(map(float, done.memory_bytes)),
         offenders=offenders,
         link_bytes=done.link_bytes,
+        micro_batches=way.micro_batches,
         model_seconds=way.model_seconds,
         model_bound=solution.bound,
         lower_bound=lower_bound(order.graph, cluster, order.costs),

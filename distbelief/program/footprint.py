@@ -8,17 +8,23 @@ from distbelief.program.compilation import Compiled
 from distbelief.program.routing import NUMBER_BYTES, index_bytes
 
 
-def memory(compiled: Compiled) -> tuple[int, ...]:
+def memory(compiled: Compiled, *, micro_batches: int = 1) -> tuple[int, ...]:
     """Return the bytes that each machine holds at the end of the forward pass.
 
     Tensors that it uses, inputs that it reads, states that it owns or receives, and
     contributions to sums; as much again for gradients of those that have one. What a
     kind needs for itself while it computes is not known, and not counted.
+
+    Args:
+        compiled: For the samples of one micro-batch.
+        micro_batches: Whose states are all there at once, at the most.
     """
     totals = [0] * compiled.n_machines
-    for held in (_tensors(compiled), _states(compiled), _received(compiled)):
+    for machine, n_bytes in _tensors(compiled):
+        totals[machine] += n_bytes
+    for held in (_states(compiled), _received(compiled)):
         for machine, n_bytes in held:
-            totals[machine] += n_bytes
+            totals[machine] += micro_batches * n_bytes
     return tuple(totals)
 
 

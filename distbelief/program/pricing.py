@@ -16,11 +16,12 @@ from distbelief.graph.layer import GraphError, Layer
 from distbelief.graph.region import Region
 from distbelief.program.cluster import Cluster
 from distbelief.program.compilation import Compiled
-from distbelief.program.dependencies import dependencies
 from distbelief.program.footprint import memory
 from distbelief.program.queues import FloatArray, Played, Queues
+from distbelief.program.schedule import schedule
 from distbelief.program.shares import Seconds, shares
 from distbelief.program.tasks import Task
+from distbelief.program.traffic import Traffic
 
 
 class Costs(Protocol):
@@ -48,13 +49,19 @@ class Price:
     """What a step costs.
 
     Attributes:
-        compiled: The plan.
+        compiled: The plan, for the samples of one micro-batch.
+        micro_batches: How many of them a step has.
+        tasks: Of the step.
+        traffic: Its messages.
         step_seconds: Until the last machine is done.
         played: When what happened.
         latency: Seconds that messages arrive after they are sent.
     """
 
     compiled: Compiled
+    micro_batches: int
+    tasks: tuple[Task, ...]
+    traffic: tuple[Traffic, ...]
     step_seconds: float
     played: Played
     latency: float
@@ -64,8 +71,8 @@ class Price:
         """What each machine does with the seconds of the step."""
         found = shares(
             self.played,
-            self.compiled.tasks,
-            self.compiled.traffic,
+            self.tasks,
+            self.traffic,
             n_machines=self.compiled.n_machines,
             step_seconds=self.step_seconds,
         )
@@ -74,22 +81,30 @@ class Price:
     @cached_property
     def memory_bytes(self) -> tuple[int, ...]:
         """What each machine holds."""
-        return memory(self.compiled)
+        return memory(self.compiled, micro_batches=self.micro_batches)
 
     @cached_property
     def link_bytes(self) -> Mapping[tuple[int, int], int]:
         """Bytes per sender and receiver."""
         n = self.compiled.n_machines
         totals = np.zeros(n * n, dtype=np.int64)
-        for way in self.compiled.traffic:
+        for way in self.traffic:
             np.add.at(totals, way.senders * n + way.receivers, way.n_bytes)
         used = np.flatnonzero(totals)
         pairs = zip(used.tolist(), totals[used].tolist(), strict=True)
         return {divmod(pair, n): n_bytes for pair, n_bytes in pairs}
 
 
-def price(compiled: Compiled, cluster: Cluster, costs: Costs) -> Price:
+def price(
+    compiled: Compiled, cluster: Cluster, costs: Costs, *, micro_batches: int = 1
+) -> Price:
     """Return what a step of this plan costs.
+
+    Args:
+        compiled: The plan, for the samples of one micro-batch.
+        cluster: On which machines.
+        costs: Of its tasks, with as many samples.
+        micro_batches: How many of them pass in a step.
 
     Raises:
         GraphError: the plan is for more machines than the cluster has.
@@ -100,13 +115,14 @@ def price(compiled: Compiled, cluster: Cluster, costs: Costs) -> Price:
             f"{cluster.name!r} has {len(cluster)}"
         )
     place = {machine: index for index, machine in enumerate(compiled.order)}
-    tasks = compiled.tasks
+    step = schedule(compiled, micro_batches=micro_batches)
+    seconds = [_seconds(task, compiled, costs) for task in compiled.tasks]
     played = Queues(
-        dependencies(compiled),
+        step.nodes,
         machines=compiled.order,
-        places=[place[task.machine] for task in tasks],
-        seconds=[_seconds(task, compiled, costs) for task in tasks],
-        traffic=compiled.traffic,
+        places=[place[task.machine] for task in step.tasks],
+        seconds=seconds * micro_batches,
+        traffic=step.traffic,
         rates=_rates(cluster, compiled.order),
         latency=cluster.latency,
         overhead=cluster.message_overhead,
@@ -115,6 +131,9 @@ def price(compiled: Compiled, cluster: Cluster, costs: Costs) -> Price:
     arrivals[played.n_tasks :] += cluster.latency
     return Price(
         compiled=compiled,
+        micro_batches=micro_batches,
+        tasks=step.tasks,
+        traffic=step.traffic,
         step_seconds=float(arrivals.max(initial=0.0)),
         played=played,
         latency=cluster.latency,

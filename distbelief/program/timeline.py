@@ -109,10 +109,10 @@ def chrome_trace(price: Price) -> list[TraceEvent]:
 
 
 def _event(price: Price, index: int) -> Event:
-    played, compiled = price.played, price.compiled
+    played = price.played
     start, end = float(played.starts[index]), float(played.ends[index])
     if index < played.n_tasks:
-        task = compiled.tasks[index]
+        task = price.tasks[index]
         return Event(
             machine=task.machine,
             lane="compute",
@@ -122,7 +122,7 @@ def _event(price: Price, index: int) -> Event:
             seconds=end - start,
         )
     message = index - played.n_tasks
-    way = compiled.traffic[int(played.ways[message])]
+    way = price.traffic[int(played.ways[message])]
     sender, receiver = int(played.senders[message]), int(played.receivers[message])
     return Event(
         machine=sender,

@@ -143,3 +143,32 @@ def test_impossible_orders_are_refused() -> None:
         plan(order(), [])
     with pytest.raises(GraphError, match="cannot be pinned to 'grid:2x3'"):
         plan(order(pins={"4": "grid:2x3"}), [8])
+
+
+def test_stages_take_over_where_layers_cannot_be_split_well() -> None:
+    """A deep chain, a network too slow to split layers over: a pipeline is best."""
+    module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    graph = append_loss(capture(module, [InputSpec(shape=(512,))]), "mse")
+    slow = msgspec.structs.replace(
+        MACHINE, memory_rate=1e12, bandwidth=2e7, jitter=0.0, overhead=0.0
+    )
+    cluster = uniform("slow", slow, 4)
+
+    def costs_for(n_samples: int) -> AnalyticCosts:
+        return AnalyticCosts(cluster, batch=n_samples)
+
+    asked = Order(
+        graph=graph,
+        cluster=cluster,
+        batch=64,
+        costs=costs_for(64),
+        costs_for=costs_for,
+        pins={},
+    )
+    without, with_stages = (
+        plan(dataclasses.replace(asked, costs_for=costs_or_none), [4])[0].forecast
+        for costs_or_none in (None, costs_for)
+    )
+    assert with_stages.micro_batches > 1
+    assert with_stages.median < 0.8 * without.median
+    assert with_stages.method.startswith("stages")
