@@ -18,6 +18,28 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from distbelief.cli_options import (
+    BatchOption,
+    ClusterOption,
+    DiffOption,
+    ExactlyOption,
+    ExplainOption,
+    InputOption,
+    JobArgument,
+    JsonOption,
+    LossOption,
+    MachinesOption,
+    ModelArgument,
+    OutOption,
+    PictureOption,
+    PinOption,
+    ProfileOption,
+    ResumeOption,
+    RunArgument,
+    SetOption,
+    TimelineOption,
+    TracebackOption,
+)
 from distbelief.errors import DistBeliefError, JobError
 
 
@@ -42,140 +64,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-JobArgument = Annotated[
-    Path | None,
-    typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Replace one value of the job file, such as algorithm.n_push=5. "
-        "May be given several times.",
-        show_default=False,
-    ),
-]
-ResumeOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="RUN_DIR",
-        help="Go on with an earlier run, from its newest snapshots.",
-        show_default=False,
-    ),
-]
-RunArgument = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="RUN_DIR",
-        help="A run directory; by default the newest one in runs/ that is running.",
-        show_default=False,
-    ),
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", metavar=" ", help="Print JSON, for other programs.")
-]
-TracebackOption = Annotated[
-    bool,
-    typer.Option(
-        "--traceback", metavar=" ", help="Show where in the program an error arose."
-    ),
-]
-
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODULE:FUNCTION",
-        help="What makes the model, without arguments.",
-        show_default=False,
-    ),
-]
-InputOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--input",
-        metavar="SHAPE",
-        help="Of an input, without the batch: 3x200x200; whole numbers with their "
-        "count: 128:30000. Once per input.",
-        show_default=False,
-    ),
-]
-BatchOption = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Samples of one step.")
-]
-LossOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="torch's name of the loss, or one_vs_all; without it, the outputs' own "
-        "gradients.",
-        show_default=False,
-    ),
-]
-MachinesOption = Annotated[
-    str, typer.Option(metavar="N,N,...", help="Numbers of machines, a row for each.")
-]
-ClusterOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME or FILE",
-        help="A ready-made cluster, or a TOML file: speed, memory and network of the "
-        "machines.",
-        show_default="rack-10g",
-    ),
-]
-PinOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pin",
-        metavar="LAYER=SPLIT",
-        help="Split a layer so: conv1=grid:3x3, fc=units:8, fc=inputs:4, loss=whole@0. "
-        "May be given several times.",
-        show_default=False,
-    ),
-]
-ExactlyOption = Annotated[
-    bool,
-    typer.Option(
-        "--exactly", metavar=" ", help="Use all machines, even if fewer were faster."
-    ),
-]
-ExplainOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="LAYER",
-        help="List every split of a layer, its cost, and why it lost. May be given "
-        "several times.",
-        show_default=False,
-    ),
-]
-OutOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write plan.json.", show_default=False),
-]
-PictureOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE.png",
-        help="Draw which machine has which part of which layer.",
-        show_default=False,
-    ),
-]
-TimelineOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE.json",
-        help="Write a step as a Chrome trace: what every machine does when.",
-        show_default=False,
-    ),
-]
-DiffOption = Annotated[
-    tuple[Path, Path] | None,
-    typer.Option(
-        metavar="A B", help="Show where two plan files differ.", show_default=False
-    ),
-]
 
 
 def main() -> None:
@@ -287,6 +175,7 @@ def partition(  # noqa: PLR0913 -- options
     loss: LossOption = "",
     machines: MachinesOption = "1,2,4,8",
     cluster: ClusterOption = None,
+    profile: ProfileOption = False,
     pins: PinOption = None,
     exactly: ExactlyOption = False,
     explain: ExplainOption = None,
@@ -302,6 +191,9 @@ def partition(  # noqa: PLR0913 -- options
     [dim]$[/dim] distbelief partition experiments.images.model:paper_net
     --input 3x100x100 --batch 32 --loss one_vs_all --machines 1,8,32,81
     --cluster commodity-2012
+
+    [dim]$[/dim] distbelief partition experiments.speech.model:paper_net --input 440
+    --batch 64 --loss cross_entropy --cluster here
 
     [dim]$[/dim] distbelief partition --diff plan.json other.json
 
@@ -337,6 +229,7 @@ def partition(  # noqa: PLR0913 -- options
             cluster=cluster or command.DEFAULT_CLUSTER,
             pins=request.pins(pins or ()),
             exactly=exactly,
+            profile=profile,
             explain=explain or (),
             out=out,
             picture=picture,

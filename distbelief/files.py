@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 from safetensors import SafetensorError
 
@@ -37,6 +37,31 @@ def explained(error: OSError, path: Path, *, doing: str) -> StorageError:
     return StorageError(f"cannot {doing} {path}: {why}")
 
 
+@final
+class LineFile:
+    """Lines at the end of a file. What cannot be written is dropped, never raised.
+
+    Args:
+        path: The file, made when first needed.
+        tell: Told once, in a sentence, that it cannot be written.
+    """
+
+    def __init__(self, path: Path, *, tell: Callable[[str], object]) -> None:
+        self._path = path
+        self._tell = tell
+        self._told = False
+
+    def append(self, line: str) -> None:
+        """Add a line to the file, and hand it to the operating system."""
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                file.write(f"{line}\n".encode(errors="backslashreplace"))
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                self._tell(str(explained(error, self._path, doing="write")))
+
+
 def write(path: Path, content: bytes) -> None:
     """Replace the file at `path`, whole or not at all.
 
@@ -49,9 +74,18 @@ def write(path: Path, content: bytes) -> None:
 def write_by(path: Path, fill: Callable[[Path], object]) -> None:
     """Replace the file at `path` by what `fill` writes to the path it is given.
 
+    A device or a pipe (/dev/null) is written to as it is: a file in its place would be
+    found by every other program.
+
     Raises:
         StorageError: it cannot be; the old file is as it was.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        try:
+            fill(path)
+        except OSError as error:
+            raise explained(error, path, doing="write") from error
+        return
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
     try:
         fill(temporary)

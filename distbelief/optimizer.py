@@ -94,6 +94,7 @@ class DownpourSGD(torch.optim.Optimizer):
         self._blocking, self._timeout_seconds = blocking, timeout_seconds
         self._n_steps = 0
         self._n_accrued = 0
+        self._is_finished = True  # nothing has happened that the server lacks
         self._samples = 0
         self._accrued: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._accrued_clocks: tuple[int, ...] = ()
@@ -131,6 +132,7 @@ class DownpourSGD(torch.optim.Optimizer):
         return loss
 
     def _take_step(self, samples: int) -> None:
+        self._is_finished = False
         self._samples += samples
         self._accrue()
         fetch_next = (self._n_steps + 1) % self._n_fetch == 0
@@ -158,9 +160,10 @@ class DownpourSGD(torch.optim.Optimizer):
         client = self._session.client
         self._wait(lambda: client.unacknowledged == 0, "an acknowledgement")
         self._fetch()
+        self._is_finished = True
 
     def close(self, *, timeout_seconds: float | None = None) -> None:
-        """Finish, then leave the server.
+        """Finish, unless that is done, then leave the server.
 
         Args:
             timeout_seconds: How long each answer may take; by default as long as in a
@@ -172,7 +175,8 @@ class DownpourSGD(torch.optim.Optimizer):
         if timeout_seconds is not None:
             self._timeout_seconds = timeout_seconds
         try:
-            self.finish()
+            if not self._is_finished:
+                self.finish()
         finally:
             self._session.close()
 

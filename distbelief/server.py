@@ -20,6 +20,7 @@ from distbelief.job.serving import Ready
 from distbelief.parameter_server.copies import COPIES_MAX
 from distbelief.parameter_server.layout import TensorSpec
 from distbelief.parameter_server.update_rules import UpdateRule
+from distbelief.transport.shared_memory import FileMemory
 
 
 CLOSE_SECONDS_MAX: Final = 10.0
@@ -108,6 +109,17 @@ def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> list[TensorSpec
     return specs
 
 
+def _check_unused(directory: Path) -> None:
+    """Refuse a directory with snapshots: shards would take them for their own."""
+    snapshots = directory / "snapshots"
+    if any(snapshots.rglob("*.safetensors")):
+        raise JobError(
+            f"ParameterServer: directory {directory} holds the snapshots of an earlier "
+            "server or run, and a server does not go on with those. Give it another "
+            f"directory, or remove {snapshots}"
+        )
+
+
 @final
 class ParameterServer:
     """Shards on this host, as processes of their own, for any number of workers.
@@ -119,7 +131,8 @@ class ParameterServer:
         shard_copies: How many processes keep each slice, 1 or 2: with 2, one takes
             over at once where the other is lost, and nothing acknowledged is lost.
         shared_memory: Whether workers on this host share memory with the shards.
-        directory: For snapshots and logs; by default one that goes with the server.
+        directory: For snapshots and logs of this server alone; by default one that
+            goes with it.
         snapshot_every: Seconds between snapshots, from which a shard that dies returns.
         start_seconds_max: How long the shards may take to be there.
 
@@ -186,6 +199,7 @@ class ParameterServer:
         """Start the shards, and wait until they are there.
 
         Raises:
+            JobError: it runs already, or its directory has another life's snapshots.
             StorageError: there is no room for their values.
             PeerLostError: they do not come up.
         """
@@ -197,6 +211,7 @@ class ParameterServer:
         else:
             directory = self._directory
             directory.mkdir(parents=True, exist_ok=True)
+            _check_unused(directory)
         request = directory / "request.json"
         request.write_bytes(self._request(directory.absolute()))
         self._process = subprocess.Popen(  # noqa: S603 -- our own program
@@ -224,6 +239,8 @@ class ParameterServer:
                 process.kill()  # its shards end with it
                 process.wait()
             process.stdout.close()
+            if process.returncode < 0:  # ended by force, so it removed nothing
+                FileMemory.sweep()
         if self._own_directory is not None:
             self._own_directory.cleanup()
             self._own_directory = None

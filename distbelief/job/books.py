@@ -45,7 +45,9 @@ class Books:
         return cls(
             config=config,
             members=members,
-            pairs=Pairs(members, first=config.first_incarnation),
+            pairs=Pairs(
+                members, first=config.first_incarnation, clocks=config.before.clocks
+            ),
             figures=Figures(metric_name=config.metric_name, before=config.before),
             evaluations=Evaluations(every=config.evaluate_every),
             saves=Saves(every=config.snapshot_every, first=config.first_label),

@@ -24,11 +24,13 @@ from distbelief import files
 from distbelief.errors import StorageError
 from distbelief.job.jobfile import load_job
 from distbelief.job.run_directory import RunDirectory
+from distbelief.job.sections import Processes
 from distbelief.job.summary import DataFacts, read_summary
 
 
 _FILE: Final = "cut.json"
 _DIRECTORY: Final = re.compile(r"cut-(\d{1,18})")
+_SNAPSHOT: Final = re.compile(r"/shard-(\d{1,18})/[^/]+\.safetensors$")
 
 
 @final
@@ -41,8 +43,8 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
         train: The training data, as far as anybody looked at them.
     """
 
-    n_shards: int
-    n_replicas: int
+    n_shards: Processes
+    n_replicas: Processes
     train: DataFacts | None = None
 
     @property
@@ -56,22 +58,26 @@ def newest_cut(run: RunDirectory) -> tuple[Path, Cut | None]:
 
     Raises:
         JobFileError: the run's job file, of which an old run's cut is known, is wrong.
-        StorageError: the file that tells of it is damaged.
+        StorageError: the file that tells of it is damaged, or cannot be true.
     """
     made = max(_directories(run.snapshots), default=None)
     directory = run.snapshots if made is None else made[1]
     file = directory / _FILE
     try:
-        return directory, msgspec.json.decode(file.read_bytes(), type=Cut)
+        cut = msgspec.json.decode(file.read_bytes(), type=Cut)
     except FileNotFoundError:
         return directory, _cut_of_job(run)
     except OSError as error:
         raise files.explained(error, file, doing="read") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise StorageError(
-            f"{file} is damaged ({error}): without it nobody knows what the snapshots "
-            "beside it are of"
-        ) from None
+        raise _distrusted(file, run, str(error)) from None
+    beyond = _shards_beyond(directory, cut.n_shards)
+    if beyond:
+        names = ", ".join(beyond)
+        raise _distrusted(
+            file, run, f"n_shards is {cut.n_shards}, but there are snapshots of {names}"
+        )
+    return directory, cut
 
 
 def write_cut(directory: Path, cut: Cut) -> None:
@@ -112,6 +118,22 @@ def making_cut(run: RunDirectory, number: int, cut: Cut) -> Iterator[tuple[Path,
         raise files.explained(error, place, doing="write") from error
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _distrusted(file: Path, run: RunDirectory, why: str) -> StorageError:
+    return StorageError(
+        f"{file} is damaged ({why}): without it nobody knows what the snapshots beside "
+        f"it are of. If [cluster] in {run.job_file} has the numbers of shards and "
+        f"replicas that the run had last, remove {file.name}, and those count"
+    )
+
+
+def _shards_beyond(directory: Path, n_shards: int) -> list[str]:
+    """Return the shards with snapshots here that a cut of so many does not have."""
+    found = {
+        int(m[1]) for p in directory.glob("*/*") if (m := _SNAPSHOT.search(str(p)))
+    }
+    return [f"shard-{k}" for k in sorted(found) if k >= n_shards]
 
 
 def _directory(snapshots: Path, number: int) -> Path:

@@ -30,6 +30,12 @@ class Before:
         training_seconds: The part of it in which replicas trained.
         step: Steps of all replicas together.
         samples: Of each replica, in the values of all shards.
+        clocks: Of each shard's newest snapshot: the pushes in its values.
+        pushes_lost: At least so many were in a shard's values, and are no more.
+        pushes_refused: By all shards.
+        bytes_in: Received by all shards.
+        bytes_out: Sent by all shards.
+        restarts: Of each role.
         loss: Of training, last.
         metric: Held out, last measured.
         held_out_loss: Likewise.
@@ -42,6 +48,12 @@ class Before:
     training_seconds: Seconds = 0.0
     step: int = 0
     samples: Mapping[str, int] = field(default_factory=dict)
+    clocks: Mapping[str, int] = field(default_factory=dict)
+    pushes_lost: int = 0
+    pushes_refused: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    restarts: Mapping[str, int] = field(default_factory=dict)
     loss: float | None = None
     metric: float | None = None
     held_out_loss: float | None = None

@@ -26,6 +26,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Final, Literal, NoReturn
@@ -242,8 +243,9 @@ def _run(start: Start, *, parent: int) -> NoReturn:
     except BaseException:  # noqa: BLE001 -- the log is all it has
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # the disk of the log may be full
+                stream.flush()
         # Not `sys.exit`: what is registered to run at exit belongs to the parent.
         os._exit(status)
 
@@ -255,10 +257,13 @@ def _program(program: Program) -> Callable[[str, int, str], int]:
 
 
 def _redirect(log: str) -> None:
-    """Read nothing, write to the log."""
-    null = os.open(os.devnull, os.O_RDONLY)
+    """Read nothing, write to the log; a role goes on where there is no room for one."""
+    null = os.open(os.devnull, os.O_RDWR)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    file = os.open(Path(log), flags, 0o644)
+    try:
+        file = os.open(Path(log), flags, 0o644)
+    except OSError:
+        file = null
     os.dup2(null, 0)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -6,13 +6,16 @@ least that any shard knows of it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from distbelief.errors import StorageError
 from distbelief.job.figures import Before
 from distbelief.job.run_directory import RunDirectory
 from distbelief.job.store import SnapshotStore
+from distbelief.job.view import SupervisorView
+from distbelief.parameter_server.copies import shard_of
 from distbelief.roles import Snapshot
 
 
@@ -49,6 +52,7 @@ def read_legacy(run: RunDirectory, store: SnapshotStore, *, n_shards: int) -> Le
     incarnation, label = 1, 1
     restored: dict[str, str] = {}
     missing: list[str] = []
+    clocks: dict[str, int] = {}
     clients: list[dict[str, _Client]] = []  # of each snapshot
     for name in (f"shard-{k}" for k in range(n_shards)):
         numbers = [int(text) for text in store.labels(name) if text.isdigit()]
@@ -58,6 +62,7 @@ def read_legacy(run: RunDirectory, store: SnapshotStore, *, n_shards: int) -> Le
             missing.append(name)
             continue
         restored[name] = snapshot.label
+        clocks[name] = _clock(snapshot)
         clients.append(_clients(snapshot))
         lives = [client.incarnation for client in clients[-1].values()]
         lives.append(int(snapshot.facts.get("incarnation", "0")))
@@ -71,7 +76,7 @@ def read_legacy(run: RunDirectory, store: SnapshotStore, *, n_shards: int) -> Le
         for name in sorted(replicas)
     }
     return Legacy(
-        before=_before(run, samples),
+        before=_before(run, samples, clocks, n_shards=n_shards),
         incarnation=incarnation,
         label=label,
         restored=restored,
@@ -80,16 +85,38 @@ def read_legacy(run: RunDirectory, store: SnapshotStore, *, n_shards: int) -> Le
     )
 
 
-def _before(run: RunDirectory, samples: Mapping[str, int]) -> Before:
-    status = run.read_status()
+def _before(
+    run: RunDirectory,
+    samples: Mapping[str, int],
+    clocks: Mapping[str, int],
+    *,
+    n_shards: int,
+) -> Before:
+    """Return the figures; losses and metric only if the snapshots answer for them.
+
+    Where one is missing, or they are not of all samples that had been counted, no shard
+    holds the values that were measured.
+    """
+    try:
+        status = run.read_status()
+    except StorageError:
+        status = None  # it holds figures only: what to go on with is in the snapshots
     if status is None:
-        return Before(samples=samples)
+        return Before(samples=samples, clocks=clocks)
     view = status.view
+    if len(clocks) < n_shards or view.samples != sum(samples.values()):
+        view = replace(view, loss=None, metric=None, held_out_loss=None)
     return Before(
         seconds=view.seconds,
         training_seconds=view.training_seconds,
         step=view.step,
         samples=samples,
+        clocks=clocks,
+        pushes_lost=view.pushes_lost + _newly_lost(view, clocks, n_shards=n_shards),
+        pushes_refused=view.pushes_refused,
+        bytes_in=view.bytes_in,
+        bytes_out=view.bytes_out,
+        restarts={role.name: role.restarts for role in view.roles if role.restarts},
         loss=view.loss,
         metric=view.metric,
         held_out_loss=view.held_out_loss,
@@ -97,6 +124,24 @@ def _before(run: RunDirectory, samples: Mapping[str, int]) -> Before:
         best_metric_seconds=view.best_metric_seconds,
         history=view.history,
     )
+
+
+def _newly_lost(
+    view: SupervisorView, clocks: Mapping[str, int], *, n_shards: int
+) -> int:
+    """Return how many pushes were last seen in shards' values, and are not restored.
+
+    Clocks of another number of shards are of other values: then nobody can say.
+    """
+    shards = {shard_of(r.name) for r in view.roles if r.name.startswith("shard-")}
+    if len(shards) != n_shards:
+        return 0
+    return max(0, view.pushes_applied - sum(clocks.values()))
+
+
+def _clock(snapshot: Snapshot) -> int:
+    text = snapshot.facts.get("clock", "")
+    return int(text) if text.isdecimal() else 0
 
 
 def _clients(snapshot: Snapshot) -> dict[str, _Client]:

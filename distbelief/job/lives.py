@@ -3,14 +3,16 @@
 What the supervisor does for each role whatever the job is doing. Rules:
 
 * A role that falls silent is named at once, with what will be done about it. Longer
-  silence is death: its process is ended, whatever it is doing.
+  silence is death: its process is ended, whatever it is doing. A leader whose other
+  copy cannot take over is given twice as long, for what it has nobody else does; so if
+  both copies of a shard are silent, only the one that follows is put down at first.
 * Every start is a new incarnation; words of an older one are not heard.
 * Shards come back from their newest whole snapshot. Clients are told who is there
   whenever that changes, and now and then again, for messages may be lost.
 * Guests are neither ended nor restarted: their processes are somebody else's.
 """
 
-from typing import final
+from typing import Final, final
 
 from distbelief.job.books import Books
 from distbelief.job.membership import Presence, RoleRecord
@@ -20,6 +22,9 @@ from distbelief.roles import Action, Connect, Launch, Seconds, Send, Terminate
 
 INTRODUCE_SECONDS = 5.0
 """After which a role is told of its peers again."""
+
+_RESTORING: Final = "starting"
+"""A shard's word for what it does until its values are there: its clock is 0."""
 
 
 @final
@@ -79,7 +84,8 @@ class Lives:
         """It says how it is."""
         record.state, record.counters = message.state, message.counters
         if record.kind == "shard":
-            self._pairs.count(record)
+            if record.state != _RESTORING:
+                self._pairs.count(record)
             applied = message.counters.get("pushes_applied")
             if applied is not None:
                 record.rate.add(now, applied)
@@ -179,12 +185,18 @@ class Lives:
         if record.kind != "shard":
             return "restarting it"
         other = self._pairs.survivor(record)
-        if other is not None:
-            if self._pairs.has_led(record):
-                text = f"{other.label} takes over, nothing acknowledged is lost"
-            else:
-                text = f"{other.label} goes on alone, nothing acknowledged is lost"
-            return f"{text}; restarting {record.label}"
+        if other is None:
+            return self._plan_without(record, now)
+        if other.end is not None:
+            return f"restarting it; {other.label} is dead too"
+        if not self._pairs.answers(other, now):
+            return f"restarting it; {other.label}, which holds all, is silent"
+        verb = "takes over" if self._pairs.has_led(record) else "goes on alone"
+        text = f"{other.label} {verb}, nothing acknowledged is lost"
+        return f"{text}; restarting {record.label}"
+
+    def _plan_without(self, record: RoleRecord, now: Seconds) -> str:
+        """Return what is done where no other copy has what this one had."""
         text = f"restarting it from {self._saves.describe(record.shard, now)}"
         if not self._pairs.leads(record):
             return text
@@ -219,12 +231,17 @@ class Lives:
             return f"has not said a word in {silence:.0f} s since it was started"
         if record.presence is not Presence.PRESENT or record.kind == "guest":
             return None
-        if silence > config.dead_seconds:
+        if silence > self._patience(record, now):
             return f"silent for {silence:.1f} s"
         building = now - record.launched_at
         if record.state == "building" and building > config.build_seconds_max:
             return f"has been building its model and data for {building:.0f} s"
         return None
+
+    def _patience(self, record: RoleRecord, now: Seconds) -> Seconds:
+        """Return after how much silence it is taken for dead."""
+        alone = self._pairs.is_irreplaceable(record, now)
+        return self._config.dead_seconds * (2 if alone else 1)
 
     def _name_if_silent(self, record: RoleRecord, now: Seconds) -> list[Action]:
         config, silence = self._config, now - record.heard_at
@@ -237,10 +254,15 @@ class Lives:
         if record.silence_named or silence <= config.silent_seconds:
             return []
         record.silence_named = True
-        left = config.dead_seconds - silence
-        if not self._is_past_mending(record):
-            plan = self._plan(record, now)
+        left = f"in {self._patience(record, now) - silence:.0f} s"
+        other = self._pairs.survivor(record)
+        if self._is_past_mending(record):
+            end = "going on without it" if record.kind != "shard" else "giving up"
+            plan = f"{left} {end}"
+        elif other is not None and self._pairs.is_irreplaceable(record, now):
+            plan = f"so is {other.label}; if neither comes back, {left} "
+            plan += self._plan_without(record, now)
         else:
-            plan = "going on without it" if record.kind != "shard" else "giving up"
-        text = f"{record.label} silent for {silence:.1f} s: in {left:.0f} s {plan}"
+            plan = f"{left} {self._plan(record, now)}"
+        text = f"{record.label} silent for {silence:.1f} s: {plan}"
         return [self._figures.tell(text, now, "warning")]

@@ -1,11 +1,12 @@
 """Which copy of each shard leads, as the supervisor sees it.
 
 A shard with one copy is led by it. Of two copies, `Pairing` decides; what the other one
-does (`part`), and whether it could take over now (`survivor`), is told here, and what a
-shard has applied is counted once, whoever applied it.
+does (`part`), and whether it could take over now (`survivor`, `answers`), is told here.
+What is in a shard's values is counted once, whoever applied it; so is what was in them
+and is no more, whoever else died with it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -20,18 +21,22 @@ LEADING: Final = "leading"
 SECOND: Final = "second"
 CATCHING_UP: Final = "catching up"
 
+TAKEOVER_SECONDS: Final = 1.0
+"""Silence after which a copy is not counted on, and of two the other one leads."""
+
 
 @dataclass(slots=True, kw_only=True)
 class _Tally:
-    """What a pair has applied, in all its lives.
+    """The pushes in a shard's values, and those that were in them and are no more.
 
-    The clock rises with each push, and goes on from leader to whole second. Who leads
-    from a snapshot begins it anew, and counts from there by itself.
+    The clock rises with each push, and goes on from leader to whole second. Who begins
+    from a snapshot begins at its clock: what was heard of beyond that is lost. What was
+    applied after the last word of who died, nobody can count: it is lost as well.
     """
 
+    clock: int = 0  # of the values: the number of pushes in them
+    n_lost: int = 0
     counted: tuple[Address, int] | None = None  # name and incarnation of whom
-    clock: int = 0
-    n_applied: int = 0
 
     def add(self, record: RoleRecord, *, goes_on: bool) -> None:
         clock = record.counters.get("clock")
@@ -39,9 +44,10 @@ class _Tally:
             return
         life = (record.name, record.incarnation)
         if life != self.counted and not goes_on:
-            self.clock = int(clock - record.counters.get("pushes_applied", 0.0))
+            restored = int(clock - record.counters.get("pushes_applied", 0.0))
+            self.n_lost += max(0, self.clock - restored)
+            self.clock = restored
         self.counted = life
-        self.n_applied += max(0, int(clock) - self.clock)
         self.clock = max(self.clock, int(clock))
 
 
@@ -52,9 +58,16 @@ class Pairs:
     Args:
         members: Of the job.
         first: Number of the first decision; a resumed run goes on counting.
+        clocks: Of the shards that begin from a snapshot; the others begin at 0.
     """
 
-    def __init__(self, members: Membership, *, first: int = 1) -> None:
+    def __init__(
+        self,
+        members: Membership,
+        *,
+        first: int = 1,
+        clocks: Mapping[str, int] | None = None,
+    ) -> None:
         self._members = members
         self._pairings: dict[Address, Pairing] = {}
         self._tallies: dict[Address, _Tally] = {}
@@ -62,11 +75,17 @@ class Pairs:
         self._goes_on: dict[Address, bool] = {}
         self._deposed: dict[Address, tuple[Address, int]] = {}  # the last: name, life
         for record in members.of("shard"):
+            if record.name != record.shard:
+                continue
+            clock = (clocks or {}).get(record.shard, 0)
+            self._tallies[record.shard] = _Tally(clock=clock)
             other = members.get(other_copy(record.name))
-            if record.name == record.shard and other is not None:
-                copies = (record.name, other.name)
-                self._pairings[record.shard] = Pairing(copies, first=first)
-                self._tallies[record.shard] = _Tally()
+            if other is not None:
+                self._pairings[record.shard] = Pairing(
+                    (record.name, other.name),
+                    first=first,
+                    takeover_seconds=TAKEOVER_SECONDS,
+                )
 
     # --------------------------------------------------------------------- who is what
 
@@ -98,7 +117,10 @@ class Pairs:
         return self.leads(record) or self._deposed.get(record.shard) == life
 
     def survivor(self, record: RoleRecord) -> RoleRecord | None:
-        """Return the copy that goes on with all of the shard if this one is lost."""
+        """Return the copy that has all of the shard if this one is lost.
+
+        Whether that one can go on with it, `answers` tells.
+        """
         pairing = self._pairings.get(record.shard)
         if pairing is None:
             return None
@@ -107,6 +129,19 @@ class Pairs:
         if pairing.second is None or not pairing.is_whole:
             return None
         return self._members.get(pairing.second)
+
+    def answers(self, record: RoleRecord, now: Seconds) -> bool:
+        """Whether this copy can be counted on: neither dead nor silent."""
+        silence = now - record.heard_at
+        return record.has_joined and record.end is None and silence < TAKEOVER_SECONDS
+
+    def is_irreplaceable(self, record: RoleRecord, now: Seconds) -> bool:
+        """Whether it leads of two copies, and the other cannot take over now."""
+        pairing = self._pairings.get(record.shard)
+        if pairing is None or pairing.leader != record.name:
+            return False
+        other = self.survivor(record)
+        return other is None or not self.answers(other, now)
 
     def part(self, record: RoleRecord) -> str | None:
         """Return in a word what a copy is, if it has another beside it."""
@@ -199,7 +234,10 @@ class Pairs:
 
     @property
     def pushes_applied(self) -> int:
-        """By all shards, in all their lives, no matter in how many copies."""
-        n_applied = sum(tally.n_applied for tally in self._tallies.values())
-        alone = [r for r in self._members.of("shard") if r.shard not in self._tallies]
-        return n_applied + int(sum(r.total("pushes_applied") for r in alone))
+        """In the values of all shards, no matter in how many copies."""
+        return sum(tally.clock for tally in self._tallies.values())
+
+    @property
+    def pushes_lost(self) -> int:
+        """At least so many were in the values of a shard that had to begin again."""
+        return sum(tally.n_lost for tally in self._tallies.values())

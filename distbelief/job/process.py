@@ -7,6 +7,7 @@ spec; its output is the role's log.
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
 
@@ -129,12 +130,13 @@ def import_from(job: Job) -> None:
 
 
 def log(name: str, incarnation: int, level: str, text: str) -> None:
-    """Write one line to the log of this process."""
+    """Write one line to the log of this process, if there is room for it."""
     now = time.time()  # noqa: TID251 -- the time of day, for people
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
     line = f"{clock}.{int(now % 1 * 1000):03d} {name}#{incarnation} {level}: {text}\n"
-    sys.stdout.write(line)
-    sys.stdout.flush()
+    with suppress(OSError):  # a full disk ends no role; the supervisor tells of it
+        sys.stdout.write(line)
+        sys.stdout.flush()
 
 
 def _build(name: str, job: Job, spec: Spec, memory: Memory) -> Role:

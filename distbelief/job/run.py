@@ -39,6 +39,8 @@ class Run:
             StorageError: the run ended before there was one.
         """
         path = self.directory / "model.safetensors"
+        if self.summary.model_error is not None:  # one of an earlier life may be there
+            raise StorageError(f"{self.directory}: {self.summary.model_error}")
         if not path.is_file():
             raise StorageError(
                 f"{path} does not exist: the run ended before anything was trained "

@@ -13,6 +13,7 @@ import secrets
 import select
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, cast
 
@@ -107,9 +108,10 @@ def _serve(request: Request, memory: str) -> int:
     def log_of(name: str) -> Path:
         return directory / f"{name}.log"
 
+    lines = files.LineFile(log_of("supervisor"), tell=_complain)
+
     def log(level: str, text: str) -> None:
-        with log_of("supervisor").open("a") as file:
-            file.write(f"{level}: {text}\n")
+        lines.append(f"{level}: {text}")
 
     with ZmqTransport(name=SUPERVISOR, incarnation=1, token=token, log=log) as links:
         spec = directory / "spec.json"
@@ -188,6 +190,11 @@ def _spec(request: Request, token: str, supervisor: str, memory: str) -> bytes:
         initial_file=request.initial_file,
     )
     return msgspec.json.encode(spec)
+
+
+def _complain(text: str) -> None:
+    with suppress(OSError):  # standard output is for the one line
+        sys.stderr.write(f"parameter server: {text}. It goes on without this log\n")
 
 
 def _say(ready: Ready) -> None:

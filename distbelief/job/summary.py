@@ -70,6 +70,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         shard_copies: Processes that keep each of them.
         stop_reason: Why the job ended.
         error: Why it failed, if it did.
+        model_error: Why no model was written, if none was; one of an earlier life may
+            still be there.
         seconds: How long it ran, over all lives.
         step: Steps of all replicas together.
         samples: Samples trained on.
@@ -106,6 +108,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     shard_copies: int = 1
     stop_reason: str | None
     error: str | None = None
+    model_error: str | None = None
     seconds: float
     step: int
     samples: int
@@ -140,6 +143,7 @@ def summarise(
     directory: str,
     task: TaskFacts,
     error: str | None = None,
+    model_error: str | None = None,
 ) -> Summary:
     """Return the summary of a job from its last view.
 
@@ -149,6 +153,7 @@ def summarise(
         directory: The run directory.
         task: What is known of model and data.
         error: Why the job failed, if it did.
+        model_error: Why no model was written, if none was.
     """
     seconds = view.training_seconds or view.seconds
     seeds = {"model": job.model.seed, "evaluation": job.evaluation.seed}
@@ -166,6 +171,7 @@ def summarise(
         shard_copies=job.cluster.shard_copies,
         stop_reason=view.stop_reason,
         error=error,
+        model_error=model_error,
         seconds=round(view.seconds, 3),
         step=view.step,
         samples=view.samples,
@@ -302,11 +308,14 @@ def _end(summary: Summary) -> str:
         parts.append(f"failed: {summary.error}")
     elif summary.stop_reason:
         parts.append(f"ended: {summary.stop_reason}")
+    if summary.model_error and summary.model_error != summary.error:
+        parts.append(summary.model_error)
     if summary.staleness_mean is not None:
         staleness = words.staleness(summary.staleness_mean, summary.staleness_p95)
         parts.append(f"staleness {staleness}")
     if summary.pushes_applied or summary.pushes_lost:
-        parts.append(f"{summary.pushes_lost:,} pushes lost")
+        least = "at least " if summary.pushes_lost else ""
+        parts.append(f"{least}{summary.pushes_lost:,} pushes lost")
     if summary.pushes_refused:
         parts.append(f"{summary.pushes_refused:,} refused")
     if summary.restarts:

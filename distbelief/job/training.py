@@ -16,7 +16,8 @@ import signal
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from types import TracebackType
 from typing import Final, Self, final
@@ -24,6 +25,7 @@ from typing import Final, Self, final
 import msgspec
 from rich.console import Console
 
+from distbelief import files
 from distbelief.errors import JobError, StorageError
 from distbelief.job import algorithms
 from distbelief.job.checking import Answer
@@ -103,23 +105,24 @@ def train(
         stack.enter_context(run)
         launcher.serve(spec=memory.directory / ".spec.json", log_of=run.log_file)
         training = stack.enter_context(
-            _Training(job, run, memory=memory, launcher=launcher)
+            _Training(job, run, memory=memory, launcher=launcher, console=console)
         )
         try:
-            training.get_ready(console)
+            training.get_ready()
         except BaseException:
             if is_new:  # a mistake leaves nothing behind
                 shutil.rmtree(run.path, ignore_errors=True)
             raise
-        exit_code = training.supervise(console)
+        training.supervise()
         summary = training.conclude()
         if json:
             sys.stdout.write(summary_text(summary))
         else:
             console.print(final_table(summary))
-        if exit_code not in EXIT_CODES.values():  # who interrupts wants an end now
+        # Who interrupts wants an end now.
+        if training.exit_code not in EXIT_CODES.values():
             training.draw()
-    return Run(run.path, summary, exit_code, job)
+    return Run(run.path, summary, training.exit_code, job)
 
 
 def _open_run(
@@ -139,15 +142,26 @@ def _open_run(
 
 @final
 class _Training:
-    """One life of one run."""
+    """One life of one run.
+
+    Attributes:
+        exit_code: As in `Run`, once it is over.
+    """
 
     def __init__(
-        self, job: Job, run: RunDirectory, *, memory: FileMemory, launcher: Launcher
+        self,
+        job: Job,
+        run: RunDirectory,
+        *,
+        memory: FileMemory,
+        launcher: Launcher,
+        console: Console,
     ) -> None:
         self._job = job
         self._run = run
         self._memory = memory
         self._launcher = launcher
+        self._console = console
         self._initial_file = run.path / "initial.safetensors"
         self._store = SnapshotStore(run.snapshots, report=self._warn)
         self._answer = Answer()
@@ -155,15 +169,19 @@ class _Training:
         self._layout: Layout | None = None
         self._view = SupervisorView()
         self._error: str | None = None
-        self._exit_code = 0
-        self._log_file = run.log_file(SUPERVISOR).open("a", buffering=1)
+        self._model_error: str | None = None
+        self.exit_code = 0
+        self._log_file = files.LineFile(
+            run.log_file(SUPERVISOR),
+            tell=lambda why: self._say(f"{why}. The job goes on without this log"),
+        )
         self._n_ended = 0
         self._may_draw = False
         self._status_at = 0.0
 
     # ---------------------------------------------------------------- before it
 
-    def get_ready(self, console: Console) -> None:
+    def get_ready(self) -> None:
         """Prepare data, try the job out, and see what earlier lives left.
 
         Raises:
@@ -174,7 +192,7 @@ class _Training:
         prepare(job.data.train, table="data.train")
         if job.data.test is not None:
             prepare(job.data.test, table="data.test")
-        with console.status("Trying model and data ..."):
+        with self._console.status("Trying model and data ..."):
             self._answer = try_out(
                 job,
                 self._launcher,
@@ -194,10 +212,10 @@ class _Training:
             n_shards=job.cluster.shards,
             dtype=self._answer.dtype,
         )
-        self._take_up(console)
+        self._take_up()
         self._run.write(self._run.job_file, job.to_toml())
 
-    def _take_up(self, console: Console) -> None:
+    def _take_up(self) -> None:
         assert self._layout is not None
         assert self._answer.task.train is not None
         resumed = take_up(
@@ -209,13 +227,14 @@ class _Training:
         )
         self._legacy, self._store = resumed.legacy, resumed.store
         for line in resumed.told:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._say(line)
             self._log("info", line)
 
     # ------------------------------------------------------------------ while it
 
-    def supervise(self, console: Console) -> int:
-        """Run the supervisor until the job ends; return the exit code."""
+    def supervise(self) -> None:
+        """Run the supervisor until the job ends."""
+        console = self._console
         supervisor = Supervisor(self._config())
         token = secrets.token_hex(16)
         transport = ZmqTransport(
@@ -251,10 +270,9 @@ class _Training:
             self._view = supervisor.view(time.monotonic())
         self._error = None if supervisor.interrupted else error
         if supervisor.interrupted:
-            self._exit_code = EXIT_CODES.get(caught.number or signal.SIGINT, 130)
+            self.exit_code = EXIT_CODES.get(caught.number or signal.SIGINT, 130)
         elif error is not None:
-            self._exit_code = 1
-        return self._exit_code
+            self.exit_code = 1
 
     def _config(self) -> SupervisorConfig:
         job, answer, legacy = self._job, self._answer, self._legacy
@@ -306,7 +324,8 @@ class _Training:
     ) -> None:
         now = time.monotonic()
         view = supervisor.view(now)
-        display.update(view)
+        with suppress(OSError):  # as in `_say`; what follows needs no screen
+            display.update(view)
         try:
             for record in supervisor.take_records():
                 metrics.append(Measurement.of(record))
@@ -340,32 +359,58 @@ class _Training:
     def conclude(self) -> Summary:
         """Write what a run leaves behind, as far as there is anything to write."""
         self._launcher.close()
+        try:
+            self._write_model()
+        except StorageError as error:
+            self._model_error = f"no model was written: {error}"
+        if self._model_error is not None and self.exit_code == 0:
+            self._error, self.exit_code = self._model_error, 1
         summary = summarise(
             self._job,
             self._view,
             directory=str(self._run.path),
             task=self._answer.task,
             error=self._error,
+            model_error=self._model_error,
         )
-        self._write_model()
-        write_summary(self._run, summary)
-        self._write_status(self._view, ended=True)
+        self._keep(lambda: write_summary(self._run, summary))
+        self._keep(lambda: self._write_status(self._view, ended=True))
         return summary
+
+    def _keep(self, write: Callable[[], object]) -> None:
+        """Write one of the last files; what cannot be is told, and costs no other."""
+        try:
+            write()
+        except StorageError as error:
+            self._say(str(error))
+            self._warn(str(error))
+            self.exit_code = self.exit_code or 1
 
     def draw(self) -> None:
         """Draw the curve: last, for matplotlib takes a second."""
         from distbelief.job.curve import draw_curve  # noqa: PLC0415
 
-        measurements = read_metrics(self._run.metrics_file)
-        draw_curve(self._run.curve_file, measurements, title=self._job.name)
+        def draw() -> None:
+            measurements = read_metrics(self._run.metrics_file)
+            draw_curve(self._run.curve_file, measurements, title=self._job.name)
+
+        self._keep(draw)
 
     def _write_model(self) -> None:
+        """Write the model, or raise `StorageError`: why there is none."""
         layout = self._layout
         assert layout is not None
-        newest = [self._store.newest(f"shard-{k}") for k in range(layout.n_shards)]
-        snapshots = [s for s in newest if s is not None]
+        newest = {
+            name: self._store.newest(name)
+            for name in (f"shard-{k}" for k in range(layout.n_shards))
+        }
+        snapshots = [s for s in newest.values() if s is not None]
         if len(snapshots) < layout.n_shards:
-            return
+            names = ", ".join(name for name, found in newest.items() if found is None)
+            why = f"there is no whole snapshot of {names} in {self._store.directory}"
+            if self._run.model_file.is_file():
+                why += f", and {self._run.model_file} is of an earlier life"
+            raise StorageError(why)
         write_model(
             self._run.model_file,
             layout,
@@ -375,7 +420,7 @@ class _Training:
 
     def __enter__(self) -> Self:
         """Begin: the supervisor's log."""
-        self._log_file = self._run.log_file(SUPERVISOR).open("a", buffering=1)
+        self._log("info", f"begins in {self._run.path}")
         return self
 
     def __exit__(
@@ -386,11 +431,15 @@ class _Training:
     ) -> None:
         """Remove what was only for the shards' first lives."""
         self._initial_file.unlink(missing_ok=True)
-        self._log_file.close()
 
     def _log(self, level: str, text: str) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
-        self._log_file.write(f"{now} supervisor {level}: {text}\n")
+        self._log_file.append(f"{now} supervisor {level}: {text}")
+
+    def _say(self, text: str) -> None:
+        """Say it on the screen, where it stays."""
+        with suppress(OSError):  # a file on the same full disk, perhaps
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _warn(self, text: str) -> None:
         self._log("warning", text)

@@ -8,13 +8,16 @@ from distbelief.job.view import Phase, RoleView, SupervisorView
 from distbelief.roles import Seconds
 
 
-def role_view(record: RoleRecord, now: Seconds, *, part: str | None) -> RoleView:
+def role_view(
+    record: RoleRecord, now: Seconds, *, part: str | None, restarts_before: int = 0
+) -> RoleView:
     """Return one role's row.
 
     Args:
         record: Of the role.
         now: The present.
         part: What it is in a pair of copies: "leading", ...
+        restarts_before: In former lives of the run.
     """
     state = record.presence.value
     if record.presence is Presence.PRESENT:
@@ -27,7 +30,7 @@ def role_view(record: RoleRecord, now: Seconds, *, part: str | None) -> RoleView
         state=state,
         rate=record.rate.per_second if record.is_alive else None,
         last_heartbeat_age=max(0.0, now - record.heard_at) if heard else None,
-        restarts=record.restarts,
+        restarts=restarts_before + record.restarts,
         counters=dict(record.counters),
     )
 
@@ -63,8 +66,14 @@ def view_of(books: Books, *, phase: Phase, now: Seconds) -> SupervisorView:
 
     What is sent and received is taken from the clients' counters: nobody tells a shard
     of reads from shared memory, and what goes to its other copy is not meant.
+
+    Pushes lost are known from two sides, neither of which knows of all: replicas miss
+    what they pushed in their present life, shards' clocks fall behind what was heard of
+    them. The larger count is shown.
     """
     figures, members, pairs = books.figures, books.members, books.pairs
+    before = figures.before
+    missed = total(members.of("replica"), "pushes_lost")
     stop = books.config.stop
     reached = figures.reached(now)
     shards = members.of("shard")
@@ -91,12 +100,20 @@ def view_of(books: Books, *, phase: Phase, now: Seconds) -> SupervisorView:
         staleness_mean=mean,
         staleness_p95=p95,
         staleness_max=largest,
-        bytes_in=total(clients, "bytes_out"),
-        bytes_out=total(clients, "bytes_in"),
+        bytes_in=before.bytes_in + total(clients, "bytes_out"),
+        bytes_out=before.bytes_out + total(clients, "bytes_in"),
         pushes_applied=pairs.pushes_applied,
-        pushes_refused=total(shards, "pushes_refused"),
-        pushes_lost=total(members.of("replica"), "pushes_lost"),
-        roles=tuple(role_view(r, now, part=pairs.part(r)) for r in members),
+        pushes_refused=before.pushes_refused + total(shards, "pushes_refused"),
+        pushes_lost=before.pushes_lost + max(missed, pairs.pushes_lost),
+        roles=tuple(
+            role_view(
+                record,
+                now,
+                part=pairs.part(record),
+                restarts_before=before.restarts.get(record.name, 0),
+            )
+            for record in members
+        ),
         history=tuple(figures.history),
         messages=tuple(figures.messages),
     )

@@ -10,6 +10,8 @@ Rules:
 
 * The highest pairing heard of counts, from `Follow` or `Lead`; messages of any other
   are dropped. So a leader that was deposed can have nothing acknowledged any more.
+* Within a pairing the clock only rises. It has acknowledged what it applied, though it
+  held nothing: back at an earlier clock it would take pieces which lack that.
 * A piece is taken if it is the next one, of this very clock, while nothing is being
   applied; a push if its clock is the one to which those before it lead. Whatever else
   comes is dropped, and the leader sends again what it sees missing.
@@ -151,8 +153,12 @@ class Following:
         """Become the copy of this leader, now or when the work under way has ended."""
         if self._fenced or message.pairing < self.pairing:
             return []
-        if self._obeys(sender, message.pairing) and self._values.n_held:
+        if self._obeys(sender, message.pairing) and (
+            self._values.n_held or message.clock < self._values.clock
+        ):
             return [self._credit()]  # it is this one's copy already
+        if self._next is not None and _is_before(message, self._next[1]):
+            return []
         self.pairing, self._next = message.pairing, (sender, message)
         self._queue.clear()
         return self._accept_next()
@@ -343,3 +349,8 @@ class Following:
     def _answer(self, message: Message) -> Action:
         assert self._leader is not None
         return Send(receiver=self._leader, message=message)
+
+
+def _is_before(one: Follow, other: Follow) -> bool:
+    """Return whether `other` is of the same pairing, and was sent later."""
+    return one.pairing == other.pairing and one.clock < other.clock

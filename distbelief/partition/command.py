@@ -8,12 +8,14 @@ from typing import Final, final
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from torch import nn
 
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.layer import GraphError
 from distbelief.partition import differing
-from distbelief.partition.outlook import WIDTH, order_of, outlook_of
+from distbelief.partition.ordering import order_of
+from distbelief.partition.outlook import WIDTH, outlook_of
 from distbelief.program.plan import load
 
 
@@ -31,9 +33,11 @@ class Request:
         batch: Samples of a step.
         loss: Its name; "" to plan inference.
         counts: Numbers of machines.
-        cluster: A ready-made cluster's name, or the path of a file.
+        cluster: A ready-made cluster's name, the path of a file, or "here": machines
+            like this one.
         pins: Per layer its split.
         exactly: Use all machines of each count.
+        profile: Measure layers here, also for other machines.
         explain: Layers to explain.
         out: Where to write the plan for the most machines.
         picture: Where to draw it.
@@ -49,6 +53,7 @@ class Request:
     cluster: str = DEFAULT_CLUSTER
     pins: Mapping[str, str]
     exactly: bool = False
+    profile: bool = False
     explain: Sequence[str] = ()
     out: Path | None = None
     picture: Path | None = None
@@ -68,15 +73,18 @@ def run(request: Request, make: Callable[[], object]) -> bool:
         StorageError: a file cannot be written.
     """
     console = _console(stderr=request.as_json)
-    with console.status("capturing the model"):
+    with console.status("capturing the model") as status:
         order = order_of(
             _made(request, make),
             request.inputs,
             batch=request.batch,
             loss=request.loss,
+            counts=request.counts,
             cluster=request.cluster,
             pins=request.pins,
             exactly=request.exactly,
+            profile=request.profile,
+            tell=lambda what: status.update(escape(what)),
         )
     with console.status("planning") as status:
         outlook = outlook_of(

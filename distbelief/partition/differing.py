@@ -1,6 +1,7 @@
 """Where two plans differ, layer by layer."""
 
 from rich.table import Table
+from rich.text import Text
 
 from distbelief.program.plan import Plan
 
@@ -30,9 +31,9 @@ def show(one: Plan, other: Plan, *, names: tuple[str, str]) -> Table:
     """Return the differences as a table."""
     table = Table(title="what differs" if one != other else "the plans are equal")
     for column in ("", *names):
-        table.add_column(column)
+        table.add_column(Text(column))
     for row in differences(one, other):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table
 
 

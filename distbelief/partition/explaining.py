@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import final
 
 from rich.table import Table
+from rich.text import Text
 
 from distbelief.graph.layer import GraphError
 from distbelief.partition.planning import Planned
@@ -73,12 +74,12 @@ def show(planned: Planned, name: str) -> Table:
     root, alternatives = explain(planned, name)
     follows = "" if root == name else f" (it follows {root})"
     n_machines = planned.forecast.n_machines
-    table = Table(title=f"{name}{follows}, {n_machines} machines")
+    table = Table(title=Text(f"{name}{follows}, {n_machines} machines"))
     for column in ("split", "computing", "transfers", "together", ""):
         table.add_column(column, justify="left" if column in {"split", ""} else "right")
     for row in alternatives:
         table.add_row(
-            row.label,
+            Text(row.label),
             seconds(row.own),
             seconds(row.transfers),
             seconds(row.own + row.transfers),

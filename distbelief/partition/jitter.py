@@ -69,6 +69,8 @@ class Jitter:
         """Return the draws of a phase, (N_DRAWS, n_machines), the first ones shared."""
         generator = np.random.default_rng((self._seed, layer, int(backward)))
         # One row per machine: those of fewer machines are the first rows of more.
-        normal = generator.standard_normal((len(self._sigmas), N_DRAWS)).T
-        # A mean of 1: jitter makes a machine uneven, not slower.
-        return np.asarray(np.exp(self._sigmas * normal - 0.5 * self._sigmas**2))
+        half = generator.standard_normal((len(self._sigmas), N_DRAWS // 2)).T
+        # Each with its mirror image, and a median of 1: jitter makes a machine uneven;
+        # that a step becomes slower is because somebody waits for the slowest.
+        normal = np.concatenate([half, -half])
+        return np.asarray(np.exp(self._sigmas * normal))

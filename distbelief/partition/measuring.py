@@ -2,20 +2,20 @@
 
 The median of several runs after one that warms up; forward and backward apart; on
 random numbers. What costs most is measured first, and when time is up the rest is left
-to arithmetic.
+to arithmetic; so is what is too large, or fails.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from statistics import median
 from typing import Final, NamedTuple, final
 
 import torch
 from torch import nn
 
-from distbelief.graph.kind import Step, joined, kind_of
+from distbelief.graph.kind import LayerKind, PartialSums, Step, joined, kind_of
 from distbelief.graph.layer import INPUT, Layer, LayerGraph
 from distbelief.graph.region import Region
 from distbelief.partition.candidates import summed_dims
@@ -25,6 +25,7 @@ from distbelief.partition.profile import (
     WHOLE,
     Profile,
     Slices,
+    add,
     digest,
     load,
     this_host,
@@ -34,6 +35,12 @@ from distbelief.program.gradients import with_gradient
 
 N_RUNS: Final = 5
 _N_PARTS: Final = (2, 4, 8, 16, 32, 64)
+_SECONDS_ENOUGH: Final = 0.5
+"""A slice that takes longer is run less often, but at least once after warming up."""
+
+_SHARE_MAX: Final = 0.25
+"""Of the time there is, for one layer."""
+
 _N_BYTES_MAX: Final = 1 << 30
 """What one measurement may take; larger layers are left to arithmetic."""
 
@@ -77,28 +84,48 @@ def profiled(
     """
     limits, host = limits or Limits(), this_host()
     known = load(host)
-    layers = dict(known.layers) if known else {}
-    wanted = _wanted(graph, batch, dict(layers), modules or {})
-    began = limits.clock()
-    bench = _Bench(graph, batch, modules or {}, limits, began + limits.seconds)
-    for index, (key, layer) in enumerate(wanted.items()):
-        if bench.is_late:
-            break
-        if progress is not None:
-            progress(index, len(wanted), layer.name)
-        slices = bench.slices(layer)
-        if slices:
-            layers[key] = slices
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    profile = Profile(host=host, date=date, layers=layers)
-    if known is None or layers.keys() != known.layers.keys():
-        profile.save()
+    wanted = _wanted(graph, batch, known.layers if known else {}, modules or {})
+    deadline = limits.clock() + limits.seconds
+    found: dict[str, dict[str, Slices]] = {}
+    try:
+        with undisturbed():
+            bench = _Bench(graph, batch, modules or {}, limits, deadline)
+            for index, (key, layer) in enumerate(wanted.items()):
+                if bench.is_late:
+                    break
+                if progress is not None:
+                    progress(index, len(wanted), layer.name)
+                # A module may dislike random numbers, and memory may be too small.
+                with suppress(RuntimeError, ValueError, TypeError, IndexError):
+                    found[key] = bench.slices(layer)
+    finally:  # also if somebody is tired of waiting
+        profile = add(host, layers=found)
     return profile
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Have gradients, also for a caller who wants none."""
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        yield
+
+
+def is_too_large(layer: Layer, *, batch: int) -> bool:
+    """Return whether a layer takes more memory than a measurement may."""
+    reads = kind_of(layer).reads(layer, layer.region)
+    states = sum(r.n_elements for r in (layer.region, *reads)) * batch
+    uses = kind_of(layer).uses(layer, layer.region).values()
+    n_elements = states + sum(use.n_elements for use in uses)
+    # Each has a gradient.
+    return 2 * N_BYTES * n_elements > _N_BYTES_MAX
 
 
 class _Time(NamedTuple):
     forward: float
     backward: float
+
+
+_Given = tuple[list[torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]
 
 
 @final
@@ -118,7 +145,7 @@ class _Bench:
         self._deadline = deadline
         self._joined = joined(graph)
         self._backward = with_gradient(graph)
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator("cpu").manual_seed(0)
 
     @property
     def is_late(self) -> bool:
@@ -129,17 +156,18 @@ class _Bench:
         """Return the times of a layer along each dimension.
 
         Returns:
-            Nothing if it is too large, or time is up before all is measured.
+            Of the whole at least; dimensions for which there is no time are left out,
+            so that a layer that takes long is not begun again and again.
         """
-        if self._n_bytes(layer) > _N_BYTES_MAX:
-            return {}
+        now = self._limits.clock()
+        until = min(self._deadline, now + self._limits.seconds * _SHARE_MAX)
         whole = self._time(layer, layer.region, partial=False)
         found = {WHOLE: _slices([(1, self._operations(layer, layer.region), whole)])}
         for word, partial, regions in _cuts(layer):
             rows = []
             for extent, region in regions:
-                if self.is_late:
-                    return {}
+                if self._limits.clock() >= until:
+                    return found
                 taken = self._time(layer, region, partial=partial)
                 operations = self._operations(layer, region, partial=partial)
                 rows.append((extent, operations, taken))
@@ -150,12 +178,6 @@ class _Bench:
         self, layer: Layer, region: Region, *, partial: bool = False
     ) -> float:
         return self._batch * work_of(layer, region, partial=partial).forward
-
-    def _n_bytes(self, layer: Layer) -> float:
-        reads = kind_of(layer).reads(layer, layer.region)
-        states = sum(r.n_elements for r in (layer.region, *reads)) * self._batch
-        uses = kind_of(layer).uses(layer, layer.region).values()
-        return 2.0 * N_BYTES * (states + sum(use.n_elements for use in uses))
 
     def _time(self, layer: Layer, region: Region, *, partial: bool) -> _Time:
         kind = kind_of(layer)
@@ -171,32 +193,49 @@ class _Bench:
         leaves = [
             value for value in (*inputs, *tensors.values()) if value.requires_grad
         ]
-        times = []
+        times: list[_Time] = []
+        began = self._limits.clock()
         for _ in range(1 + self._limits.n_runs):
-            began = self._limits.clock()
-            result = rule.compute(layer, region, inputs, tensors, self._step)
-            between = self._limits.clock()
-            if leaves and result.requires_grad:
-                gradient = torch.ones_like(result)
-                ready = self._limits.clock()
-                torch.autograd.grad(result, leaves, gradient, allow_unused=True)
-                backward = self._limits.clock() - ready
-            else:
-                backward = 0.0
-            times.append(_Time(between - began, backward))
+            if len(times) > 1 and self._limits.clock() - began > _SECONDS_ENOUGH:
+                break
+            times.append(self._once(rule, layer, region, (inputs, tensors, leaves)))
         kept = times[1:]
         return _Time(median(t.forward for t in kept), median(t.backward for t in kept))
+
+    def _once(
+        self,
+        rule: LayerKind | PartialSums,
+        layer: Layer,
+        region: Region,
+        given: _Given,
+    ) -> _Time:
+        inputs, tensors, leaves = given
+        clock = self._limits.clock
+        began = clock()
+        result = rule.compute(layer, region, inputs, tensors, self._step)
+        forward = clock() - began
+        if not leaves or not result.requires_grad:
+            return _Time(forward, 0.0)
+        gradient = torch.ones_like(result)
+        ready = clock()
+        torch.autograd.grad(result, leaves, gradient, allow_unused=True)
+        return _Time(forward, clock() - ready)
 
     def _input(self, source: Layer, part: Region) -> torch.Tensor:
         n_samples = 1 if source.name in self._joined else self._batch
         if source.is_integer:
-            return torch.zeros(n_samples, *part.shape, dtype=torch.int64)
+            shape = (n_samples, *part.shape)
+            return torch.zeros(shape, dtype=torch.int64, device="cpu")
         value = self._random((n_samples, *part.shape), trains=False)
         return value.requires_grad_(source.name in self._backward)
 
     def _random(self, shape: tuple[int, ...], *, trains: bool) -> torch.Tensor:
         # Between 0.5 and 1.5: also good for variances, and no loss is infinite.
-        value = torch.rand(shape, generator=self._generator) + 0.5
+        generator = self._generator
+        value = torch.rand(
+            shape, generator=generator, dtype=torch.float32, device="cpu"
+        )
+        value += 0.5
         return value.requires_grad_(trains)
 
 
@@ -212,6 +251,8 @@ def _wanted(
         if layer.kind == INPUT:
             continue
         if "module" in layer.options and layer.text("module") not in modules:
+            continue
+        if is_too_large(layer, batch=batch):
             continue
         found.setdefault(digest(signature(layer), batch=batch), layer)
     pairs = [(key, layer) for key, layer in found.items() if key not in known]

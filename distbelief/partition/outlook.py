@@ -4,6 +4,8 @@ outlook = distbelief.plan(net, torch.zeros(64, 3, 32, 32), loss="cross_entropy",
                           machines=(1, 2, 4), cluster="rack-1g")
 print(outlook)
 outlook.save("plan.json")
+
+The cluster "here" is of machines like this one, whose layers are measured.
 """
 
 import json
@@ -19,15 +21,13 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief import files
-from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.layer import GraphError, LayerGraph
-from distbelief.graph.losses import append_loss
-from distbelief.partition import explaining, report
-from distbelief.partition.costs import AnalyticCosts, single_sample
+from distbelief.graph.capture import InputSpec
+from distbelief.graph.layer import GraphError
+from distbelief.partition import explaining, origin, report
+from distbelief.partition.ordering import order_of
 from distbelief.partition.picture import draw_plan
 from distbelief.partition.planning import Order, Planned, Told, plan as plan_order
 from distbelief.program.cluster import Cluster
-from distbelief.program.cluster_file import load_cluster
 from distbelief.program.plan import Plan, Prediction, plan_for
 from distbelief.program.timeline import chrome_trace
 
@@ -63,11 +63,7 @@ class Outlook:
     @property
     def origin(self) -> str:
         """Where the costs are from, in a sentence."""
-        cluster = self.order.cluster
-        return (
-            f"Costs: {cluster.origin} figures of cluster {cluster.name!r}, no measured "
-            f"layer. {cluster.note}".strip()
-        )
+        return origin.origin(self.order)
 
     @property
     def remarks(self) -> list[str]:
@@ -156,7 +152,7 @@ class Outlook:
         done = self.planned[-1]
         forecast = done.forecast
         crossing: dict[str, int] = {}
-        for way in done.price.compiled.traffic:
+        for way in done.price.traffic:
             n_bytes = int(way.n_bytes.sum())
             crossing[way.name] = crossing.get(way.name, 0) + n_bytes
         draw_plan(
@@ -196,8 +192,14 @@ def plan(  # noqa: PLR0913 -- all that a plan depends on
     cluster: str | Path | Cluster = "rack-10g",
     pins: Mapping[str, str] | None = None,
     exactly: bool = False,
+    profile: bool = False,
 ) -> Outlook:
     """Return which machine is to compute what, and how fast that would be.
+
+    With `cluster="here"`, or `profile`, each layer that is unlike others is measured on
+    this machine's CPU, once: that may take a minute, and is kept in ~/.cache/distbelief
+    for the next time. What is too large for that is left to arithmetic; the last line
+    below the table says how many layers are.
 
     Args:
         model: On any device, the meta device included; nothing of it is changed.
@@ -205,9 +207,13 @@ def plan(  # noqa: PLR0913 -- all that a plan depends on
             only the shapes matter, and the largest of whole numbers.
         loss: torch's name of the loss, or "one_vs_all"; "" for none.
         machines: How many there may be; a row for each number.
-        cluster: A ready-made one's name, the path of a file, or a cluster.
+        cluster: A ready-made one's name, the path of a file, or a cluster; or "here":
+            machines like this one, whose network nobody has measured. For another
+            network give `distbelief.partition.host.here(n, network=...)`.
         pins: Per layer how it must be split: {"conv1": "grid:3x3"}.
         exactly: Use all machines, even if fewer were faster.
+        profile: What layers take longer here than by arithmetic, they do on machines of
+            the cluster too.
 
     Raises:
         GraphError: the model cannot be captured, a pin is impossible, the cluster has
@@ -219,42 +225,19 @@ def plan(  # noqa: PLR0913 -- all that a plan depends on
             "the example is no batch: give a tensor (batch, *shape), or one per input, "
             f"not {[list(x.shape) for x in examples]}"
         )
+    counts = [machines] if isinstance(machines, int) else machines
     order = order_of(
         model,
         [_spec(x) for x in examples],
         batch=len(examples[0]),
         loss=loss,
+        counts=counts,
         cluster=cluster,
         pins=pins or {},
         exactly=exactly,
+        profile=profile,
     )
-    counts = [machines] if isinstance(machines, int) else machines
     return outlook_of(order, counts, model=type(model).__name__, loss=loss)
-
-
-def order_of(  # noqa: PLR0913 -- likewise
-    model: nn.Module,
-    inputs: Sequence[InputSpec],
-    *,
-    batch: int,
-    loss: str,
-    cluster: str | Path | Cluster,
-    pins: Mapping[str, str],
-    exactly: bool,
-) -> Order:
-    """Return what is to be planned, for `outlook_of`."""
-    found = cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster))
-    graph: LayerGraph = capture(model, inputs)
-    if loss:
-        graph = append_loss(graph, loss)
-    return Order(
-        graph=graph,
-        cluster=found,
-        batch=batch,
-        costs=AnalyticCosts(found, batch=batch, single=single_sample(graph)),
-        pins=pins,
-        exactly=exactly,
-    )
 
 
 def outlook_of(

@@ -6,26 +6,25 @@
 
 Slices of a layer do not take their share of its time: four channels of a convolution
 take many times theirs. So each layer is measured along each dimension it may be cut in.
-A region that is cut in several takes the product of the shares. Measured once, for each
-version of torch, processor and number of threads: in ~/.cache/distbelief. For machines
-that are not this host, what it takes longer than arithmetic says, they do too.
+Measured once, for each version of torch, processor and number of threads: in
+~/.cache/distbelief. What becomes of it is in `profiled_costs`, who measures in
+`measuring` and `host`.
 """
 
 import hashlib
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, final
 
 import msgspec
-import numpy as np
 import torch
 
-from distbelief.graph.layer import Layer
-from distbelief.graph.region import Region
-from distbelief.partition.candidates import summed_dims
-from distbelief.partition.costs import AnalyticCosts, Signatures
+from distbelief import files
+from distbelief.errors import StorageError
 
 
 VERSION: Final = 1
@@ -76,28 +75,58 @@ class Slices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host can do, whatever the layer.
+
+    Attributes:
+        flops: Floating point operations per second in a large matrix product.
+        memory_rate: Bytes per second to and from memory.
+        memory: Bytes.
+        overhead: Seconds that each layer costs, however small.
+        jitter: Standard deviation of the logarithm of its compute times.
+        date: Of the measurement, ISO 8601.
+    """
+
+    flops: float
+    memory_rate: float
+    memory: float
+    overhead: float
+    jitter: float
+    date: str
+
+
+@final
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """What has been measured on a host.
 
     Attributes:
         host: Which.
-        date: Of the last measurement, ISO 8601.
+        date: When a layer was last measured, ISO 8601.
         layers: By the digest of a layer and its batch: slices, by dimension.
+        figures: Of the host itself; None if nobody has measured them.
+        load: Programs per processor that wanted to compute meanwhile; the most.
         version: Of this format.
     """
 
     host: Host
     date: str
     layers: Mapping[str, Mapping[str, Slices]]
+    figures: Figures | None = None
+    load: float = 0.0
     version: int = VERSION
 
     def save(self) -> None:
-        """Write it to its place, at once or not at all."""
+        """Write it to its place, at once or not at all.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
         path = self.host.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(f".{os.getpid()}")
-        beside.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
-        beside.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise files.explained(error, path, doing="write") from error
+        files.write(path, msgspec.json.format(msgspec.json.encode(self)))
 
 
 def this_host() -> Host:
@@ -113,9 +142,35 @@ def load(host: Host) -> Profile | None:
     """Return what is kept of a host; None if nothing is, or it cannot be read."""
     try:
         profile = msgspec.json.decode(host.path.read_bytes(), type=Profile)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return profile if (profile.version, profile.host) == (VERSION, host) else None
+
+
+def add(
+    host: Host,
+    *,
+    layers: Mapping[str, Mapping[str, Slices]] | None = None,
+    figures: Figures | None = None,
+) -> Profile:
+    """Add measurements to what is kept of a host; return all there is.
+
+    What cannot be kept, in a home that is read-only, is measured again next time.
+    """
+    # Read at the last moment: another process may have measured too.
+    known = load(host)
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    profile = Profile(
+        host=host,
+        date=known.date if known and known.layers and not layers else date,
+        layers={**(known.layers if known else {}), **(layers or {})},
+        figures=figures or (known.figures if known else None),
+        load=max(known.load if known else 0.0, _load() if layers or figures else 0.0),
+    )
+    if layers or figures:
+        with suppress(StorageError):
+            profile.save()
+    return profile
 
 
 def digest(signature: bytes, *, batch: int) -> str:
@@ -123,103 +178,12 @@ def digest(signature: bytes, *, batch: int) -> str:
     return hashlib.sha256(b"%d " % batch + signature).hexdigest()[:16]
 
 
-@final
-class ProfiledCosts:
-    """Costs as measured; by arithmetic where nothing has been measured.
-
-    Args:
-        profile: What has been measured.
-        machines: Costs by arithmetic.
-        host: Costs by arithmetic of the host of the profile, its only machine, if the
-            machines are others: what it takes longer than by arithmetic, they do too.
-            If absent, each machine is such a host.
-    """
-
-    def __init__(
-        self,
-        profile: Profile,
-        *,
-        machines: AnalyticCosts,
-        host: AnalyticCosts | None = None,
-    ) -> None:
-        self._profile = profile
-        self._machines = machines
-        self._host = host
-        self._signatures = Signatures()
-        self._digests: dict[bytes, str] = {}
-        self._summed_dims: dict[bytes, tuple[int, ...]] = {}
-
-    def forward(
-        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
-    ) -> float:
-        """Return the seconds of the forward pass."""
-        expected = self._machines.forward(layer, region, machine, partial=partial)
-        measured = self._measured(layer, region, partial=partial)
-        if measured is None or not region.n_elements:
-            return expected
-        if self._host is None:
-            return measured[0]
-        there = self._host.forward(layer, region, 0, partial=partial)
-        return measured[0] * expected / there if there else measured[0]
-
-    def backward(
-        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
-    ) -> float:
-        """Return the seconds of the backward pass."""
-        expected = self._machines.backward(layer, region, machine, partial=partial)
-        measured = self._measured(layer, region, partial=partial)
-        if measured is None or not region.n_elements:
-            return expected
-        if self._host is None:
-            return measured[1]
-        there = self._host.backward(layer, region, 0, partial=partial)
-        return measured[1] * expected / there if there else measured[1]
-
-    def _measured(
-        self, layer: Layer, region: Region, *, partial: bool
-    ) -> tuple[float, float] | None:
-        signature = self._signatures.of(layer)
-        if signature not in self._digests:
-            self._digests[signature] = digest(signature, batch=self._machines.batch)
-        slices = self._profile.layers.get(self._digests[signature])
-        if not slices or WHOLE not in slices:
-            return None
-        of = layer.input_shapes[0] if partial else layer.shape
-        summed = self._summed(layer, signature) if partial else ()
-        base = slices.get(INPUTS, slices[WHOLE]) if partial else slices[WHOLE]
-        forward, backward = base.forward[-1], base.backward[-1]
-        for dim, (extent, whole) in enumerate(zip(region.shape, of, strict=True)):
-            if extent < whole:
-                word = INPUTS if dim in summed else str(dim)
-                shares = _shares(slices.get(word), extent, whole)
-                forward, backward = forward * shares[0], backward * shares[1]
-        return forward, backward
-
-    def _summed(self, layer: Layer, signature: bytes) -> tuple[int, ...]:
-        if signature not in self._summed_dims:
-            self._summed_dims[signature] = summed_dims(layer)[:1]
-        return self._summed_dims[signature]
-
-
-def _shares(slices: Slices | None, extent: int, whole: int) -> tuple[float, float]:
-    """Return what share of the whole's times a slice takes.
-
-    Below the smallest that has been measured it is as slow as that.
-    """
-    if slices is None:
-        return extent / whole, extent / whole
-    return (
-        _interpolated(extent, slices.extents, slices.forward),
-        _interpolated(extent, slices.extents, slices.backward),
-    )
-
-
-def _interpolated(
-    extent: int, extents: tuple[int, ...], seconds: tuple[float, ...]
-) -> float:
-    if not seconds[-1]:
+def _load() -> float:
+    """Return how many programs there are for each processor, this one included."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except OSError:
         return 0.0
-    return float(np.interp(extent, extents, seconds)) / seconds[-1]
 
 
 def _processor() -> str:

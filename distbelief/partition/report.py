@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from rich.box import SIMPLE
 from rich.table import Table
+from rich.text import Text
 
 from distbelief.partition.forecast import Forecast
 
@@ -18,7 +19,7 @@ def table(forecasts: Sequence[Forecast], *, title: str) -> Table:
     Columns that are not of the table itself: `bound` is what no plan beats, `gap` how
     far the solver's model lets the plan be from the best of its candidates.
     """
-    shown = Table(title=title, box=SIMPLE, pad_edge=False, title_justify="left")
+    shown = Table(title=Text(title), box=SIMPLE, pad_edge=False, title_justify="left")
     for column in (
         "machines",
         "used",
@@ -33,7 +34,7 @@ def table(forecasts: Sequence[Forecast], *, title: str) -> Table:
         "by",
     ):
         left = column == "by"
-        shown.add_column(column, justify="left" if left else "right", no_wrap=not left)
+        shown.add_column(column, justify="left" if left else "right", no_wrap=True)
     for forecast in forecasts:
         shares = forecast.shares
         parts = (shares.compute, shares.communication, shares.sync, shares.wait)
@@ -45,11 +46,11 @@ def table(forecasts: Sequence[Forecast], *, title: str) -> Table:
             f"{seconds(p10)}-{seconds(p90)}",
             f"{forecast.speed_up:.2f}x",
             f"{forecast.efficiency:.0%}",
-            " ".join(f"{share:.0%}" for share in parts),
+            " ".join(f"{abs(share):.0%}" for share in parts),
             size(max(forecast.memory)) + ("" if forecast.fits else "!"),
             seconds(forecast.lower_bound),
             "-" if forecast.gap is None else f"{forecast.gap:.1%}",
-            forecast.method,
+            forecast.method.replace("elimination", "exact"),
             style="" if forecast.fits else "red",
         )
     return shown
@@ -99,8 +100,8 @@ def remarks(
         idle = forecast.n_machines - len(forecast.used)
         if idle:
             said.append(
-                f"{forecast.n_machines} machines: {idle} left idle, for with them a "
-                "step would take longer"
+                f"{forecast.n_machines} machines: {idle} left idle, for nothing was "
+                "found that uses them and is faster"
             )
         if not forecast.fits:
             worst = max(forecast.offenders, key=lambda m: forecast.memory[m] - caps[m])

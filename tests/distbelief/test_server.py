@@ -1,10 +1,16 @@
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
 from distbelief.errors import JobError
-from distbelief.server import ServerAddress, parameter_specs
+from distbelief.parameter_server.update_rules import SGD
+from distbelief.server import ParameterServer, ServerAddress, parameter_specs
+from distbelief.transport.shared_memory import FileMemory
 
 
 NAMES = st.text(min_size=1, max_size=40)
@@ -62,3 +68,62 @@ def test_no_parameters_and_doubles_are_refused() -> None:
         parameter_specs(iter(()))
     with pytest.raises(JobError, match=r"parameter 0 is torch.float64"):
         parameter_specs([nn.Parameter(torch.zeros(2, dtype=torch.float64))])
+
+
+@pytest.mark.parametrize("at", ["shard-0", "cut-00002/shard-1"])  # a run's, too
+def test_a_directory_with_snapshots_is_refused_before_anything_starts(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be served instead of the parameters that were given."""
+    monkeypatch.setattr(subprocess, "Popen", pytest.fail)
+    kept = tmp_path / "snapshots" / at / "00007.safetensors"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    net = nn.Linear(3, 2)
+    server = ParameterServer(
+        net.parameters(), rule=SGD(learning_rate=0.1), directory=tmp_path
+    )
+    with pytest.raises(JobError) as caught:
+        server.start()
+    assert f"directory {tmp_path} holds the snapshots" in str(caught.value)
+    assert "another directory" in str(caught.value)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
+
+
+def test_a_directory_without_snapshots_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Started(Exception):  # noqa: N818 -- it is none
+        pass
+
+    def start(*_arguments: object, **_options: object) -> None:
+        raise Started
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    (tmp_path / "snapshots" / "shard-0").mkdir(parents=True)
+    (tmp_path / "shard-0.log").touch()
+    net = nn.Linear(3, 2)
+    server = ParameterServer(
+        net.parameters(), rule=SGD(learning_rate=0.1), directory=tmp_path
+    )
+    with pytest.raises(Started):
+        server.start()
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_what_a_server_that_was_killed_left_in_memory_is_swept(
+    is_killed: bool,  # noqa: FBT001 -- a parameter of the test
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    swept: list[str] = []
+    monkeypatch.setattr(FileMemory, "sweep", lambda: swept.append("all"))
+    server = ParameterServer(nn.Linear(3, 2).parameters(), rule=SGD(learning_rate=0.1))
+    server._process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    if is_killed:
+        server._process.kill()
+    server.close()
+    assert len(swept) == is_killed

@@ -1,7 +1,8 @@
 """`DownpourSGD` in an ordinary loop, against real shards."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,6 +102,30 @@ def test_what_has_accrued_at_the_end_is_pushed_by_finish(model: nn.Module) -> No
         optimizer.finish()
         assert optimizer.counters()["pushes_sent"] == 2
         optimizer.close()
+
+
+def test_a_loop_that_has_finished_needs_its_server_no_more(
+    model: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The README's: its optimizer outlives its server until the script's end."""
+    at_exit: list[Callable[[], None]] = []
+    stand_in = SimpleNamespace(register=at_exit.append)
+    monkeypatch.setattr("distbelief.optimizer.atexit", stand_in)
+    with distbelief.ParameterServer(
+        model.parameters(), rule=distbelief.SGD(learning_rate=RATE)
+    ) as server:
+        optimizer = distbelief.DownpourSGD(model.parameters(), server=server.address)
+        take_steps(model, optimizer, 3)
+        optimizer.finish()
+        optimizer.finish()  # may be asked for again, to see what others have done
+    (leave,) = at_exit
+    leave()
+    assert capsys.readouterr().out == ""
+    optimizer.close()
+    with pytest.raises(distbelief.PeerLostError, match="it is closed"):
+        take_steps(model, optimizer, 1)
 
 
 def test_a_gradient_that_is_not_a_number_is_named_and_not_pushed(

@@ -126,11 +126,15 @@ class Scenario:
         """Return room for values and two slots per worker, in some lives of a shard.
 
         Two: clients let go of the room of a dead one as soon as they know the next. But
-        nothing ends those that are superseded, nor makes them let go.
+        nothing ends those that are superseded, nor makes them let go. And each client
+        keeps that of the life which welcomed it last, its slots and the values: if some
+        could not be told of the next one, these are the values of different lives.
         """
         n_superseded = sum(isinstance(fault, Supersede) for fault in self.faults)
         n_lives = (2 + n_superseded) * len(self.shards)
-        return n_lives * (1 + 2 * self.n_workers) * (SHARD_BYTES + 64)
+        n_vectors = n_lives * (1 + 2 * self.n_workers)
+        n_vectors += self.n_shards * (self.n_workers - 1)
+        return n_vectors * (SHARD_BYTES + 64)
 
     def host(self, name: Address) -> str:
         match self.hosts:
@@ -466,11 +470,19 @@ class Play:
         self._see_end()
 
     def _done(self) -> bool:
+        """Return whether all workers have ended, and every shard has its leader.
+
+        One that has just fallen is no longer there to be asked what it kept, and the
+        next life of its name has begun with a snapshot at best.
+        """
         cluster = self.cluster
         return all(
             getattr(cluster.role(name), "state", "") == "done"
             and cluster.is_alive(name)
             for name in self.scenario.workers
+        ) and all(
+            cluster.is_alive(name) and cluster.incarnation(name) == life
+            for name, life in self._observer.scene.serves.values()
         )
 
     # ------------------------------------------------------------- rare branches

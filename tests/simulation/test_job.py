@@ -140,6 +140,20 @@ def test_a_shard_that_dies_comes_back_from_its_snapshot(host: str) -> None:
     assert job.restarts("replica-0") == 0
 
 
+def test_pushes_of_a_replica_that_died_with_the_shard_are_lost() -> None:
+    """It was "0 pushes lost": only the replica that had made them could tell."""
+    job = JobCluster(stop=StopTable(samples=1000), n_replicas=1, snapshot_every=1e3)
+    job.run_until(lambda: job.view.samples > 400)
+    n_applied = job.view.pushes_applied
+    job.simulation.kill(Address("replica-0"))
+    job.simulation.kill(job.shards[0])
+    assert job.run() is None
+    view = job.view
+    assert view.pushes_lost >= n_applied / 2 - 1
+    clocks = [role.counters["clock"] for role in view.roles if "shard" in role.name]
+    assert view.pushes_applied == sum(clocks)
+
+
 def test_a_shard_that_dies_before_its_first_snapshot_begins_anew() -> None:
     job = JobCluster(stop=StopTable(samples=400), snapshot_every=1e3)
     job.run_until(lambda: job.view.samples > 40)
@@ -293,6 +307,36 @@ def test_a_shard_that_loses_both_copies_comes_back_from_its_snapshot() -> None:
     assert job.run() is None
     assert job.view.pushes_lost > 0
     assert job.view.samples >= 2000
+
+
+def test_two_copies_that_stand_still_and_come_back_have_lost_nothing() -> None:
+    """Both were put down after 10 s, each with a promise of what the other holds."""
+    job = JobCluster(stop=LONG, shard_copies=2, snapshot_every=1e3)
+    job.run_until(job.is_paired)
+    job.run_until(lambda: job.view.samples > 40)
+    leader, second = job.copy_that_is("leading"), job.copy_that_is("second")
+    for copy in (leader, second):
+        pause = Pause(at=job.simulation.now, role=copy, seconds=16.0)
+        job.simulation.inject(pause)
+    before = job.view.samples
+    job.run_until(lambda: job.view.samples > before + 100)
+    job.run_until(job.is_paired)
+    assert (job.restarts(leader), job.restarts(second)) == (0, 1)
+    assert job.view.pushes_lost == 0
+    assert not any("nothing acknowledged is lost" in text for text in job.told)
+
+
+def test_two_copies_that_stand_still_for_good_come_back_from_a_snapshot() -> None:
+    job = JobCluster(stop=StopTable(samples=800), shard_copies=2, snapshot_every=1e3)
+    job.run_until(job.is_paired)
+    job.run_until(lambda: job.view.samples > 200)
+    for copy in job.copies[:2]:
+        pause = Pause(at=job.simulation.now, role=copy, seconds=1000.0)
+        job.simulation.inject(pause)
+    assert job.run() is None
+    assert job.view.pushes_lost > 0
+    assert not any("nothing acknowledged is lost" in text for text in job.told)
+    assert any("pushes will be lost" in text for text in job.told)
 
 
 @pytest.mark.parametrize("seed", seeds(4, of=24))

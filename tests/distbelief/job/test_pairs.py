@@ -20,7 +20,15 @@ from distbelief.messages import (
     Stop,
     Whole,
 )
-from distbelief.roles import Action, Address, Launch, Send, Terminate
+from distbelief.roles import (
+    Action,
+    Address,
+    Launch,
+    PeerLost,
+    Send,
+    Terminate,
+    TimerFired,
+)
 from tests.distbelief.job.test_supervisor import Desk, sent
 
 
@@ -51,6 +59,12 @@ def beat(desk: Desk, *names: str, **counters: float) -> list[Action]:
     for name in names:
         actions += desk.beat(name, "serving", **counters)
     return actions
+
+
+def counts(desk: Desk) -> tuple[int, int]:
+    """Return how many pushes are applied, and how many lost."""
+    view = desk.supervisor.view(desk.now)
+    return view.pushes_applied, view.pushes_lost
 
 
 def live(desk: Desk, seconds: float, *names: str) -> list[Action]:
@@ -139,6 +153,72 @@ def test_a_silent_second_is_left_its_time(whole: Desk) -> None:
     assert not [action for action in actions if isinstance(action, Terminate)]
 
 
+def test_of_two_silent_copies_the_one_that_leads_is_given_twice_as_long(
+    whole: Desk,
+) -> None:
+    """Each was said to go on for the other, and both were put down at once."""
+    beat(whole, *COPIES, pairing=2.0, whole=2.0, clock=100.0)
+    actions = live(whole, 19.5, "replica-0")
+    assert [a.name for a in actions if isinstance(a, Terminate)] == ["shard-0b"]
+    assert whole.told[1:] == [
+        (
+            "shard 0 silent for 3.2 s: so is shard 0b; if neither comes back, in 17 s "
+            "restarting it from its initial values; about 100 acknowledged pushes will "
+            "be lost"
+        ),
+        (
+            "shard 0b silent for 3.2 s: in 7 s restarting it; shard 0, which holds "
+            "all, is silent"
+        ),
+        (
+            "shard 0b silent for 10.2 s: restarting it; shard 0, which holds all, is "
+            "silent"
+        ),
+    ]
+    actions = live(whole, 1.0, "replica-0")
+    assert [a.name for a in actions if isinstance(a, Terminate)] == ["shard-0"]
+    assert whole.told[-1] == (
+        "shard 0 silent for 20.2 s: restarting it from its initial values; about 100 "
+        "acknowledged pushes will be lost"
+    )
+
+
+def test_a_leader_that_comes_back_in_that_time_has_lost_nothing(whole: Desk) -> None:
+    beat(whole, *COPIES, pairing=2.0, whole=2.0, clock=100.0)
+    live(whole, 16.0, "replica-0")
+    beat(whole, "shard-0", clock=100.0, pushes_applied=100.0, pairing=2.0)
+    assert leads(whole.join("shard-0b")) == [("shard-0", 4, "shard-0b")]
+    assert rows(whole)["shard-0"].restarts == 0
+    assert counts(whole) == (100, 0)
+
+
+def test_nothing_is_promised_of_a_copy_that_is_silent_or_dead(whole: Desk) -> None:
+    beat(whole, *COPIES, pairing=2.0, whole=2.0, clock=100.0)
+    live(whole, 2.0, "replica-0")
+    whole.die("shard-0")
+    assert whole.told[-1] == (
+        "shard 0 was ended by signal SIGKILL: restarting it; shard 0b, which holds "
+        "all, is silent"
+    )
+
+
+def test_two_copies_that_die_at_once_are_said_to_be_dead(whole: Desk) -> None:
+    beat(whole, *COPIES, pairing=2.0, whole=2.0, clock=100.0)
+    for name in COPIES:
+        lost = PeerLost(peer=Address(name), incarnation=1, reason="was killed")
+        whole.handle(lost)
+    whole.now += 0.1
+    for name in COPIES:
+        whole.handle(TimerFired(name=f"supervisor:lost:{name}"))
+    assert whole.told[1:] == [
+        "shard 0 was killed: restarting it; shard 0b is dead too",
+        (
+            "shard 0b was killed: restarting it from its initial values; about 100 "
+            "acknowledged pushes will be lost"
+        ),
+    ]
+
+
 def test_a_leader_whose_second_is_not_whole_comes_back_from_its_snapshot(
     desk: Desk,
 ) -> None:
@@ -220,13 +300,28 @@ def test_what_two_copies_apply_is_counted_once(whole: Desk) -> None:
     assert whole.supervisor.view(whole.now).pushes_applied == 130
 
 
-def test_a_shard_restored_from_a_snapshot_goes_on_counting(desk: Desk) -> None:
+def test_what_a_shard_had_and_has_no_more_is_lost_and_not_applied(desk: Desk) -> None:
+    """Pushes applied and then lost were counted as applied ever after."""
     desk.join()
     beat(desk, "shard-0", clock=100.0, pushes_applied=100.0, pairing=2.0)
     desk.die("shard-0")
     desk.join("shard-0")
+    desk.beat("shard-0", "starting", clock=0.0, pushes_applied=0.0, pairing=0.0)
+    assert counts(desk) == (100, 0)  # what is restored it does not know yet
     beat(desk, "shard-0", clock=65.0, pushes_applied=5.0, pairing=4.0)
-    assert desk.supervisor.view(desk.now).pushes_applied == 105
+    assert counts(desk) == (65, 40)
+    beat(desk, "shard-0", clock=130.0, pushes_applied=70.0, pairing=4.0)
+    assert counts(desk) == (130, 40)
+
+
+def test_a_second_that_takes_over_loses_nothing_until_it_dies_too(whole: Desk) -> None:
+    whole.die("shard-0")
+    beat(whole, "shard-0b", clock=99.0, pushes_applied=99.0, pairing=3.0)
+    assert counts(whole) == (100, 0)  # what only its leader had was not acknowledged
+    whole.die("shard-0b")
+    whole.join(*COPIES)
+    beat(whole, "shard-0", clock=0.0, pushes_applied=0.0, pairing=4.0)
+    assert counts(whole) == (0, 100)
 
 
 def test_copies_count_their_lives_together(whole: Desk) -> None:

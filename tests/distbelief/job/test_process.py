@@ -1,16 +1,21 @@
 """The process of a role, here in a thread; the test plays its supervisor."""
 
+import errno
+import io
+import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import numpy as np
 import pytest
+from typing_extensions import override
 
-from distbelief.job import process
+from distbelief.job import forkserver, process
 from distbelief.job.jobfile import Job, parse_job
 from distbelief.job.process import SharedShelf, Spec
 from distbelief.job.store import SnapshotStore
@@ -186,6 +191,64 @@ def test_damage_to_a_snapshot_is_told_not_suffered(tmp_path: Path) -> None:
     assert isinstance(failed, Failed)
     assert "a resumed run must go on counting incarnations" in failed.error
     assert not failed.culprit_is_job
+
+
+class Full(io.StringIO):
+    """A log on a full disk."""
+
+    @override
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_log_without_room_ends_no_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Full())
+    process.log("shard-0", 1, "info", "a word")
+
+
+def test_a_child_without_room_for_its_last_words_ends_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it would go on with its parent's code, and end its own siblings."""
+
+    class Ended(BaseException):
+        pass
+
+    def end(status: int) -> NoReturn:
+        raise Ended(status)
+
+    def run(_name: str, _incarnation: int, _spec: str) -> int:
+        return 3
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(forkserver, "die_with_parent", lambda _parent: None)
+    monkeypatch.setattr(forkserver, "_redirect", lambda _log: None)
+    monkeypatch.setattr(forkserver, "_program", lambda _program: run)
+    monkeypatch.setattr(sys, "stdout", Full())
+    monkeypatch.setattr(sys, "stderr", Full())
+    start = forkserver.Start(
+        program="role", name="shard-0", incarnation=1, spec="", log=""
+    )
+    with pytest.raises(Ended) as caught:
+        forkserver._run(start, parent=os.getpid())
+    assert caught.value.args == (3,)
+
+
+def test_a_role_whose_log_cannot_be_made_lives_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[str, int]] = []
+
+    def give(file: int, target: int) -> None:
+        given.append((str(Path(f"/proc/self/fd/{file}").readlink()), target))
+        closing.add(file)
+
+    closing: set[int] = set()
+    monkeypatch.setattr(os, "dup2", give)
+    forkserver._redirect(str(tmp_path / "nowhere" / "shard-0.log"))
+    for file in closing:
+        os.close(file)
+    assert given == [(os.devnull, target) for target in (0, 1, 2)]
 
 
 def test_import_paths_come_first_and_once(tmp_path: Path) -> None:

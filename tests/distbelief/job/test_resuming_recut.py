@@ -277,11 +277,45 @@ def test_snapshots_of_another_model_are_not_cut_anew(run: Run) -> None:
     assert newest_cut(run.directory)[0] == run.directory.snapshots
 
 
+def cut_file(run: Run, content: str) -> Path:
+    """Let a run of two shards have this for its cut."""
+    run.train(run.take_up(job()), 40, 52)
+    file = run.directory.snapshots / "cut.json"
+    file.write_text(content)
+    return file
+
+
 def test_a_file_that_says_nothing_of_its_cut_is_named(run: Run) -> None:
-    run.take_up(job())
-    (run.directory.snapshots / "cut.json").write_text("{")
-    with pytest.raises(StorageError, match=r"cut\.json is damaged"):
+    file = cut_file(run, "{")
+    with pytest.raises(StorageError) as caught:
         run.take_up(job())
+    assert str(caught.value) == (
+        f"{file} is damaged (Input data was truncated): without it nobody knows what "
+        f"the snapshots beside it are of. If [cluster] in {run.directory.job_file} has "
+        "the numbers of shards and replicas that the run had last, remove cut.json, "
+        "and those count"
+    )
+
+
+@pytest.mark.parametrize(
+    ("n_shards", "n_replicas", "why"),
+    [
+        (0, 2, "Expected `int` >= 1 - at `$.n_shards`"),
+        (2, -2, "Expected `int` >= 1 - at `$.n_replicas`"),
+        (10**9, 2, "Expected `int` <= 4096 - at `$.n_shards`"),
+        (1, 2, "n_shards is 1, but there are snapshots of shard-1"),
+    ],
+)
+def test_a_cut_that_cannot_be_is_named_with_the_mend(
+    run: Run, n_shards: int, n_replicas: int, why: str
+) -> None:
+    file = cut_file(run, f'{{"n_shards": {n_shards}, "n_replicas": {n_replicas}}}')
+    with pytest.raises(StorageError) as caught:
+        run.take_up(job())
+    assert str(caught.value).startswith(f"{file} is damaged ({why}): ")
+    assert "remove cut.json" in str(caught.value)
+    file.unlink()
+    assert run.take_up(job()).legacy.missing == ()
 
 
 def test_runs_of_which_no_cut_is_written_down_are_as_their_job_says(run: Run) -> None:

@@ -116,7 +116,7 @@ TABLE = """
 Downpour, 2 replicas x 2 shards, Adagrad                      speech-demo, 710 samples, 49 held out
                         time    samples  samples/s  held-out accuracy  held-out loss  training loss
 Downpour + Adagrad  8 m 11 s  4,800,000     10,000             39.8 %           2.34           2.21
-ended: 1 epoch trained; staleness mean 0.9, p95 2; 2 pushes lost; 1 restart; everything in
+ended: 1 epoch trained; staleness mean 0.9, p95 2; at least 2 pushes lost; 1 restart; everything in
 runs/speech-demo"""  # noqa: E501
 
 

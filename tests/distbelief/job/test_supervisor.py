@@ -282,6 +282,47 @@ def test_bytes_are_those_that_clients_tell_of(desk: Desk) -> None:
     assert (view.bytes_in, view.bytes_out) == (40, 400)
 
 
+def pushes(desk: Desk) -> tuple[int, int]:
+    """Return how many are applied, and how many lost."""
+    view = desk.supervisor.view(desk.now)
+    return view.pushes_applied, view.pushes_lost
+
+
+def test_what_died_with_a_shard_is_lost_though_its_replica_died_too(
+    desk: Desk,
+) -> None:
+    """A replica's next life knows of no push before it: 0 were said to be lost."""
+    desk.join()
+    desk.beat("shard-0", clock=207.0, pushes_applied=207.0)
+    desk.beat("shard-1", clock=205.0, pushes_applied=205.0)
+    desk.die("replica-0")
+    desk.die("shard-0")
+    desk.join("replica-0", "shard-0")
+    desk.beat("shard-0", clock=3.0, pushes_applied=3.0)
+    desk.beat("replica-0", pushes_lost=0.0)
+    assert pushes(desk) == (208, 207)
+
+
+def test_what_replicas_and_shards_know_to_be_lost_is_counted_once(desk: Desk) -> None:
+    """A shard's last words are older than the last of its pushes."""
+    desk.join()
+    desk.beat("shard-0", clock=207.0, pushes_applied=207.0)
+    desk.die("shard-0")
+    desk.join("shard-0")
+    desk.beat("shard-0", clock=150.0, pushes_applied=0.0)
+    desk.beat("replica-0", pushes_lost=40.0)
+    assert pushes(desk) == (150, 57)
+    desk.beat("replica-1", pushes_lost=21.0)
+    assert pushes(desk) == (150, 61)
+
+
+def test_last_words_of_a_shard_are_counted(desk: Desk) -> None:
+    desk.join()
+    desk.beat("shard-0", clock=7.0, pushes_applied=7.0)
+    desk.hear("shard-0", Finished(counters={"clock": 9.0, "pushes_applied": 9.0}))
+    assert pushes(desk) == (9, 0)
+
+
 def test_records_for_the_metrics_come_as_often_as_was_asked(desk: Desk) -> None:
     desk.join()
     desk.progress()
@@ -565,6 +606,12 @@ def test_a_resumed_job_goes_on_counting() -> None:
         training_seconds=90.0,
         step=500,
         samples={"replica-0": 3000, "replica-1": 2000},
+        clocks={"shard-0": 250, "shard-1": 240},
+        pushes_lost=20,
+        pushes_refused=3,
+        bytes_in=1000,
+        bytes_out=2000,
+        restarts={"replica-1": 2},
         best_metric=0.9,
         best_metric_seconds=80.0,
     )
@@ -583,6 +630,12 @@ def test_a_resumed_job_goes_on_counting() -> None:
     view = desk.supervisor.view(desk.now)
     assert (view.seconds, view.samples, view.step) == (110.0, 5000, 500)
     assert view.best_metric == 0.9
+    assert (view.pushes_applied, view.pushes_lost, view.pushes_refused) == (490, 20, 3)
+    assert (view.bytes_in, view.bytes_out) == (1000, 2000)
+    assert {role.name: role.restarts for role in view.roles}["replica-1"] == 2
+    desk.beat("shard-0", clock=252.0, pushes_applied=2.0)
+    desk.beat("shard-1", clock=231.0, pushes_applied=1.0)  # an older snapshot did
+    assert pushes(desk) == (483, 30)
     desk.progress("replica-0", step=301)
     assert desk.supervisor.view(desk.now).samples == 5010
     actions = desk.pass_time(1.5, beats=EVERYBODY)

@@ -282,6 +282,31 @@ def test_a_follow_that_is_repeated_changes_nothing_once_a_piece_is_held() -> Non
     assert only(follow(copy, clock=9), StateCredit).clock == 9
 
 
+def test_a_follow_that_was_overtaken_does_not_undo_what_was_acknowledged() -> None:
+    copy = OneCopy(B)
+    follow(copy, clients=[record_of(watermark=0, applied=0)])
+    pushed(copy, 5)
+    assert only(copy.work(), Acknowledge).sequence == 6  # clients are told of it
+    # The window of clock 5 comes late: it lacks that push.
+    credit = only(follow(copy), StateCredit)
+    assert (credit.clock, credit.received) == (6, 0)
+    assert sent(piece(copy), Whole) == []
+    assert copy.counters()["whole"] == 0
+    follow(copy, clock=6, clients=[record_of()])
+    assert only(piece(copy, clock=6), Whole).pairing == 2
+    welcome = only([*copy.lead(3), *copy.hello()], Welcome)
+    assert (welcome.clock, welcome.watermark, welcome.applied) == (6, 1, 1)
+
+
+def test_of_two_follows_that_wait_the_later_one_counts() -> None:
+    copy = OneCopy(B)
+    follow(copy)
+    pushed(copy, 5)
+    assert follow(copy, clock=8) == []
+    assert follow(copy, clock=7) == []
+    assert only(copy.work(), StateCredit).clock == 8
+
+
 def test_a_follow_waits_for_the_values_it_begins_with() -> None:
     copy = OneCopy(B, ready=False)
     assert follow(copy) == []

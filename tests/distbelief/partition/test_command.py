@@ -12,12 +12,31 @@ from typing_extensions import override
 from distbelief.cli import app
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
+from distbelief.partition.profile import Figures, add, load as load_profile, this_host
 from distbelief.program.cluster_file import load_cluster
 from distbelief.program.plan import load
 
 
 HERE = "tests.distbelief.partition.test_command"
 ARGUMENTS = ("--input", "3x16x16", "--batch", "16", "--loss", "cross_entropy")
+
+
+FIGURES = Figures(
+    flops=1e10,
+    memory_rate=1e10,
+    memory=1e9,
+    overhead=1e-5,
+    jitter=0.1,
+    date="2012-12-03T12:00:00+00:00",
+)
+
+
+@pytest.fixture(autouse=True)
+def _known_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of its own, where this machine's figures are already."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    add(this_host(), figures=FIGURES)
 
 
 def net() -> nn.Module:
@@ -81,6 +100,30 @@ def test_json_is_all_that_is_on_standard_output() -> None:
     assert [row["machines"] for row in content["rows"]] == [1, 2]
     assert content["parameters"] == sum(p.numel() for p in net().parameters())
     assert all(row["fits"] for row in content["rows"])
+
+
+def test_machines_like_this_one_are_measured_once() -> None:
+    arguments = ("--input", "6:50", "--machines", "1,2", "--cluster", "here")
+    first = call(*arguments, name="words")
+    assert first.exit_code == 0, first.output
+    assert "Costs: layer times from profile of " in first.stdout
+    assert "machines like it (measured). The network is assumed" in first.stdout
+    kept = load_profile(this_host())
+    assert kept is not None
+    assert kept.layers
+    again = call(*arguments, name="words")
+    assert load_profile(this_host()) == kept
+    assert again.stdout == first.stdout
+
+
+def test_layers_are_measured_for_other_machines_too() -> None:
+    result = call(
+        *("--input", "6:50", "--machines", "1,2", "--profile", "--json"), name="words"
+    )
+    content = json.loads(result.stdout)
+    said = content["remarks"][-1]
+    assert said.startswith("Costs: layer efficiency from profile of ")
+    assert "machines from cluster 'rack-10g' (assumed)" in said
 
 
 def test_a_plan_is_written_and_fits_the_model_it_was_made_for(tmp_path: Path) -> None:
@@ -158,6 +201,11 @@ def test_what_does_not_fit_is_shown_and_is_a_failure(tmp_path: Path) -> None:
         (("--input", "3x16x16", "--loss", "croos"), "net", "there is no loss 'croos'"),
         ((*ARGUMENTS, "--cluster", "rak-10g"), "net", "rack-10g"),
         ((*ARGUMENTS, "--machines", "33"), "net", "has 32 machines; 33 are asked"),
+        (
+            (*ARGUMENTS, "--cluster", "here", "--machines", "10001"),
+            "net",
+            "10001 machines like this one: use 1 to 10000",
+        ),
         ((*ARGUMENTS, "--pin", "3"), "net", "pins nothing"),
         ((*ARGUMENTS, "--pin", "3=units:2", "--pin", "3=whole"), "net", "twice"),
         ((*ARGUMENTS, "--pin", "fc=whole"), "net", "there is no such layer"),

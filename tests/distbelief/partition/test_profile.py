@@ -1,36 +1,20 @@
-"""Measured costs: kept, read again, and used in between and elsewhere."""
+"""Measurements: of what, for how long; kept, and read again."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from typing_extensions import override
 
+from distbelief.errors import StorageError
 from distbelief.graph.layer import LayerGraph
-from distbelief.graph.region import Region
-from distbelief.partition.costs import AnalyticCosts, signature
-from distbelief.partition.measuring import Limits, profiled
-from distbelief.partition.profile import (
-    Host,
-    Profile,
-    ProfiledCosts,
-    Slices,
-    digest,
-    load,
-    this_host,
-)
+from distbelief.partition.costs import signature
+from distbelief.partition.measuring import Limits, is_too_large, profiled
+from distbelief.partition.profile import Profile, add, digest, load, this_host
 from tests.distbelief.graph.zoo.catalogue import ZOO
-from tests.distbelief.partition.plans import equal, fully_connected, unequal, zoo
-
-
-class Clock:
-    """Each look at it takes a millisecond."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1e-3
-        return self.now
+from tests.distbelief.partition.clocks import Clock
+from tests.distbelief.partition.plans import fully_connected, zoo
 
 
 def limits(seconds: float = 1e3) -> Limits:
@@ -82,6 +66,18 @@ def test_when_time_is_up_the_rest_is_left_for_another_time(graph: LayerGraph) ->
     )
 
 
+def test_a_layer_that_takes_long_is_measured_as_far_as_there_is_time() -> None:
+    # Once every measurement ate all the time, and was begun anew at each call.
+    graph = fully_connected(64, 64, 6)
+    key = digest(signature(graph["0"]), batch=3)
+    first = profiled(graph, batch=3, limits=limits(0.1))
+    assert set(first.layers[key]) == {"whole"}
+    assert len(first.layers) > 1
+    again: list[str] = []
+    profiled(graph, batch=3, limits=limits(), progress=lambda *x: again.append(x[2]))
+    assert "0" not in again
+
+
 def test_all_sorts_of_layers_can_be_measured() -> None:
     few = Limits(seconds=1e3, n_runs=1, clock=Clock())
     profile = profiled(zoo("vision transformer"), batch=2, limits=few)
@@ -102,6 +98,7 @@ def test_layers_that_call_a_module_are_measured_if_it_is_given() -> None:
 def test_layers_larger_than_memory_are_left_to_arithmetic() -> None:
     graph = fully_connected(40_000, 40_000, 6)
     profile = profiled(graph, batch=1, limits=limits())
+    assert is_too_large(graph["0"], batch=1)
     assert digest(signature(graph["0"]), batch=1) not in profile.layers
 
 
@@ -127,51 +124,76 @@ def test_without_a_variable_caches_are_at_home(monkeypatch: pytest.MonkeyPatch) 
     assert this_host().processor
 
 
-def made_up(graph: LayerGraph) -> Profile:
-    """A profile whose halves take three quarters of the whole."""
-    slices = Slices(
-        extents=(2, 4, 8),
-        operations=(1.0, 2.0, 4.0),
-        forward=(0.5, 0.75, 1.0),
-        backward=(1.0, 1.5, 2.0),
-    )
-    rows = {"whole": slices, "0": slices, "inputs": slices}
-    host = Host(torch="2", processor="abacus", n_threads=1)
-    key = digest(signature(graph["2"]), batch=3)
-    return Profile(host=host, date="2012-12-03", layers={key: rows})
+def test_a_module_that_fails_on_random_numbers_is_left_to_arithmetic() -> None:
+    class Picky(nn.Module):
+        @override
+        def forward(self, *_: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no such words")
+
+    graph = zoo("unet, transposed")
+    few = Limits(seconds=1e3, n_runs=1, clock=Clock())
+    without = profiled(graph, batch=2, limits=few)
+    paths = [x.text("module") for x in graph.layers if "module" in x.options]
+    modules = {path: Picky() for path in paths}
+    profile = profiled(graph, batch=2, modules=modules, limits=few)
+    assert profile.layers.keys() == without.layers.keys()
 
 
-def test_what_lies_between_slices_is_interpolated(graph: LayerGraph) -> None:
-    machines = AnalyticCosts(unequal(), batch=3)
-    costs = ProfiledCosts(made_up(graph), machines=machines)
-    layer = graph["2"]
-    found = [costs.forward(layer, Region.of(n), 0) for n in (8, 6, 4, 1, 0)]
-    assert found == pytest.approx([1.0, 0.875, 0.75, 0.5, 0.0])
-    assert costs.backward(layer, Region.of(4), 4) == pytest.approx(1.5)
-    assert costs.forward(layer, Region.of(4), 0, partial=True) == pytest.approx(0.75)
-    other = graph["0"]
-    for mine, theirs in (
-        (costs.forward, machines.forward),
-        (costs.backward, machines.backward),
-    ):
-        assert mine(other, other.region, 2) == theirs(other, other.region, 2)
+def test_slices_that_take_long_are_run_less_often() -> None:
+    graph, slow = fully_connected(4, 3, 2), Clock(tick=1.0)
+    profiled(graph, batch=1, limits=Limits(seconds=1e9, clock=slow))
+    usual = Clock(tick=1e-6)
+    add(this_host(), layers={})
+    this_host().path.unlink()
+    profiled(graph, batch=1, limits=Limits(seconds=1e9, clock=usual))
+    assert slow.n_looks < usual.n_looks / 2
 
 
-def test_other_machines_are_as_much_slower_than_by_arithmetic(
-    graph: LayerGraph,
+def test_gradients_are_measured_for_a_caller_who_wants_none(graph: LayerGraph) -> None:
+    with torch.no_grad():
+        profile = profiled(graph, batch=3, limits=limits())
+    slices = profile.layers[digest(signature(graph["2"]), batch=3)]
+    assert slices["whole"].backward == pytest.approx([1e-3])
+
+
+def test_what_was_measured_before_an_interruption_is_kept(graph: LayerGraph) -> None:
+    def tired(n_done: int, _n_wanted: int, _name: str) -> None:
+        if n_done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        profiled(graph, batch=3, limits=limits(), progress=tired)
+    kept = load(this_host())
+    assert kept is not None
+    assert len(kept.layers) == 2
+
+
+def test_what_another_process_measures_meanwhile_is_kept_too(graph: LayerGraph) -> None:
+    other = profiled(graph, batch=5, limits=limits())
+    this_host().path.unlink()
+
+    def meanwhile(n_done: int, _n_wanted: int, _name: str) -> None:
+        if not n_done:
+            other.save()
+
+    both = profiled(graph, batch=3, limits=limits(), progress=meanwhile)
+    assert len(both.layers) == 2 * len(other.layers)
+    assert load(this_host()) == both
+
+
+def test_the_date_is_that_of_the_last_measurement(graph: LayerGraph) -> None:
+    first = profiled(graph, batch=3, limits=limits())
+    Profile(host=first.host, date="2012-12-03", layers=first.layers).save()
+    assert profiled(graph, batch=3, limits=limits()).date == "2012-12-03"
+    assert profiled(graph, batch=4, limits=limits()).date >= first.date
+
+
+def test_what_cannot_be_kept_is_used_all_the_same(
+    graph: LayerGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machines = AnalyticCosts(unequal(), batch=3)
-    host = AnalyticCosts(equal(1), batch=3)
-    costs = ProfiledCosts(made_up(graph), machines=machines, host=host)
-    layer, half = graph["2"], Region.of(4)
-    assert costs.forward(layer, half, 0) == pytest.approx(0.75)
-    slower = machines.forward(layer, half, 2) / machines.forward(layer, half, 0)
-    assert costs.forward(layer, half, 2) == pytest.approx(0.75 * slower)
-    assert slower > 1
-    assert costs.backward(layer, half, 0) == pytest.approx(1.5)
-
-
-def test_more_takes_longer_also_as_measured(graph: LayerGraph) -> None:
-    costs = ProfiledCosts(made_up(graph), machines=AnalyticCosts(equal(1), batch=3))
-    seconds = [costs.forward(graph["2"], Region.of(n), 0) for n in range(9)]
-    assert seconds == sorted(seconds)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    profile = profiled(graph, batch=3, limits=limits())
+    assert profile.layers
+    with pytest.raises(StorageError, match="cannot write"):
+        profile.save()

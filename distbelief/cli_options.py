@@ -1,0 +1,150 @@
+"""Arguments and options of the command line, as typer has them: types with a help."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+JobArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Replace one value of the job file, such as algorithm.n_push=5. "
+        "May be given several times.",
+        show_default=False,
+    ),
+]
+ResumeOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN_DIR",
+        help="Go on with an earlier run, from its newest snapshots.",
+        show_default=False,
+    ),
+]
+RunArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="RUN_DIR",
+        help="A run directory; by default the newest one in runs/ that is running.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", metavar=" ", help="Print JSON, for other programs.")
+]
+TracebackOption = Annotated[
+    bool,
+    typer.Option(
+        "--traceback", metavar=" ", help="Show where in the program an error arose."
+    ),
+]
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODULE:FUNCTION",
+        help="What makes the model, without arguments.",
+        show_default=False,
+    ),
+]
+InputOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        metavar="SHAPE",
+        help="Of an input, without the batch: 3x200x200; whole numbers with their "
+        "count: 128:30000. Once per input.",
+        show_default=False,
+    ),
+]
+BatchOption = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Samples of one step.")
+]
+LossOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="torch's name of the loss, or one_vs_all; without it, the outputs' own "
+        "gradients.",
+        show_default=False,
+    ),
+]
+MachinesOption = Annotated[
+    str, typer.Option(metavar="N,N,...", help="Numbers of machines, a row for each.")
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME or FILE",
+        help="A ready-made cluster, or a TOML file: speed, memory and network of the "
+        "machines. Or `here`: machines like this one, which is measured.",
+        show_default="rack-10g",
+    ),
+]
+ProfileOption = Annotated[
+    bool,
+    typer.Option(
+        "--profile",
+        metavar=" ",
+        help="Measure the layers on this machine, a minute at most: what they take "
+        "longer than by arithmetic, they do on the cluster's machines too.",
+    ),
+]
+PinOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin",
+        metavar="LAYER=SPLIT",
+        help="Split a layer so: conv1=grid:3x3, fc=units:8, fc=inputs:4, loss=whole@0. "
+        "May be given several times.",
+        show_default=False,
+    ),
+]
+ExactlyOption = Annotated[
+    bool,
+    typer.Option(
+        "--exactly", metavar=" ", help="Use all machines, even if fewer were faster."
+    ),
+]
+ExplainOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="LAYER",
+        help="List every split of a layer, its cost, and why it lost. May be given "
+        "several times.",
+        show_default=False,
+    ),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write plan.json.", show_default=False),
+]
+PictureOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.png",
+        help="Draw which machine has which part of which layer.",
+        show_default=False,
+    ),
+]
+TimelineOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.json",
+        help="Write a step as a Chrome trace: what every machine does when.",
+        show_default=False,
+    ),
+]
+DiffOption = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(
+        metavar="A B", help="Show where two plan files differ.", show_default=False
+    ),
+]

@@ -1,0 +1,207 @@
+"""How good the planner's plans are, and how long it takes to find them.
+
+    python experiments/benchmarks/planner.py [--tries 2000] [--nets speech vgg16]
+
+One thread. First the paper's pair on cluster commodity-2012 with 1, 2, 4, 8, 16, 32, 81
+and 144 machines; then known nets at their full size on cluster rack-1g with 2, 4 and 8
+machines: large ones with 4 only, unless `--tries` asks for more. A step's seconds are
+the simulated median over draws of the jitter, by which the planner chooses and which it
+prints; random plans that lack memory do not count.
+
+    seconds_144             planning for 144 machines: solver, search and baselines; of
+                            the slower of the pair
+    seconds_table_NET       planning the whole table, capture included
+    worst_over_search       plan / the best that a random search finds among the
+                            planner's own candidates, beginning with the plan; the
+                            highest over nets and machines. At 1 it found none better
+    worst_over_even         plan / every layer over all machines; at most 1
+    worst_over_whole_layer  plan / runs of whole layers; at most 1
+    speed_up_NET_N          over one machine, with up to N of them
+    best_machines_speech    the fewest that reach the highest speed-up
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from distbelief.graph.layer import LayerGraph
+from distbelief.partition.costs import AnalyticCosts, single_sample
+from distbelief.partition.jitter import Jitter
+from distbelief.partition.planning import Order, Planned, plan, played
+from distbelief.partition.problem import Choice
+from distbelief.program.cluster import Cluster
+from distbelief.program.cluster_file import load_cluster
+from experiments.benchmarks import measurement
+from experiments.benchmarks.nets import IMAGES, NETS, SPEECH, Net
+from experiments.benchmarks.random_search import search
+
+
+COUNTS: Final = (1, 2, 4, 8, 16, 32, 81, 144)
+FEW: Final = (2, 4, 8)
+LARGE: Final = 150
+"""Layers above which a net is planned for one number of machines only."""
+
+_TRIES: Final = 100
+_EVENTS_MAX: Final = (
+    60_000  # tasks and messages that a search plays through, by default
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    torch.set_num_threads(1)
+    figures: dict[str, float] = {}
+    rows: dict[str, dict[str, str]] = {}
+    old = load_cluster("commodity-2012")
+    for name, net in (("speech", SPEECH), ("images", IMAGES)):
+        figures |= _table(name, net, old, options.machines)
+    best = max(_speed_ups(figures, "speech").items(), key=lambda item: item[1])
+    figures["best_machines_speech"] = best[0]
+    figures[f"seconds_{max(options.machines)}"] = max(
+        figures.pop(f"seconds_last_{name}") for name in ("speech", "images")
+    )
+    worst = {"search": 0.0, "even": 0.0, "whole_layer": 0.0}
+    rack = load_cluster("rack-1g")
+    for name in options.nets:
+        for row, ratios in _compared(name, NETS[name], rack, options).items():
+            rows[row] = {key: f"{value:.3f}" for key, value in ratios.items()}
+            worst = {key: max(worst[key], ratios[f"/ {key}"]) for key in worst}
+    measurement.show(f"on {rack.name}, load {measurement.load():.1f}", rows)
+    figures |= {f"worst_over_{key}": value for key, value in worst.items()}
+    measurement.conclude("planner", figures)
+
+
+def order_of(
+    graph: LayerGraph, cluster: Cluster, *, batch: int, search: bool = True
+) -> Order:
+    """Return what is to be planned, without pins."""
+    costs = AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
+    return Order(
+        graph=graph, cluster=cluster, batch=batch, costs=costs, pins={}, search=search
+    )
+
+
+def choice_of(done: Planned) -> Choice | None:
+    """Return the plan among its candidates, or None if it is none of them."""
+    found = []
+    for node in done.decoder.nodes:
+        placement = done.forecast.placements[node.group.root.name]
+        ways = [candidate.placement for candidate in node.candidates]
+        if placement not in ways:
+            return None
+        found.append(ways.index(placement))
+    return tuple(found)
+
+
+def over_search(order: Order, done: Planned, *, tries: int, seed: int = 0) -> float:
+    """Return the plan's seconds over the best that random search finds.
+
+    Args:
+        order: What was planned.
+        done: The plan.
+        tries: Plans that are played through.
+        seed: Of the search.
+    """
+    jitter = Jitter(order.graph, order.cluster)
+    n_machines = done.forecast.n_machines
+    caps = [machine.memory for machine in order.cluster.first(n_machines).machines]
+
+    def seconds_of(choice: Choice) -> float:
+        price = played(order, done.decoder(choice), n_machines=n_machines)
+        used = zip(price.memory_bytes, caps, strict=True)
+        if done.forecast.fits and any(n_bytes > cap for n_bytes, cap in used):
+            return math.inf
+        return jitter.quantiles(price, [0.5])[0]
+
+    words = [
+        [candidate.label for candidate in node.candidates]
+        for node in done.decoder.nodes
+    ]
+    starts = [choice for choice in (choice_of(done), done.solution.choice) if choice]
+    best = search(done.problem, words, seconds_of, starts, tries=tries, seed=seed)
+    return done.forecast.median / best
+
+
+def _table(
+    name: str, net: Net, cluster: Cluster, counts: Sequence[int]
+) -> dict[str, float]:
+    """Plan one of the pair for all numbers of machines."""
+    begun = time.perf_counter()
+    order = order_of(net.graph(), cluster, batch=net.batch)
+    told: list[float] = []
+    planned = plan(order, counts, tell=lambda _: told.append(time.perf_counter()))
+    ended = time.perf_counter()
+    figures = {f"seconds_table_{name}": ended - begun}
+    figures[f"seconds_last_{name}"] = ended - told[-1]
+    rows = {}
+    for done, since, until in zip(planned, told, [*told[1:], ended], strict=True):
+        forecast = done.forecast
+        rows[f"{forecast.n_machines}"] = {
+            "used": f"{len(forecast.used)}",
+            "step, s": f"{forecast.median:.4g}",
+            "speed-up": f"{forecast.speed_up:.2f}",
+            "over bound": f"{done.price.step_seconds / forecast.lower_bound:.2f}",
+            "by": forecast.method,
+            "planned in, s": f"{until - since:.1f}",
+        }
+        figures[f"speed_up_{name}_{forecast.n_machines}"] = forecast.speed_up
+    measurement.show(f"{name} on {cluster.name}", rows)
+    return figures
+
+
+def _compared(
+    name: str, net: Net, cluster: Cluster, options: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Plan one net, and compare each plan with what else there is."""
+    graph = net.graph()
+    order = order_of(graph, cluster, batch=net.batch)
+    thorough = options.tries is not None
+    few = FEW if thorough or len(graph.layers) <= LARGE else FEW[1:2]
+    rows = {}
+    for done in plan(order, few):
+        compiled = done.price.compiled
+        n_events = len(compiled.tasks) + compiled.n_messages
+        tries = options.tries if thorough else min(_TRIES, _EVENTS_MAX // n_events)
+        ratios = {
+            "/ search": over_search(order, done, tries=tries, seed=options.seed),
+            "/ even": done.forecast.median / done.baselines["even"],
+            "/ whole_layer": done.forecast.median / done.baselines["whole layers"],
+        }
+        row = f"{name}, {done.forecast.n_machines}"
+        rows[row] = ratios | {"speed-up": done.forecast.speed_up}
+        shown = "  ".join(f"{key} {value:.4f}" for key, value in rows[row].items())
+        print(f"{row:16} {shown}  {tries} tries, {done.forecast.method}", flush=True)
+    return rows
+
+
+def _speed_ups(figures: dict[str, float], name: str) -> dict[int, float]:
+    start = f"speed_up_{name}_"
+    return {
+        int(key.removeprefix(start)): round(value, 6)
+        for key, value in figures.items()
+        if key.startswith(start)
+    }
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument(
+        "--machines", type=int, nargs="+", default=COUNTS, help="of the paper's pair"
+    )
+    parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
+    parser.add_argument(
+        "--tries",
+        type=int,
+        help=f"plans that a random search plays through; by default at most {_TRIES}, "
+        "fewer of large nets",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random searches")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""A clock for measurements that must not depend on the machine."""
+
+
+class Clock:
+    """Each look at it takes a millisecond, or as long as one likes."""
+
+    def __init__(self, *, tick: float = 1e-3) -> None:
+        self.n_looks = 0
+        self._tick = tick
+
+    def __call__(self) -> float:
+        self.n_looks += 1
+        return self.n_looks * self._tick
