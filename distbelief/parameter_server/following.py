@@ -156,7 +156,7 @@ class Following:
         if self._obeys(sender, message.pairing) and (
             self._values.n_held or message.clock < self._values.clock
         ):
-            return [self._credit()]  # it is this one's copy already
+            return [self._credit()]  # it is this one's copy already, or beyond that
         if self._next is not None and _is_before(message, self._next[1]):
             return []
         self.pairing, self._next = message.pairing, (sender, message)

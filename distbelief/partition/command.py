@@ -1,6 +1,7 @@
 """What `distbelief partition` does: plan, print, and write what was asked for."""
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Final, final
 import torch
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 from torch import nn
 
 from distbelief.graph.capture import InputSpec
@@ -73,6 +75,8 @@ def run(request: Request, make: Callable[[], object]) -> bool:
         StorageError: a file cannot be written.
     """
     console = _console(stderr=request.as_json)
+    for path in (request.out, request.picture, request.timeline):
+        _check_place(path)
     with console.status("capturing the model") as status:
         order = order_of(
             _made(request, make),
@@ -92,7 +96,7 @@ def run(request: Request, make: Callable[[], object]) -> bool:
             request.counts,
             model=request.model,
             loss=request.loss,
-            tell=lambda what: status.update(f"planning: {what}"),
+            tell=lambda what: _tell(console, status, f"planning: {what}"),
         )
     explained = [outlook.explain(layer) for layer in request.explain]
     if request.as_json:
@@ -126,9 +130,33 @@ def compare(one: Path, other: Path, *, as_json: bool) -> bool:
     return first == second
 
 
+def _check_place(path: Path | None) -> None:
+    """Check that a file can be written there, before anything takes long."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise GraphError(f"{path} is a directory: name a file in it")
+    if not path.parent.is_dir():
+        raise GraphError(f"{path}: there is no directory {path.parent}: make it first")
+
+
+def _tell(console: Console, status: Status, what: str) -> None:
+    """Show what is being done; where nothing can be replaced, line by line."""
+    if console.is_terminal:
+        status.update(what)
+    else:
+        print(what, file=sys.stderr)  # noqa: T201 -- progress
+
+
 def _made(request: Request, make: Callable[[], object]) -> nn.Module:
-    with torch.device("meta"):
-        model = make()
+    try:
+        with torch.device("meta"):
+            model = make()
+    except Exception as error:
+        raise GraphError(
+            f"{request.model}() failed: {type(error).__name__}: {error}. It is called "
+            "without arguments, on the meta device, where tensors have no values"
+        ) from error
     if not isinstance(model, nn.Module):
         raise GraphError(
             f"{request.model} returns a {type(model).__name__}; it is to return a "

@@ -72,6 +72,7 @@ def order_of(  # noqa: PLR0913 -- all that a plan depends on
         cluster=machines,
         batch=batch,
         costs=costs,
+        costs_for=lambda n: AnalyticCosts(machines, batch=n, single=single),
         pins=pins,
         exactly=exactly,
     )
@@ -88,7 +89,8 @@ def order_of(  # noqa: PLR0913 -- all that a plan depends on
     modules = _modules(model, graph, loss=loss)
     measured = profiled(graph, batch=batch, modules=modules, progress=progress)
     profiled_costs = ProfiledCosts(measured, machines=costs, host=host)
-    return replace(order, costs=profiled_costs)
+    # Nobody measured fewer samples, for micro-batches.
+    return replace(order, costs=profiled_costs, costs_for=None)
 
 
 def _named(cluster: str | Path | Cluster, counts: Sequence[int]) -> Cluster:

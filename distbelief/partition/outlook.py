@@ -45,12 +45,20 @@ class Outlook:
         planned: The plans, ascending by machines.
         model: Import path of what makes the model, or what else it is called.
         loss: Its name; "" if there is none.
+        skipped: Numbers of machines for which pins allow no plan.
     """
 
     def __init__(
-        self, order: Order, planned: Sequence[Planned], *, model: str, loss: str
+        self,
+        order: Order,
+        planned: Sequence[Planned],
+        *,
+        model: str,
+        loss: str,
+        skipped: Sequence[int] = (),
     ) -> None:
         self.order = order
+        self._skipped = skipped
         self.planned = tuple(planned)
         self._model = model
         self._loss = loss
@@ -68,12 +76,16 @@ class Outlook:
     @property
     def remarks(self) -> list[str]:
         """What a reader should know beside the table, a sentence each."""
-        return report.remarks(
+        remarks = report.remarks(
             [done.forecast for done in self.planned],
             caps=[machine.memory for machine in self.order.cluster.machines],
             whole=[(x.name, x.whole) for x in self.order.graph.layers if x.whole],
             origin=self.origin,
         )
+        if self._skipped:
+            counts = ", ".join(map(str, self._skipped))
+            remarks.insert(0, f"{counts} machines: left out, a pin wants more")
+        return remarks
 
     def table(self) -> Table:
         """Return a row for each number of machines."""
@@ -133,7 +145,9 @@ class Outlook:
             cluster=self.order.cluster.first(forecast.n_machines),
             predicted=predicted,
         )
-        return msgspec.structs.replace(made, model=self._model)
+        return msgspec.structs.replace(
+            made, model=self._model, micro_batches=forecast.micro_batches
+        )
 
     def save(self, path: Path | str) -> None:
         """Write the plan for the most machines.
@@ -249,7 +263,10 @@ def outlook_of(
     tell: Told = lambda _: None,
 ) -> Outlook:
     """Plan for each number of machines; `tell` is told of each."""
-    return Outlook(order, plan_order(order, counts, tell=tell), model=model, loss=loss)
+    planned = plan_order(order, counts, tell=tell)
+    done = {each.forecast.n_machines for each in planned}
+    skipped = sorted(set(counts) - done)
+    return Outlook(order, planned, model=model, loss=loss, skipped=skipped)
 
 
 def _spec(example: torch.Tensor) -> InputSpec:

@@ -33,6 +33,12 @@ SOLVER_SECONDS: Final = 10.0
 _EVENTS_MAX: Final = 150_000
 """Tasks and messages that local search plays through; a second or two."""
 
+_LAYERS_MAX: Final = 4_000
+"""Layers that it compiles; some seconds."""
+
+_FEWER: Final = (1, 2, 4, 8, 16)
+"""Numbers of machines that are planned whether or not anybody asks for them."""
+
 Told = Callable[[str], None]
 
 
@@ -115,16 +121,34 @@ def plan(
     Raises:
         GraphError: no such number of machines, or an impossible pin.
     """
+    counts = list(counts)
     for count in counts:
         order.cluster.first(count)  # says what is wrong before anything takes long
     if not counts:
         raise GraphError("no number of machines is given: use 1 or more")
     planner = _Planner(order)
     planned = []
-    for count in sorted(set(counts)):
+    for count in _all_counts(counts, order):
         tell(f"{count} machines")
-        planned.append(planner.plan_for(count))
+        try:
+            done = planner.plan_for(count)
+        except GraphError:
+            if order.pins and count < max(counts):
+                continue  # a pin wants more machines
+            raise
+        if count in counts:
+            planned.append(done)
     return planned
+
+
+def _all_counts(counts: Sequence[int], order: Order) -> list[int]:
+    """Return what is planned: so that a row does not depend on which others there are.
+
+    What fewer machines are best at, more may do as well.
+    """
+    most = max(counts)
+    fewer = [] if order.exactly else [n for n in _FEWER if n < most]
+    return sorted({*counts, *fewer})
 
 
 def played(
@@ -177,6 +201,12 @@ class _Planner:
         )
         solution = solve(problem, seconds=order.solver_seconds)
         ways = [self._solved(cluster, problem, decoder, solution)]
+        if problem.caps is not None:
+            # What is best without caps may fit, or come to fit by the search.
+            free = replace(problem, memory=None, caps=None)
+            unbound = solve(free, seconds=order.solver_seconds)
+            if unbound.choice != solution.choice:
+                ways.append(self._solved(cluster, problem, decoder, unbound))
         baselines: dict[str, float] = {}
         if not order.pins:
             layers = whole_layers(order.graph, cluster, costs=order.costs)
@@ -197,8 +227,13 @@ class _Planner:
             ways.append(replace(again, model_seconds=best.model_seconds))
         caps = [machine.memory for machine in cluster.machines]
         if order.exactly:
-            using_all = [way for way in ways if len(way.price.compiled.order) == count]
-            ways = using_all or ways
+            most = max(len(way.price.compiled.order) for way in ways)
+            ways = [way for way in ways if len(way.price.compiled.order) == most]
+            if most < count:
+                raise GraphError(
+                    f"no plan was found that uses exactly {count} machines, only "
+                    f"{most}: ask for that many, or let machines be idle"
+                )
         # The first of equals: the solver's own, then the simplest.
         chosen = min(ways, key=lambda way: (_overrun(way.price, caps), way.seconds[1]))
         self._best = chosen
@@ -259,7 +294,11 @@ class _Planner:
 
         choice, method = solution.choice, solution.solver
         first = price_of(choice).compiled
-        tries = min(TRIES_MAX, _EVENTS_MAX // (len(first.tasks) + first.n_messages))
+        tries = min(
+            TRIES_MAX,
+            _EVENTS_MAX // (len(first.tasks) + first.n_messages),
+            _LAYERS_MAX // len(self._order.graph.layers),
+        )
         if self._order.search and tries:
             better, _ = improve(problem, choice, seconds_of, tries=tries)
             if better != choice:

@@ -10,8 +10,12 @@ linear program alone is integral. Pairs of infinite cost have no variable. Costs
 scaled, for HiGHS stops at absolute gaps.
 """
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, final
 
 import numpy as np
@@ -140,13 +144,17 @@ class Polytope:
         integer[: self._n_s] = 1
         upper = np.ones(len(objective))
         upper[self._n_columns :] = np.inf
-        result = solve_program(
-            objective,
-            integrality=integer,
-            bounds=Bounds(0, upper),
-            constraints=[LinearConstraint(marginals, self._sums, self._sums), *rows],
-            options={"time_limit": deadline.left, "mip_rel_gap": 0},
-        )
+        with _hushed():
+            result = solve_program(
+                objective,
+                integrality=integer,
+                bounds=Bounds(0, upper),
+                constraints=[
+                    LinearConstraint(marginals, self._sums, self._sums),
+                    *rows,
+                ],
+                options={"time_limit": deadline.left, "mip_rel_gap": 0},
+            )
         bound = result.get("mip_dual_bound")
         return Answer(
             choice=None if result.x is None else self._choice(result.x[: self._n_s]),
@@ -170,3 +178,21 @@ def _matrix(
     values: Array, places: tuple[Indices, Indices], shape: tuple[int, int]
 ) -> csr_array[np.float64]:
     return csr_array(coo_array((values, places), shape=shape))
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Let nothing onto standard output: HiGHS has been seen to print there."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is none
+        yield
+        return
+    try:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -310,12 +310,27 @@ def _check_machines(layer: str, placement: Placement, *, n_machines: int) -> Non
         if placement.combine.combine is not None:
             raise GraphError(f"{layer!r} combines twice")
     for part in parts:
+        _check_cells(layer, part)
         for machine in part.machines:
             if not 0 <= machine < n_machines:
                 raise GraphError(
                     f"{layer!r} is placed on machine {machine}; the plan is for "
                     f"{n_machines}, counted from 0"
                 )
+
+
+def _check_cells(layer: str, placement: Placement) -> None:
+    n_cells = math.prod(placement.grid)
+    if len(placement.machines) != n_cells:
+        raise GraphError(
+            f"{layer!r} is cut into {n_cells} cells, for which "
+            f"{len(placement.machines)} machines are named"
+        )
+    for cuts in placement.cuts:
+        if list(cuts) != sorted(cuts) or (cuts and cuts[0] < 0):
+            raise GraphError(
+                f"{layer!r} is cut at {list(cuts)}: cuts ascend, from 0 on"
+            )
 
 
 def _differing(what: str, planned: object, here: object) -> list[str]:

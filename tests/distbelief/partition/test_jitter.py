@@ -51,13 +51,12 @@ def test_luck_is_that_of_machine_and_layer_whatever_else_there_is() -> None:
     assert few.quantiles(price, ALL) == many.quantiles(price, ALL)
 
 
-def test_jitter_makes_a_machine_uneven_not_slower() -> None:
+def test_half_of_the_draws_are_slower_and_half_are_faster() -> None:
     price = evenly(cluster(0.2), 1)
-    means = [
-        np.mean(Jitter(GRAPH, cluster(0.2), seed=seed).quantiles(price, ALL))
-        for seed in range(20)
-    ]
-    assert np.mean(means) == pytest.approx(price.step_seconds, rel=0.02)
+    for seed in range(20):
+        p50 = Jitter(GRAPH, cluster(0.2), seed=seed).quantiles(price)[1]
+        assert p50 == pytest.approx(price.step_seconds, rel=0.06)
+        assert p50 >= 0.999 * price.step_seconds  # so no bound of the step is above it
 
 
 def test_seeds_differ_and_repeat() -> None:
