@@ -32,7 +32,7 @@ from distbelief.program.plan import Plan, Prediction, plan_for
 from distbelief.program.timeline import chrome_trace
 
 
-WIDTH: Final = 120
+WIDTH: Final = 130
 """Characters of a line, where no terminal says how many it has."""
 
 

@@ -103,7 +103,7 @@ def _strip(axes: Axes, bottom: float, high: float, placement: Placement) -> None
     stride = math.prod(grid[dim + 1 :]) if dim is not None else 1
     for index, machine in enumerate(placement.machines):
         up = 0 if dim is None else index // stride % n_up
-        left, low = seen[up] * width, bottom + up * height
+        left, low = seen[up] * width, bottom + high - (up + 1) * height  # row 0 on top
         axes.add_patch(
             Rectangle(
                 (left, low),

@@ -43,14 +43,14 @@ def table(forecasts: Sequence[Forecast], *, title: str) -> Table:
             str(forecast.n_machines),
             str(len(forecast.used)),
             seconds(p50),
-            f"{seconds(p10)}-{seconds(p90)}",
+            _range(p10, p90),
             f"{forecast.speed_up:.2f}x",
             f"{forecast.efficiency:.0%}",
-            " ".join(f"{abs(share):.0%}" for share in parts),
+            " ".join(f"{abs(100 * share):.0f}" for share in parts) + " %",
             size(max(forecast.memory)) + ("" if forecast.fits else "!"),
             seconds(forecast.lower_bound),
             "-" if forecast.gap is None else f"{forecast.gap:.1%}",
-            forecast.method.replace("elimination", "exact"),
+            forecast.method.replace("elimination", "exact").replace(" + ", "+"),
             style="" if forecast.fits else "red",
         )
     return shown
@@ -121,6 +121,13 @@ def seconds(value: float) -> str:
             digits = max(0, 2 - math.floor(math.log10(value / scale)))
             return f"{value / scale:.{digits}f} {unit}"
     return f"{value * 1e6:.0f} us"
+
+
+def _range(low: float, high: float) -> str:
+    """Write two times, the unit once if it is the same."""
+    first, last = seconds(low), seconds(high)
+    number, unit = first.split()
+    return f"{number}-{last}" if last.endswith(f" {unit}") else f"{first}-{last}"
 
 
 def size(n_bytes: float) -> str:
