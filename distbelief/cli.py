@@ -9,9 +9,12 @@ Rules:
 """
 
 import datetime as dt
+import os
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -33,12 +36,17 @@ from distbelief.cli_options import (
     OutOption,
     PictureOption,
     PinOption,
+    PredictInputArgument,
+    PredictOutOption,
     ProfileOption,
     ResumeOption,
     RunArgument,
     SetOption,
     TimelineOption,
     TracebackOption,
+    TrainedArgument,
+    VerifyOption,
+    WholeOption,
 )
 from distbelief.errors import DistBeliefError, JobError
 
@@ -167,6 +175,30 @@ def status(
 
 
 @app.command()
+def predict(
+    run_directory: TrainedArgument,
+    inputs: PredictInputArgument,
+    *,
+    out: PredictOutOption = None,
+    whole: WholeOption = False,
+    as_json: JsonOption = False,
+    show_traceback: TracebackOption = False,
+) -> None:
+    """Compute the outputs of a trained model.
+
+    [dim]$[/dim] distbelief predict runs/digits scans.npy
+
+    A run that split its model over machines predicts with the same plan: one process
+    for each machine, each of which reads only its part of the model.
+    """
+    with _told(show_traceback=show_traceback):
+        from distbelief.job import predicting  # noqa: PLC0415 -- torch
+
+        done = predicting.predict(run_directory, inputs, out=out, whole=whole)
+        typer.echo(predicting.as_json(done) if as_json else predicting.text(done))
+
+
+@app.command()
 def partition(  # noqa: PLR0913 -- options
     model: ModelArgument = None,
     *,
@@ -182,6 +214,7 @@ def partition(  # noqa: PLR0913 -- options
     out: OutOption = None,
     picture: PictureOption = None,
     timeline: TimelineOption = None,
+    verify: VerifyOption = False,
     diff: DiffOption = None,
     as_json: JsonOption = False,
     show_traceback: TracebackOption = False,
@@ -220,6 +253,8 @@ def partition(  # noqa: PLR0913 -- options
         from distbelief.partition import command, request  # noqa: PLC0415 -- torch
         from distbelief.runtime.imports import resolve  # noqa: PLC0415
 
+        here = str(Path.cwd())  # where a function beside the user is found
+        sys.path[:0] = [] if here in sys.path else [here]
         asked = command.Request(
             model=model,
             inputs=[request.input_spec(text) for text in inputs],
@@ -236,7 +271,17 @@ def partition(  # noqa: PLR0913 -- options
             timeline=timeline,
             as_json=as_json,
         )
-        fits = command.run(asked, resolve(model, table="model"))
+        trial = None
+        if verify:
+            from distbelief.job import verifying  # noqa: PLC0415
+
+            trial = partial(
+                verifying.verify,
+                factory=model,
+                loss=loss,
+                n_cores=len(os.sched_getaffinity(0)),
+            )
+        fits = command.run(asked, resolve(model, table="model"), verify=trial)
     raise typer.Exit(0 if fits else FAILED)
 
 

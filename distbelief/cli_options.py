@@ -46,6 +46,33 @@ TracebackOption = Annotated[
     ),
 ]
 
+TrainedArgument = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")
+]
+PredictInputArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="INPUT",
+        help="Inputs, samples first: a .npy file, or .safetensors with one tensor.",
+    ),
+]
+PredictOutOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="Where to write the outputs: .npy or .safetensors.",
+        show_default="INPUT.outputs.npy",
+    ),
+]
+WholeOption = Annotated[
+    bool,
+    typer.Option(
+        "--whole",
+        metavar=" ",
+        help="Compute in one process, even if the run split its model over machines.",
+    ),
+]
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
@@ -140,6 +167,15 @@ TimelineOption = Annotated[
         metavar="FILE.json",
         help="Write a step as a Chrome trace: what every machine does when.",
         show_default=False,
+    ),
+]
+VerifyOption = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        metavar=" ",
+        help="Run the plan for the most machines on processes of this one: outputs, "
+        "gradients, bytes and times beside those of one process and the prediction.",
     ),
 ]
 DiffOption = Annotated[

@@ -4,7 +4,8 @@ The union is closed. Headers are small and typed; arrays travel beside them, raw
 (`wire`). A client is whoever fetches or pushes: a replica, the evaluator, one's own
 loop behind `DownpourSGD`. Identity: the envelope names the sender and its incarnation;
 what depends on the receiver's life carries `shard_incarnation` as well. With two copies
-of a shard that is the pairing with which its leader began to lead.
+of a shard that is the pairing with which its leader began to lead; what begins a
+pairing names the life that it is meant for as well, by its `receiver_incarnation`.
 
     client                        shard
       | Hello ------------------->  |   who I am, which push comes next
@@ -32,12 +33,28 @@ copy holds it as well (Chilimbi et al. 2014, section 3.3, do so in two phases):
       |
       | Lead -----------------------> (the second)   |   you lead now
                        client <------------- Leading |   say Hello to me
+
+A coordinator drives the shards by numbered orders, and tells replicas what to compute:
+
+    replica          coordinator                   shards
+      |                | Order: Open ------------->  |   publish this point
+      |                | <-------------- Performed   |   at this clock
+      | <- Assignment  |                             |   compute these sets
+      | Account -----> |                             |   computed
+      | <- Assignment  |                             |   push this one, under this grant
+      | Push ----------------------------------->    |
+      | <-------------------------- Acknowledge      |   staged
+      | Account -----> |                             |   every shard holds it
+      |                | Order: Fold ------------->  |   count it
+      |                | Order: Seal ------------->  |   leave the mean in a vector
+      |                | <-------------- Performed   |   so many sets, these grants
 """
 
 from typing import Annotated
 
 import msgspec
 
+from distbelief.commands import Batch, Scalars, VectorName
 from distbelief.vectors import Vector
 
 
@@ -161,11 +178,14 @@ class Saved(_Message, frozen=True):
 class Lead(_Message, frozen=True):
     """Supervisor -> shard: serve the clients; acknowledge what `second` holds too.
 
-    Idempotent: repeated until the shard's counter "pairing" says that it came.
+    Idempotent: repeated until the shard's counter "pairing" says that it came. It names
+    both lives: a pairing is led by one life, and followed by one.
     """
 
     pairing: Count  # rises with every Lead of this shard, whichever copy it is sent to
+    receiver_incarnation: Count  # another life of it does not obey
     second: Name  # "": nobody; acknowledge alone
+    second_incarnation: Count  # 0: nobody
 
 
 class Alone(_Message, frozen=True):
@@ -198,8 +218,10 @@ class Follow(_Message, frozen=True):
     """
 
     pairing: Count
+    receiver_incarnation: Count  # another life of it does not obey
     clock: Count
     clients: tuple[ClientRecord, ...]
+    steps: Vector | None = None  # what was pushed in parts; None: nothing ever was
 
 
 class StateBlock(_Message, frozen=True):
@@ -233,6 +255,7 @@ class Forward(_Message, frozen=True):
     n_pushing: Count  # over how many clients buffers are averaged
     slots_region: Name  # "": blocks
     slot: Count
+    holds: Vector | None = None  # of the client, as in its Hello
 
 
 class Leading(_Message, frozen=True):
@@ -247,13 +270,16 @@ class Leading(_Message, frozen=True):
 class Hello(_Message, frozen=True):
     """Client -> shard: I begin (or begin again) to talk to you.
 
-    Idempotent: repeated until `Welcome` comes.
+    Idempotent: repeated until `Welcome` comes. A client that holds a part of the model
+    fetches and pushes the elements of the shard's vector that it holds, by rising
+    index; that part is the same as long as it lives.
     """
 
     layout: Name  # hash of the layout; both sides must cut tensors alike
     pushes: bool  # False: only fetches (the evaluator)
     host: Name  # where the client's memory lies; "" if it can share none
     next_sequence: Count  # of the first push this incarnation has yet to see applied
+    holds: Vector | None = None  # (4 n,) stripes of the shard's vector; None: all of it
 
 
 class Welcome(_Message, frozen=True):
@@ -314,6 +340,7 @@ class PushBlock(_Message, frozen=True):
     shard_incarnation: Count
     block_index: Count
     values: Vector  # (block_size,)
+    answer: bool = True  # by PushCredit; a few words for many blocks are enough
 
 
 class PushCredit(_Message, frozen=True):
@@ -337,6 +364,7 @@ class Push(_Message, frozen=True):
     fetched_clock: Count  # this shard's clock when the gradient's parameters were read
     n_gradients: Count  # how many were summed
     samples: Count  # the client's total, these gradients included
+    grant: Count = 0  # of a set of portions (then `samples` are its own); 0: apply it
 
 
 class Acknowledge(_Message, frozen=True):
@@ -349,6 +377,247 @@ class Acknowledge(_Message, frozen=True):
     shard_incarnation: Count
     clock: Count
     staleness: Count
+
+
+# ----------------------------------------------------------------- sandblaster
+
+
+class ShardVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """One version of one shard's published values."""
+
+    incarnation: Count  # of the shard
+    clock: Count
+
+
+class GrantedSet(msgspec.Struct, frozen=True, kw_only=True):
+    """A set of portions, and the grant under which its gradient was pushed."""
+
+    set_index: Count
+    grant: Count
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """A consistent cut: these vectors, as they are before the order that carries it."""
+
+    cut: Count  # rises over all epochs
+    vectors: Annotated[tuple[VectorName, ...], msgspec.Meta(max_length=4096)]
+
+
+class CutRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A cut to which a shard can return. Cut 0: its values before the first order."""
+
+    cut: Count
+    whole: bool  # False: with the parameters only
+    clock: Count  # of cut 0: of the values then
+
+
+class _Task(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of what a coordinator orders."""
+
+
+class Attach(_Task, frozen=True):
+    """First order of an epoch: give up what another began; say which cuts you hold."""
+
+
+class Recall(_Task, frozen=True):
+    """Be as you were at this cut; if not `whole`, hold its parameters only."""
+
+    cut: Count
+    whole: bool
+
+
+class Perform(_Task, frozen=True):
+    """Perform these commands; say what they measure."""
+
+    commands: Batch
+
+
+class Open(_Task, frozen=True):
+    """Begin an evaluation: perform `before`, publish vector `point`, gather sets."""
+
+    point: VectorName
+    before: Batch
+    first_grant: Count  # pushes of lower grants are of other evaluations
+    n_staged_max: Count  # sets that may wait to be folded
+
+
+class Fold(_Task, frozen=True):
+    """Count these sets, which you hold; forget what was pushed under other grants."""
+
+    sets: Annotated[tuple[GrantedSet, ...], msgspec.Meta(max_length=4096)]
+    void: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)]
+
+
+class Seal(_Task, frozen=True):
+    """End the evaluation: leave the mean in vector `gradient`, perform `after`.
+
+    No examples say that the loss is not a number: then neither is the gradient.
+    """
+
+    gradient: VectorName
+    n_examples: Count
+    after: Batch
+
+
+class Publish(_Task, frozen=True):
+    """The last order: let everybody read this vector; you are free again."""
+
+    point: VectorName
+
+
+class Keep(_Task, frozen=True):
+    """Publish the parameters, and save this cut, which is the present, on disk."""
+
+    label: Name
+    cut: Count
+
+
+Task = Attach | Recall | Perform | Open | Fold | Seal | Publish | Keep
+
+
+class Order(_Message, frozen=True):
+    """Coordinator -> shard: do this, once.
+
+    Every shard is given the same orders; each is repeated until `Performed` comes, and
+    the next follows when every shard has answered.
+    """
+
+    epoch: Count  # of the coordinator; shards refuse an older one
+    number: Count  # 1, 2, ... in each epoch
+    task: Task
+    mark: Mark | None = None
+    settled: Count = 0  # cuts before this one are not needed any more
+    on_disk: Count = 0  # a cut that every shard has on disk
+
+
+class Performed(_Message, frozen=True):
+    """Shard -> coordinator: the last order that I performed, and what came of it."""
+
+    epoch: Count
+    number: Count
+    clock: Count = 0
+    scalars: Scalars = ()
+    n_sets: Count = 0  # folded in this evaluation
+    n_examples: Count = 0  # in those
+    digest: Count = 0  # of their grants: all bits of all, by exclusive or
+    cuts: Annotated[tuple[CutRecord, ...], msgspec.Meta(max_length=8)] = ()
+    error: Text | None = None
+
+
+class SetTask(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica's try at one set."""
+
+    set_index: Count
+    attempt: Count
+    grant: Count  # 0: compute it; else push it under this number
+
+
+class SetResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a try."""
+
+    attempt: Count
+    n_examples: Count
+    loss: float  # sum over the examples; not finite if their gradient is not
+    seconds: float  # of computing
+    staged: bool  # every shard holds the gradient
+
+
+class Assignment(_Message, frozen=True):
+    """Coordinator -> replica: all that you are to do now, in this order.
+
+    What it does not name is to be dropped. Repeated until an `Account` knows of it.
+    """
+
+    epoch: Count
+    replica_incarnation: Count
+    version: Count  # rises; an older one says nothing
+    evaluation: Count
+    versions: Annotated[tuple[ShardVersion, ...], msgspec.Meta(max_length=65536)]
+    first: Count  # position of the batch in the order of the data
+    n_examples: Count  # of the batch
+    tasks: Annotated[tuple[SetTask, ...], msgspec.Meta(max_length=4096)]
+
+
+class Account(_Message, frozen=True):
+    """Replica -> coordinator: what I was told last, and how it stands with that."""
+
+    epoch: Count
+    version: Count
+    evaluation: Count
+    n_computed: Count  # examples, for this evaluation
+    results: Annotated[tuple[SetResult, ...], msgspec.Meta(max_length=4096)]
+
+
+# --------------------------- machines of one model replica; machine 0 is the leader
+
+
+class Gather(_Message, frozen=True):
+    """Leader -> machine: a new life of our replica begins; drop the one before.
+
+    Idempotent: repeated until `Gathered` comes.
+    """
+
+    life: Count  # rises: the leader's incarnation, then a counter
+    plan: Name  # hash of the plan; all machines must have the same
+
+
+class Gathered(_Message, frozen=True):
+    """Machine -> leader: what I pushed is applied, and nothing is under way.
+
+    With life 0, repeated until `Gather` comes: I am in no life; gather us.
+    """
+
+    life: Count
+    pushes: bool  # False: I keep no parameters, and `samples` says nothing
+    samples: Count  # of the pushes that the shards have from me
+
+
+class Proceed(_Message, frozen=True):
+    """Leader -> machine: take the steps [0, steps) of this life; no others yet.
+
+    Answers `Gathered` of all machines, and every `Stepped`. Idempotent.
+    """
+
+    life: Count
+    position: Count  # in the data, of the life's first step
+    steps: Count
+    is_last: bool  # there will be no more: push what has accrued, and end
+    ended: bool  # I know that you have
+
+
+class Stepped(_Message, frozen=True):
+    """Machine -> leader: so far, in this life. Idempotent."""
+
+    life: Count
+    steps: Count  # taken
+    loss: float  # sum over the samples of them whose loss is finite, if I compute it
+    samples: Count  # of these
+    no_loss: Count  # samples whose loss is not finite
+    clock: float  # mean over my shards of those of the values in use; -1: none
+    ended: bool  # after the last step: all that I pushed is applied
+
+
+class Transfer(_Message, frozen=True):
+    """Machine -> machine: one block of one message of the plan's program.
+
+    Sent again until `taken` says that it came.
+    """
+
+    life: Count
+    sequence: Count  # of this link in this life
+    taken: Count  # of the transfers the other way: all before this one have come
+    step: Count
+    micro_batch: Count
+    way: Count  # which of the plan's messages between these two
+    block_index: Count
+    values: Vector
+
+
+class Taken(_Message, frozen=True):
+    """Machine -> machine: of your transfers, all before this one have come."""
+
+    life: Count
+    taken: Count
 
 
 Message = (
@@ -383,4 +652,14 @@ Message = (
     | PushCredit
     | Push
     | Acknowledge
+    | Order
+    | Performed
+    | Assignment
+    | Account
+    | Gather
+    | Gathered
+    | Proceed
+    | Stepped
+    | Transfer
+    | Taken
 )

@@ -340,7 +340,7 @@ class Node:
     def _perform(self, action: Action) -> None:
         match action:
             case Send():
-                self._transport.send(action.receiver, action.message)
+                self._transport.send(action.receiver, action.message, lent=action.lent)
             case SetTimer():
                 self._timers.set(action.name, action.at)
             case CancelTimer():

@@ -126,11 +126,14 @@ Event = Started | Received | TimerFired | Computed | Persisted | PeerJoined | Pe
 class Send:
     """Deliver `message` to `receiver`, perhaps.
 
-    The driver has read every array by the time the role handles its next event.
+    The driver has read every array by the time the role handles its next event; unless
+    they are `lent`: then it may read them at any time, and the role leaves them as they
+    are until whoever could still heed the message has answered it.
     """
 
     receiver: Address
     message: Message
+    lent: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from typing import final
 from distbelief.errors import MemoryGoneError
 from distbelief.memory import Memory
 from distbelief.messages import Welcome
-from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.published import Published
 from distbelief.parameter_server.pushing import Room
+from distbelief.parameter_server.selection import Part
 from distbelief.parameter_server.slots import slot_views
 
 
@@ -34,10 +34,9 @@ class Attached:
         room: Slots to push into; None if pushes go by blocks.
     """
 
-    def __init__(self, memory: Memory, layout: Layout, index: int) -> None:
+    def __init__(self, memory: Memory, part: Part) -> None:
         self._memory = memory
-        self._n_elements = layout.shard_size(index)
-        self._dtype = layout.dtype
+        self._part = part
         self._slots_name = ""
         self._held: set[str] = (
             set()
@@ -87,7 +86,10 @@ class Attached:
             return None
         self._held.add(name)
         return Published.attach(
-            self._memory, name, n_elements=self._n_elements, dtype=self._dtype
+            self._memory,
+            name,
+            n_elements=self._part.shard_size,
+            dtype=self._part.dtype,
         )
 
     def _room(self, name: str) -> Room | None:
@@ -97,4 +99,5 @@ class Attached:
             return None
         self._held.add(name)
         region = self._memory.attach(name)
-        return slot_views(region, n_elements=self._n_elements, dtype=self._dtype)
+        n_elements = self._part.holding.n_elements
+        return slot_views(region, n_elements=n_elements, dtype=self._part.dtype)

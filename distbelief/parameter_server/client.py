@@ -3,6 +3,7 @@
     handle / begin_fetch   ->  actions of the role        (one `link` per shard)
     install / stage        ->  work for the role's compute lane, no state touched
     installed / staged     ->  the work is done: actions again
+    draft                  ->  what the lane fills piece by piece, instead of stage
 
     fetch    begin_fetch ... fetch_complete   install ~~> installed     (torn: again)
     push     can_push                         stage   ~~> staged ... unacknowledged = 0
@@ -19,6 +20,8 @@ Rules:
 * A push is all shards' or nobody's: it has one sequence, and it is not begun before
   every shard has room for it. Nothing that is not finite is pushed.
 * Shards do not wait for each other: their clocks differ (DB-5).
+* A client that holds only regions of the tensors (`selection`) knows only the shards
+  that hold some of them; "every shard" is every one of those. It may be none.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +36,14 @@ from distbelief.parameter_server.fetching import ShardReader
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.link import TIMER, Link, ShardReply
 from distbelief.parameter_server.pushing import StagedSlot
-from distbelief.parameter_server.staging import Installed, Staged, installing, staging
+from distbelief.parameter_server.selection import Part, Selection
+from distbelief.parameter_server.staging import (
+    Draft,
+    Installed,
+    Staged,
+    installing,
+    staging,
+)
 from distbelief.parameter_server.staleness import Staleness
 from distbelief.roles import (
     Action,
@@ -51,7 +61,7 @@ from distbelief.roles import (
 )
 
 
-__all__ = ["ClientConfig", "Installed", "ParameterClient", "Staged"]
+__all__ = ["ClientConfig", "Draft", "Installed", "ParameterClient", "Staged"]
 
 _LIFE_BITS = 32
 """Sequences and requests of incarnation i begin at i << 32, so that no late answer to
@@ -60,7 +70,7 @@ a former life can be taken for one to this."""
 
 @final
 class ParameterClient:
-    """One client of all shards."""
+    """One client of all shards, or of those that hold what it selects."""
 
     def __init__(
         self,
@@ -70,6 +80,7 @@ class ParameterClient:
         shards: Sequence[Address],
         memory: Memory,
         second_copies: Sequence[Address] = (),
+        selection: Selection | None = None,
     ) -> None:
         """Store; `start` acts.
 
@@ -80,6 +91,7 @@ class ParameterClient:
             memory: What this client can share with shards of its host.
             second_copies: Where each shard is also to be found; none if each has one
                 copy only.
+            selection: What this client holds of the tensors; None for everything.
         """
         if len(shards) != layout.n_shards:
             raise ValueError(
@@ -90,14 +102,20 @@ class ParameterClient:
                 f"{len(second_copies)} second copies are given for {len(shards)} "
                 "shards: give none, or one for each"
             )
+        if selection is not None and selection.fingerprint != layout.fingerprint:
+            raise ValueError(
+                f"the selection is of layout {selection.fingerprint}, the client's is "
+                f"{layout.fingerprint}: select from the same"
+            )
         self._config = config
-        self._layout = layout
-        self._links: list[Link] = []
+        self._tensors = layout.tensors if selection is None else selection.tensors
+        self._links: dict[int, Link] = {}  # by index of the shard, in that order
         self._link_of: dict[Address, Link] = {}
-        for index, address in enumerate(shards):
-            copies = (address, *second_copies[index : index + 1])
-            link = Link(copies, index, config=config, layout=layout, memory=memory)
-            self._links.append(link)
+        for index in range(len(shards)) if selection is None else selection.shards:
+            copies = (shards[index], *second_copies[index : index + 1])
+            part = Part.of(selection, layout, index)
+            link = Link(copies, index, config=config, part=part, memory=memory)
+            self._links[index] = link
             self._link_of |= dict.fromkeys(copies, link)
         self._installing: dict[int, ShardReader] | None = None
         self._staging: list[StagedSlot] | None = None
@@ -111,7 +129,7 @@ class ParameterClient:
     def start(self, incarnation: int, now: Seconds) -> list[Action]:
         """Say Hello to every shard. `incarnation` is that of the role."""
         actions: list[Action] = []
-        for link in self._links:
+        for link in self._links.values():
             link.fetching.start(incarnation << _LIFE_BITS)
             link.pushing.start((incarnation << _LIFE_BITS) + 1)
             actions += [*link.greet(now), *link.wait(now)]
@@ -148,10 +166,9 @@ class ParameterClient:
                     return []
                 actions = self._receive(link, event, now)
             case TimerFired():
-                index = event.name.removeprefix(TIMER)
-                if index == event.name or not index.isdecimal():
+                link = self._link_timed(event.name)
+                if link is None:
                     return []
-                link = self._links[int(index)]
                 actions = link.timer(now)
             case PeerJoined() | PeerLost():
                 link = self._link_of.get(event.peer)
@@ -164,6 +181,12 @@ class ParameterClient:
                 assert_never(event)
         self._release()
         return [*actions, *link.wait(now)]
+
+    def _link_timed(self, name: str) -> Link | None:
+        """Return the link whose timer has this name."""
+        index = name.removeprefix(TIMER)
+        known = index != name and index.isdecimal()
+        return self._links.get(int(index)) if known else None
 
     def _receive(self, link: Link, event: Received, now: Seconds) -> list[Action]:
         message = event.message
@@ -179,17 +202,22 @@ class ParameterClient:
     @property
     def ready(self) -> bool:
         """Has every shard said Welcome, and led since?"""
-        return all(link.welcome for link in self._links)
+        return all(link.welcome for link in self._links.values())
 
     @property
     def samples(self) -> int:
         """Samples of this client in the values of every shard: where to resume."""
-        return min((link.samples for link in self._links), default=0)
+        return min((link.samples for link in self._links.values()), default=0)
 
     @property
     def clocks(self) -> tuple[int, ...]:
         """Per shard, the clock of the values installed last."""
-        return tuple(link.fetching.clock for link in self._links)
+        return tuple(link.fetching.clock for link in self._links.values())
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """Per shard, its life and the clock of the values installed last."""
+        return tuple(link.fetching.version for link in self._links.values())
 
     def begin_fetch(self, now: Seconds) -> list[Action]:
         """Fetch anew from every shard.
@@ -200,14 +228,14 @@ class ParameterClient:
         if self._installing is not None:
             raise LocalProtocolError("begin_fetch while an install is under way")
         actions: list[Action] = []
-        for link in self._links:
+        for link in self._links.values():
             actions += [*link.begin_fetch(now), *link.wait(now)]
         return actions
 
     @property
     def fetch_complete(self) -> bool:
         """Can the fetch be installed? From shared memory it can be tried at once."""
-        return all(link.fetching.complete for link in self._links)
+        return all(link.fetching.complete for link in self._links.values())
 
     def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Installed]:
         """Return the work that copies what was fetched into `tensors`.
@@ -216,22 +244,25 @@ class ParameterClient:
         not copied from again.
 
         Args:
-            tensors: Each (n_elements,), in the layout's order.
+            tensors: Each (n_elements,), in the order of the layout or the selection.
 
         Raises:
             LocalProtocolError: an install is under way.
         """
         if self._installing is not None:
             raise LocalProtocolError("install while an install is under way")
-        links = self._links
+        fetches = {index: link.fetching for index, link in self._links.items()}
         readers = {
-            link.index: link.fetching.reader()
-            for link in links
-            if link.fetching.wanted and link.fetching.complete
+            index: fetching.reader()
+            for index, fetching in fetches.items()
+            if fetching.wanted and fetching.complete
         }
-        missing = [link.index for link in links if not link.fetching.complete]
+        missing = [index for index, one in fetches.items() if not one.complete]
         self._installing = readers
-        known = [-1 if link.fetching.wanted else link.fetching.clock for link in links]
+        known = {
+            index: -1 if fetching.wanted else fetching.clock
+            for index, fetching in fetches.items()
+        }
         return installing(readers, tensors, missing=missing, known=known)
 
     def installed(self, outcome: Installed, now: Seconds) -> list[Action]:
@@ -244,6 +275,7 @@ class ParameterClient:
         if self._installing is None:
             raise LocalProtocolError("installed without an install")
         readers, self._installing = self._installing, None
+        clocks = dict(zip(self._links, outcome.clocks, strict=True))
         actions: list[Action] = []
         for index, reader in readers.items():
             link = self._links[index]
@@ -251,7 +283,7 @@ class ParameterClient:
                 self._n_torn += 1
                 actions += [*link.torn(now), *link.wait(now)]
             else:
-                link.fetching.installed(outcome.clocks[index], reader)
+                link.fetching.installed(clocks[index], reader)
         self._release()
         return actions
 
@@ -263,14 +295,17 @@ class ParameterClient:
         return (
             self._config.pushes
             and self._staging is None
-            and all(link.welcome and link.pushing.has_room for link in self._links)
+            and all(
+                link.welcome and link.pushing.has_room for link in self._links.values()
+            )
         )
 
     @property
     def unacknowledged(self) -> int:
         """Pushes that some shard has not acknowledged."""
-        issued = self._links[0].pushing.issued
-        return issued - min(link.pushing.settled for link in self._links)
+        # All have issued the same.
+        pushes = [link.pushing for link in self._links.values()]
+        return max((one.issued - one.settled for one in pushes), default=0)
 
     def stage(
         self,
@@ -282,8 +317,9 @@ class ParameterClient:
         """Return the work that copies a push into every shard's slot, and checks it.
 
         Args:
-            gradients: Each (n_elements,), in the layout's order: sums of raw gradients
-                (DB-7). None for zeros; those of buffers are not looked at.
+            gradients: Each (n_elements,), in the order of the layout or the selection:
+                sums of raw gradients (DB-7). None for zeros; those of buffers are not
+                looked at.
             values: Likewise; of buffers these are pushed, others are not looked at.
             fetched_clocks: `clocks` when the oldest of these gradients' parameters had
                 been installed; by default those of the last install.
@@ -291,26 +327,53 @@ class ParameterClient:
         Raises:
             LocalProtocolError: not `can_push`.
         """
-        if not self.can_push:
-            raise LocalProtocolError("stage while not can_push: wait until it is")
         tensors = [
             gradient if spec.kind == "parameter" else value
             for spec, gradient, value in zip(
-                self._layout.tensors, gradients, values, strict=True
+                self._tensors, gradients, values, strict=True
             )
         ]
+        slots = self._begin_staging(fetched_clocks)
+        return staging(slots, tensors, names=[spec.name for spec in self._tensors])
+
+    def draft(self, *, fetched_clocks: Sequence[int] | None = None) -> Draft:
+        """Return a push that the lane fills tensor by tensor; then call `staged`.
+
+        Args:
+            fetched_clocks: As in `stage`.
+
+        Raises:
+            LocalProtocolError: not `can_push`.
+        """
+        return Draft(self._begin_staging(fetched_clocks), self._tensors)
+
+    def abandon(self) -> None:
+        """Push nothing of what was staged, or drafted; no work touches it any more."""
+        if self._staging is None:
+            raise LocalProtocolError("abandon without a stage or a draft")
+        self._staging = None
+        self._release()
+
+    def _begin_staging(self, fetched_clocks: Sequence[int] | None) -> list[StagedSlot]:
+        if not self.can_push:
+            raise LocalProtocolError("stage while not can_push: wait until it is")
         clocks = self.clocks if fetched_clocks is None else fetched_clocks
         slots = [
             # Gradients may have waited since a life of the shard with a higher clock.
             link.pushing.slot(fetched_clock=min(clock, link.clock))
-            for link, clock in zip(self._links, clocks, strict=True)
+            for link, clock in zip(self._links.values(), clocks, strict=True)
         ]
         self._staging = slots
-        names = [spec.name for spec in self._layout.tensors]
-        return staging(slots, tensors, names=names)
+        return slots
 
     def staged(
-        self, outcome: Staged, *, n_gradients: int, samples: int, now: Seconds
+        self,
+        outcome: Staged,
+        *,
+        n_gradients: int,
+        samples: int,
+        now: Seconds,
+        grant: int = 0,
     ) -> list[Action]:
         """Push what was staged, if it is finite; count and name it if not.
 
@@ -319,6 +382,8 @@ class ParameterClient:
             n_gradients: How many gradients were summed.
             samples: Total of this client over all its lives, these included.
             now: The time.
+            grant: Of a set of portions, which is folded, not applied; then `samples`
+                are its own.
         """
         if self._staging is None:
             raise LocalProtocolError("staged without a stage")
@@ -326,9 +391,13 @@ class ParameterClient:
         actions: list[Action] = []
         if outcome.finite:
             self._n_pushed += 1
-            for link, slot in zip(self._links, slots, strict=True):
+            for link, slot in zip(self._links.values(), slots, strict=True):
                 actions += link.issue(
-                    slot, n_gradients=n_gradients, samples=samples, now=now
+                    slot,
+                    n_gradients=n_gradients,
+                    samples=samples,
+                    grant=grant,
+                    now=now,
                 )
                 actions += link.wait(now)
         else:
@@ -343,7 +412,7 @@ class ParameterClient:
     @property
     def waiting_for(self) -> Address | None:
         """The first shard without whom the next fetch or push cannot go on, if any."""
-        for link in self._links:
+        for link in self._links.values():
             if not (link.welcome and link.fetching.complete and link.pushing.has_room):
                 return link.address
         return None
@@ -355,7 +424,7 @@ class ParameterClient:
         shard owes an answer, `pushes_lost` one for each shard that lost one.
         Bytes are those of blocks and of copies to and from shared memory.
         """
-        links = self._links
+        links = self._links.values()
         staleness = self._staleness.counters()
         return {
             "pushes_sent": float(self._n_pushed),
@@ -371,5 +440,5 @@ class ParameterClient:
     def _release(self) -> None:
         """Let go of memory of former leaders, unless work touches it."""
         if self._installing is None and self._staging is None:
-            for link in self._links:
+            for link in self._links.values():
                 link.release()

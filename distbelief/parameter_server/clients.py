@@ -8,8 +8,9 @@ Rules:
 * A new incarnation drops the older one's slots, and what waited in them; only `samples`
   stays. An older incarnation is a stranger: an answer would reach its successor.
 * What a snapshot tells of a client counts once that very incarnation says Hello.
-* At most `n_clients_max` are known, each with two slots of the shard's size if it
-  pushes. One that is gone keeps them: it may only have been cut off.
+* At most `n_clients_max` are known, each with two slots of the size of what it holds
+  if it pushes. One that is gone keeps them: it may only have been cut off.
+* What a client holds is the same as long as it lives.
 """
 
 from collections.abc import Iterable
@@ -17,11 +18,13 @@ from typing import final
 
 import numpy as np
 
-from distbelief.errors import StorageError
+from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.memory import Memory
 from distbelief.messages import Hello
+from distbelief.parameter_server.holding import Holding, Holdings
 from distbelief.parameter_server.slots import Client, Slot, slot_views, slots_bytes
 from distbelief.parameter_server.snapshots import ShardIdentity
+from distbelief.parameter_server.steps import Steps
 from distbelief.roles import Address
 
 
@@ -30,11 +33,16 @@ class Clients:
     """All clients that one life of a shard knows."""
 
     def __init__(
-        self, identity: ShardIdentity, *, memory: Memory, n_clients_max: int
+        self,
+        identity: ShardIdentity,
+        *,
+        holdings: Holdings,
+        memory: Memory,
+        n_clients_max: int,
     ) -> None:
         self._fingerprint = identity.layout.fingerprint
-        self._n_elements = identity.layout.shard_size(identity.index)
-        self._dtype = identity.layout.dtype
+        self._holdings = holdings
+        self._n_gradient = identity.layout.n_gradient(identity.index)
         self._memory = memory
         self._n_clients_max = n_clients_max
         self._clients: dict[Address, Client] = {}
@@ -53,10 +61,28 @@ class Clients:
         """How many said Hello and are not gone."""
         return sum(c.greeted and c.present for c in self._clients.values())
 
-    @property
-    def n_pushing(self) -> int:
-        """How many of those push."""
-        return sum(c.greeted and c.present and bool(c.slots) for c in self.all())
+    def n_averaged(self, holding: Holding) -> int:
+        """Over how many of those buffers are averaged that are pushed by one of them.
+
+        That is how many push: as many as hold one element of these buffers, at the
+        most. Of replicas of several machines each holds every element once.
+        """
+        pushing = [
+            client.holding
+            for client in self.all()
+            if client.greeted and client.present and client.slots
+        ]
+        if all(other.key == holding.key for other in pushing):
+            return len(pushing)
+        buffers = (self._n_gradient, self._holdings.whole.n_elements)
+        inner = holding.within(*buffers)
+        all_ranges = [inner, *(other.within(*buffers) for other in pushing)]
+        ends = [end for one in all_ranges for end in (one.starts, one.stops)]
+        bounds = np.unique(np.concatenate(ends))
+        if not inner.n_elements:
+            return len(pushing)
+        counts = sum(ranges.marks(bounds).astype(np.int64) for ranges in all_ranges[1:])
+        return int(np.max(counts, where=inner.marks(bounds), initial=0))
 
     def get(self, name: Address) -> Client | None:
         """Return the client of this name, of whatever incarnation."""
@@ -67,19 +93,37 @@ class Clients:
         client = self._clients.get(name)
         return client is not None and incarnation < client.incarnation
 
-    def why_not(self, name: Address, hello: Hello) -> str | None:
+    def why_not(
+        self, name: Address, incarnation: int, hello: Hello, *, steps: Steps
+    ) -> str | None:
         """Return why this client can never be welcome, if so."""
         if hello.layout != self._fingerprint:
             return (
                 f"your layout is {hello.layout}, the shard's {self._fingerprint}: "
                 "use the same model and number of shards on both sides"
             )
+        try:
+            holding = self._holdings.get(hello.holds)
+        except RemoteProtocolError as error:
+            return f"what you hold of it cannot be: {error}"
+        client = self._clients.get(name)
+        if (
+            client is not None
+            and client.greeted
+            and client.incarnation == incarnation
+            and client.holding.key != holding.key
+        ):
+            return (
+                f"you held {client.holding.n_elements} elements of it, and now hold "
+                f"{holding.n_elements} others: what a client holds is the same as long "
+                "as it lives; begin another life of it"
+            )
         if name not in self._clients and len(self._clients) >= self._n_clients_max:
             return (
                 f"it serves {len(self._clients)} clients already, all that "
                 "n_clients_max allows: use fewer, or raise it"
             )
-        return None
+        return steps.know(holding) if hello.pushes else None
 
     def changes(self, name: Address, incarnation: int, hello: Hello) -> bool:
         """Return whether this Hello says anything new."""
@@ -115,6 +159,7 @@ class Clients:
                 name=name, incarnation=incarnation, samples=samples, queued=queued
             )
             self._clients[name] = client
+        client.holding = self._holdings.get(hello.holds)
         warning = None
         if self._needs_slots(client, hello):
             self._take_back(client)
@@ -139,7 +184,8 @@ class Clients:
         return not client.slots or (bool(client.region) and not self.shares(hello))
 
     def _lend_slots(self, client: Client, region: str, *, shared: bool) -> str | None:
-        n_bytes = slots_bytes(self._n_elements, itemsize=self._dtype.itemsize)
+        n_elements, dtype = client.holding.n_elements, client.holding.dtype
+        n_bytes = slots_bytes(n_elements, itemsize=dtype.itemsize)
         warning = None
         memory = None
         if shared:
@@ -152,7 +198,7 @@ class Clients:
                 warning = f"{client.name} has to push by messages: {error}"
         if memory is None:
             memory = np.zeros(n_bytes, np.uint8)
-        views = slot_views(memory, n_elements=self._n_elements, dtype=self._dtype)
+        views = slot_views(memory, n_elements=n_elements, dtype=dtype)
         client.slots = (Slot(views[0]), Slot(views[1]))
         return warning
 

@@ -16,7 +16,7 @@ from distbelief.messages import Credit, Fetch
 from distbelief.parameter_server.clients import Clients
 from distbelief.parameter_server.leases import Copy, Leases
 from distbelief.parameter_server.replies import Replies
-from distbelief.parameter_server.slots import Bounds, Client
+from distbelief.parameter_server.slots import Client
 from distbelief.roles import Action, Address, Seconds, SetTimer
 from distbelief.vectors import Vector
 
@@ -28,13 +28,10 @@ _LEASE = "lease:"
 class Fetches:
     """All fetches by blocks of one life of a shard."""
 
-    def __init__(
-        self, clients: Clients, replies: Replies, leases: Leases, *, bounds: Bounds
-    ) -> None:
+    def __init__(self, clients: Clients, replies: Replies, leases: Leases) -> None:
         self._clients = clients
         self._replies = replies
         self._leases = leases
-        self._bounds = bounds
         self._copying: Copy | None = None
         self._bytes_out = 0
 
@@ -71,7 +68,9 @@ class Fetches:
             return []
         if message.request > client.request:
             client.request = message.request
-            lends = self._leases.ask(name, message, clock=clock, now=now)
+            lends = self._leases.ask(
+                name, message, holding=client.holding, clock=clock, now=now
+            )
             return self._begin(name) if lends else []
         if self._leases.waits(name):
             return [self._replies.welcome(client, clock=clock)]
@@ -86,7 +85,7 @@ class Fetches:
             return []
         if self._leases.get(client.name) is None:
             return self._over(client)
-        n_blocks = len(self._bounds)
+        n_blocks = client.n_blocks
         self._leases.credit(client.name, message, n_blocks=n_blocks, now=now)
         return self._blocks(client.name)
 
@@ -104,7 +103,7 @@ class Fetches:
     def expire(self, client: Client) -> None:
         """End what the client has begun, and tell it if it comes back."""
         client.expired = client.request
-        self._leases.end(client.name)
+        self._leases.expire(client.name)
 
     def end(self, name: Address) -> None:
         """End what a former life of this client has begun."""
@@ -127,7 +126,7 @@ class Fetches:
         actions: list[Action] = []
         lease = self._leases.get(name)
         if lease is not None:
-            for index, values in lease.blocks(self._bounds):
+            for index, values in lease.blocks():
                 self._bytes_out += values.nbytes
                 actions.append(self._replies.block(name, lease, index, values))
         return actions

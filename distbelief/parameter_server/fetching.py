@@ -9,6 +9,8 @@ Rules:
   without progress the shard is asked to send again from the first one missing.
 * All blocks of a request are of one clock: the shard leases one version to it. A new
   request begins whenever the lease may be gone. Blocks of former requests mean nothing.
+* Blocks stay where the driver put them until the install, which copies each number
+  once, to where it belongs.
 * A read of shared memory that keeps being torn gives way to blocks for this fetch: the
   shard then makes a copy, and writes that go on without a pause cannot starve a reader.
 """
@@ -16,16 +18,15 @@ Rules:
 from collections.abc import Sequence
 from typing import final
 
-import numpy as np
 import torch
 
 from distbelief.errors import RemoteProtocolError
 from distbelief.messages import Credit, Fetch, ParameterBlock
-from distbelief.parameter_server.layout import Exchange, Layout
 from distbelief.parameter_server.published import Published
+from distbelief.parameter_server.selection import BlockExchange, Part, TensorExchange
 from distbelief.parameter_server.slots import Bounds
 from distbelief.roles import Seconds
-from distbelief.vectors import Vector, block_bounds
+from distbelief.vectors import Vector
 
 
 @final
@@ -40,7 +41,7 @@ class ShardReader:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: TensorExchange | BlockExchange,
         *,
         published: Published | None,
         clock: int,
@@ -70,23 +71,21 @@ class Fetching:
 
     Attributes:
         wanted: A fetch was begun and is not yet installed.
-        clock: Of the values installed last.
+        clock: Of the values installed last; lowered when the shard begins a new life.
+        version: Their shard's life, and their clock in it.
         bytes_in: Of blocks received and values installed from shared memory.
     """
 
-    def __init__(self, layout: Layout, index: int, *, credit_blocks: int) -> None:
-        self._layout = layout
+    def __init__(self, part: Part, index: int, *, credit_blocks: int) -> None:
+        self._part = part
         self._index = index
         self._credit_blocks = credit_blocks
-        size, dtype = layout.shard_size(index), layout.dtype
-        self._n_elements = size
-        self._bounds: Bounds = tuple(block_bounds(size, itemsize=dtype.itemsize))
+        self._bounds: Bounds = part.holding.bounds
         self._shard_incarnation = 0
         self._first_clock = 0  # of that life, as far as known
         self._published: Published | None = None
-        self._shared: Exchange | None = None  # of the published values
-        self._buffer: Vector | None = None  # (shard_size,), once blocks are needed
-        self._buffered: Exchange | None = None
+        self._shared: TensorExchange | None = None  # of the published values
+        self._blocks: list[Vector] = []  # of this request, until they are installed
         self._request = 0
         self._received = 0  # blocks of this request
         self._block_clock = 0
@@ -96,6 +95,7 @@ class Fetching:
         self._torn_since: Seconds | None = None
         self.wanted = False
         self.clock = 0
+        self.version = 0, 0
         self.bytes_in = 0
 
     def start(self, first_request: int) -> None:
@@ -122,7 +122,7 @@ class Fetching:
             self._published = published
             self._shared = None
             if published is not None:
-                self._shared = Exchange(self._layout, self._index, published.values)
+                self._shared = self._part.exchange_in_place(published.values)
         if self.wanted and not (self._by_blocks and self.complete):
             return self._begin(by_blocks=published is None)
         return []
@@ -132,6 +132,7 @@ class Fetching:
         if not self.complete or not self._by_blocks:
             self._by_blocks = True
             self._received = 0
+            self._blocks.clear()
 
     def begin(self, *, welcome: bool) -> list[Fetch]:
         """Fetch anew; if not `welcome`, as soon as that changes."""
@@ -140,6 +141,7 @@ class Fetching:
         if not welcome:
             self._by_blocks = True
             self._received = 0
+            self._blocks.clear()
             return []
         return self._begin(by_blocks=self._published is None)
 
@@ -160,7 +162,7 @@ class Fetching:
         if block.block_index != self._received:
             return []
         start, stop = self._bounds[self._received]
-        values, dtype = block.values, self._layout.dtype
+        values, dtype = block.values, self._part.dtype
         if values.dtype != dtype or values.size != stop - start:
             raise RemoteProtocolError(
                 f"shard {self._index} sent {values.size} elements of {values.dtype} as "
@@ -173,7 +175,7 @@ class Fetching:
             )
         self._block_clock = block.clock
         self._block_incarnation = self._shard_incarnation
-        self._room()[start:stop] = values
+        self._blocks.append(values)
         self._received += 1
         self.bytes_in += values.nbytes
         if self._received < n_blocks and (
@@ -193,9 +195,8 @@ class Fetching:
     def reader(self) -> ShardReader:
         """Return what the install is to read; call only if complete."""
         if self._by_blocks:
-            assert self._buffered is not None
             return ShardReader(
-                self._buffered,
+                self._part.exchange_blocks(tuple(self._blocks)),
                 published=None,
                 clock=self._block_clock,
                 shard_incarnation=self._block_incarnation,
@@ -211,11 +212,13 @@ class Fetching:
     def installed(self, clock: int, reader: ShardReader) -> None:
         """The values that `reader` read, of this clock, are where they belong."""
         self.wanted = False
+        self._blocks.clear()
+        self.version = reader.shard_incarnation, clock
         if reader.shard_incarnation != self._shard_incarnation:
             clock = min(clock, self._first_clock)
         self.clock = clock
         if reader.shared:
-            self.bytes_in += self._n_elements * self._layout.dtype.itemsize
+            self.bytes_in += self._part.n_bytes
 
     def torn(self, now: Seconds, *, seconds_max: Seconds) -> list[Fetch]:
         """The read was torn; after `seconds_max` of that, ask for blocks."""
@@ -231,6 +234,7 @@ class Fetching:
         self._by_blocks = by_blocks
         self._request += 1
         self._received = self._credited = 0
+        self._blocks.clear()
         return [self._fetch()] if by_blocks else []
 
     def _fetch(self) -> Fetch:
@@ -249,9 +253,3 @@ class Fetching:
             limit=self._received + self._credit_blocks,
             again=again,
         )
-
-    def _room(self) -> Vector:
-        if self._buffer is None:
-            self._buffer = np.zeros(self._n_elements, self._layout.dtype)
-            self._buffered = Exchange(self._layout, self._index, self._buffer)
-        return self._buffer

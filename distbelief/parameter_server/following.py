@@ -44,6 +44,7 @@ from distbelief.messages import (
     StateCredit,
     Whole,
 )
+from distbelief.parameter_server.holding import Holding
 from distbelief.parameter_server.slots import (
     N_SLOTS,
     Bounds,
@@ -51,6 +52,7 @@ from distbelief.parameter_server.slots import (
     Slot,
     slot_views,
 )
+from distbelief.parameter_server.steps import Steps
 from distbelief.parameter_server.values import ShardValues
 from distbelief.roles import SUPERVISOR, Action, Address, Send
 from distbelief.vectors import Vector
@@ -62,7 +64,8 @@ class Forwarded:
     """A push to be applied."""
 
     message: Forward
-    values: Vector  # (shard_size,)
+    values: Vector  # (n_elements,) of what its client holds
+    holding: Holding
 
 
 @final
@@ -159,6 +162,7 @@ class Following:
             return [self._credit()]  # it is this one's copy already, or beyond that
         if self._next is not None and _is_before(message, self._next[1]):
             return []
+        self._steps(message)  # or it is refused
         self.pairing, self._next = message.pairing, (sender, message)
         self._queue.clear()
         return self._accept_next()
@@ -196,13 +200,18 @@ class Following:
         if ahead < 0:
             return [self._acknowledge(message.clock)]
         if ahead < n_waiting:
-            return [self._push_credit(message.clock + 1, len(self._bounds))]
+            n_blocks = len(self._holding(message).bounds)
+            return [self._push_credit(message.clock + 1, n_blocks)]
         if ahead > n_waiting or n_waiting >= self._n_waiting_max:
             return []
         values = self._pushed(message)
         if values is None:
             return [self._push_credit(message.clock + 1, self._received(message))]
-        self._queue.append(Forwarded(message, values))
+        holding = self._holding(message)
+        reason = self._values.steps.know(holding)
+        if reason is not None:
+            raise RemoteProtocolError(f"{sender} forwards a push, but {reason}")
+        self._queue.append(Forwarded(message, values, holding))
         return []
 
     def take_block(self, sender: Address, message: PushBlock) -> list[Action]:
@@ -228,13 +237,15 @@ class Following:
         if message.block_index == slot.received:
             start, stop = self._bounds[slot.received]
             values, dtype = message.values, slot.values.dtype
-            if values.dtype != dtype or values.size != stop - start:
+            if values.dtype != dtype or values.size > stop - start:
                 raise RemoteProtocolError(
                     f"{sender} sent {values.size} elements of {values.dtype} as block "
                     f"{slot.received} of a push; it has {stop - start} of {dtype}"
                 )
-            slot.values[start:stop] = values
+            # Fewer, if it is the last one of a client that holds a part.
+            slot.values[start : start + values.size] = values
             slot.received += 1
+            slot.n_elements += values.size
         return [self._push_credit(sequence, slot.received)]
 
     # ------------------------------------------------------------------------- work
@@ -275,7 +286,7 @@ class Following:
         (sender, message), self._next = self._next, None
         self.release()
         self._leader = sender
-        self._values.follow(clock=message.clock)
+        self._values.follow(clock=message.clock, steps=self._steps(message))
         clients = map(Client.of, message.clients)
         self.clients = {client.name: client for client in clients}
         return [self._credit()]
@@ -287,9 +298,15 @@ class Following:
         slots, sequence = self._slots, message.clock + 1
         if slots is None:
             return None
-        slot = slots[sequence % N_SLOTS]
-        is_here = slot.sequence == sequence and slot.received == len(self._bounds)
-        return slot.values if is_here else None
+        slot, holding = slots[sequence % N_SLOTS], self._holding(message)
+        if slot.sequence != sequence or slot.received < len(holding.bounds):
+            return None
+        if slot.n_elements != holding.n_elements:
+            raise RemoteProtocolError(
+                f"the blocks of push {sequence} have {slot.n_elements} elements, and "
+                f"its client holds {holding.n_elements}"
+            )
+        return slot.values[: holding.n_elements]
 
     def _attach(self, message: Forward) -> Vector | None:
         name, region = message.client.name, message.slots_region
@@ -298,12 +315,13 @@ class Following:
             if known is not None:  # what lay there was applied before
                 self._memory.release(known[0])
                 del self._attached[name]
-            values = self._values.vector
+            holding = self._holding(message)
             try:
                 memory = self._memory.attach(region)
             except MemoryGoneError:
                 return None
-            views = slot_views(memory, n_elements=len(values), dtype=values.dtype)
+            n_elements, dtype = holding.n_elements, holding.dtype
+            views = slot_views(memory, n_elements=n_elements, dtype=dtype)
             known = self._attached[name] = region, views
         return known[1][message.slot % N_SLOTS]
 
@@ -314,6 +332,20 @@ class Following:
             return 0
         slot = self._slots[sequence % N_SLOTS]
         return slot.received if slot.sequence == sequence else 0
+
+    def _holding(self, message: Forward) -> Holding:
+        """Return what the client holds that pushed this.
+
+        Raises:
+            RemoteProtocolError: it cannot be.
+        """
+        return self._values.holdings.get(message.holds)
+
+    def _steps(self, message: Follow) -> Steps:
+        """Return what the elements have met at the clock of this message."""
+        if message.steps is None:
+            return Steps(message.clock)
+        return Steps.read(message.steps, size=len(self._values.vector))
 
     def _room(self) -> tuple[Slot, Slot]:
         if self._slots is None:

@@ -33,6 +33,7 @@ from distbelief.messages import (
     Alone,
     Follow,
     Forward,
+    Lead,
     Message,
     PushBlock,
     PushCredit,
@@ -41,7 +42,7 @@ from distbelief.messages import (
 )
 from distbelief.parameter_server.clients import Clients
 from distbelief.parameter_server.pushes import Applying, Pushes
-from distbelief.parameter_server.slots import N_SLOTS, Bounds
+from distbelief.parameter_server.slots import N_SLOTS
 from distbelief.parameter_server.values import ShardValues
 from distbelief.roles import (
     SUPERVISOR,
@@ -86,21 +87,19 @@ class Forwarding:
         pairing: Of the latest Lead; 0 before there was one.
     """
 
-    def __init__(
-        self, values: ShardValues, clients: Clients, pushes: Pushes, *, bounds: Bounds
-    ) -> None:
+    def __init__(self, values: ShardValues, clients: Clients, pushes: Pushes) -> None:
         self._values = values
         self._clients = clients
         self._pushes = pushes
-        self._bounds = bounds
         self._outstanding: deque[_Forwarded] = deque()
         self._timer_at: Seconds | None = None
         self.pairing = 0
-        self._begin(None)
+        self._begin(None, life=0)
 
-    def _begin(self, second: Address | None) -> None:
+    def _begin(self, second: Address | None, *, life: int) -> None:
         self._second = second
-        self._life = 0  # of the second, once it has answered
+        self._life = life  # of the second: no other is heard
+        self._is_there = False  # has it answered?
         self._shares = True  # as far as is known: the clients' slots, with the second
         self._n_received = 0  # pieces that the second holds
         self._n_sent = 0
@@ -112,11 +111,12 @@ class Forwarding:
 
     # --------------------------------------------------------------- the supervisor
 
-    def lead(self, pairing: int, second: Address | None, now: Seconds) -> list[Action]:
+    def lead(self, lead: Lead, now: Seconds) -> list[Action]:
         """Acknowledge what this second holds as well, or alone from now on."""
         actions = self._release_all()
-        self.pairing = pairing
-        self._begin(second)
+        self.pairing = lead.pairing
+        second = Address(lead.second) if lead.second else None
+        self._begin(second, life=lead.second_incarnation)
         if second is not None:
             self._heard_at = self._progress_at = now
             actions += [self._to_second(self._follow()), *self._arm(now)]
@@ -125,7 +125,7 @@ class Forwarding:
     def stop(self) -> list[Action]:
         """Go on alone without asking: the job is over."""
         actions = self._release_all()
-        self._begin(None)
+        self._begin(None, life=0)
         return actions
 
     # ----------------------------------------------------------- pushes, and pieces
@@ -139,7 +139,7 @@ class Forwarding:
         self, applying: Applying, *, n_clients: int, now: Seconds
     ) -> list[Action]:
         """This push is being applied now."""
-        if not self._life:
+        if not self._is_there:
             return []
         clock, push = self._values.clock, applying.push
         message = Forward(
@@ -149,6 +149,7 @@ class Forwarding:
             n_pushing=n_clients,
             slots_region="",
             slot=push.sequence % N_SLOTS,
+            holds=applying.client.holding.stripes,
         )
         if not self._awaits:
             self._heard_at = self._progress_at = now
@@ -196,16 +197,13 @@ class Forwarding:
         self, event: Received, message: StateCredit, now: Seconds
     ) -> list[Action]:
         """The second is there, and holds so many pieces."""
-        if event.sender != self._second or message.pairing != self.pairing:
+        if not self._is_second(event, message.pairing):
             return []
-        if not self._life:
-            self._life = event.incarnation
+        self._heard_at = now
+        if not self._is_there or message.received > self._n_received:
             self._progress_at = now
-        if event.incarnation == self._life:
-            self._heard_at = now
-            if message.received > self._n_received:
-                self._n_received = message.received
-                self._progress_at = now
+        self._is_there = True
+        self._n_received = max(self._n_received, message.received)
         return []
 
     def acknowledged(
@@ -235,10 +233,10 @@ class Forwarding:
         if not self._is_second(event, message.shard_incarnation):
             return []
         self._heard_at = now
-        n_blocks = len(self._bounds)
         for forwarded in self._outstanding:
             if forwarded.message.clock + 1 != message.sequence:
                 continue
+            n_blocks = forwarded.applying.client.n_blocks
             if self._shares and forwarded.applying.client.region:
                 if message.received < n_blocks:
                     self._shares = False  # it cannot reach that memory
@@ -261,11 +259,11 @@ class Forwarding:
         if not self._awaits:
             return []
         actions: list[Action] = []
-        if not self._life:
+        if not self._is_there:
             actions.append(self._to_second(self._follow()))
         elif self._is_mute(now):
             actions += self._complain(now)
-        if self._life and now - self._heard_at >= TICK_SECONDS:
+        if self._is_there and now - self._heard_at >= TICK_SECONDS:
             actions += self._again()
         return [*actions, *self._arm(now)]
 
@@ -299,16 +297,16 @@ class Forwarding:
     @property
     def _builds(self) -> bool:
         """Whether the second is there, but lacks pieces."""
-        return bool(self._life) and self._n_received < self._values.n_pieces
+        return self._is_there and self._n_received < self._values.n_pieces
 
     @property
     def _awaits(self) -> bool:
         if self._second is None:
             return False
-        return not self._life or self._builds or bool(self._outstanding)
+        return not self._is_there or self._builds or bool(self._outstanding)
 
     def _is_second(self, event: Received, pairing: int) -> bool:
-        """Whether this comes from the life of the second that answered."""
+        """Whether this comes from the second, and from the life that is meant."""
         return (
             event.sender == self._second
             and event.incarnation == self._life
@@ -318,8 +316,10 @@ class Forwarding:
     def _follow(self) -> Follow:
         return Follow(
             pairing=self.pairing,
+            receiver_incarnation=self._life,
             clock=self._values.clock,
             clients=tuple(client.record for client in self._clients.all()),
+            steps=self._values.steps.words(),
         )
 
     def _release_all(self) -> list[Action]:
@@ -358,10 +358,10 @@ class Forwarding:
             forwarded.said = True
             yield msgspec.structs.replace(message, slots_region=region)
             return
-        n_blocks = len(self._bounds)
-        limit = min(n_blocks, forwarded.received + WINDOW_BLOCKS)
+        bounds = forwarded.applying.client.holding.bounds
+        limit = min(len(bounds), forwarded.received + WINDOW_BLOCKS)
         while forwarded.sent < limit:
-            start, stop = self._bounds[forwarded.sent]
+            start, stop = bounds[forwarded.sent]
             yield PushBlock(
                 sequence=message.clock + 1,
                 shard_incarnation=self.pairing,
@@ -369,10 +369,12 @@ class Forwarding:
                 values=forwarded.applying.slot.values[start:stop],
             )
             forwarded.sent += 1
-        if forwarded.sent == n_blocks:
+        if forwarded.sent == len(bounds):
             forwarded.said = True
             yield message
 
     def _to_second(self, message: Message) -> Send:
         assert self._second is not None
-        return Send(receiver=self._second, message=message)
+        # Slots stay as they are until the second has answered; pieces are copies.
+        lent = isinstance(message, PushBlock | StateBlock)
+        return Send(receiver=self._second, message=message, lent=lent)

@@ -27,7 +27,7 @@ Rules that every layout keeps:
 
 import hashlib
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final
@@ -215,12 +215,15 @@ class Exchange:
                 f"{vector.dtype}; layout {layout.fingerprint} needs ({size},) and "
                 f"{layout.dtype}"
             )
-        whole = _as_tensor(vector)
+        whole = as_tensor(vector)
         self._tensors = layout.tensors
-        self._views = [
-            (segment, whole[segment.offset : segment.offset + segment.n_elements])
+        self._views = {  # by tensor, of which a shard has one segment at the most
+            segment.tensor_index: (
+                segment,
+                whole[segment.offset : segment.offset + segment.n_elements],
+            )
             for segment in layout.segments(k)
-        ]
+        }
         self._padding = [
             whole[end : _padded(end)]
             for segment in layout.segments(k)
@@ -237,16 +240,30 @@ class Exchange:
         Raises:
             ValueError: a tensor is missing, or has another shape.
         """
-        self._check(tensors)
+        check_tensors(self._tensors, tensors)
+        for index in self._views:
+            self._put(index, tensors[index])
+        self.zero_padding()
+
+    def put(self, index: int, tensor: torch.Tensor | None) -> None:
+        """Copy this shard's part of one tensor into the vector; see `gather`."""
+        check_tensor(self._tensors[index], tensor)
+        self._put(index, tensor)
+
+    def _put(self, index: int, tensor: torch.Tensor | None) -> None:
+        if index not in self._views:
+            return
+        segment, view = self._views[index]
         with torch.no_grad():
-            for segment, view in self._views:
-                tensor = tensors[segment.tensor_index]
-                if tensor is None:
-                    view.zero_()
-                else:
-                    view.copy_(tensor[segment.start : segment.stop])
-            for view in self._padding:
+            if tensor is None:
                 view.zero_()
+            else:
+                view.copy_(tensor[segment.start : segment.stop])
+
+    def zero_padding(self) -> None:
+        """Fill what lies between the segments with zeros."""
+        for view in self._padding:
+            view.zero_()
 
     def scatter(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the vector's elements into `tensors`, which keep all others.
@@ -258,32 +275,86 @@ class Exchange:
         Raises:
             ValueError: a tensor is missing, or has another shape.
         """
-        self._check(tensors)
-        with torch.no_grad():
-            for segment, view in self._views:
-                tensor = tensors[segment.tensor_index][segment.start : segment.stop]
-                tensor.copy_(view if tensor.is_floating_point() else view.round())
+        check_tensors(self._tensors, tensors)
+        for segment, view in self._views.values():
+            _copy(view, tensors[segment.tensor_index][segment.start : segment.stop])
 
-    def _check(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        if len(tensors) != len(self._tensors):
-            raise ValueError(
-                f"{len(tensors)} tensors given, the layout has {len(self._tensors)}: "
-                "give all of them, sorted by name"
-            )
-        for spec, tensor in zip(self._tensors, tensors, strict=True):
-            if tensor is None:
-                continue
-            if tensor.shape != (spec.n_elements,):
-                raise ValueError(
-                    f"tensor {spec.name!r} has shape {tuple(tensor.shape)}; its "
-                    f"{spec.n_elements} elements are needed in one dimension: flatten "
-                    "it, and give the tensors sorted by name"
-                )
-            if tensor.is_complex():
-                raise ValueError(
-                    f"tensor {spec.name!r} is {tensor.dtype}, and shards hold real "
-                    "numbers; make it a real one with torch.view_as_real"
-                )
+
+def _copy(values: torch.Tensor, tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(values if tensor.is_floating_point() else values.round())
+
+
+def scatter_blocks(
+    layout: Layout,
+    k: int,
+    blocks: Sequence[Vector],
+    tensors: Sequence[torch.Tensor],
+) -> None:
+    """Copy a vector that lies in consecutive blocks; see `Exchange.scatter`.
+
+    Args:
+        layout: How the vector is cut.
+        k: Which shard's it is.
+        blocks: Together (shard_size(k),); they may be read-only.
+        tensors: Each (n_elements,), in the layout's order.
+    """
+    check_tensors(layout.tensors, tensors)
+    segments = deque(layout.segments(k))
+    end = 0
+    for block in blocks:
+        begin, end = end, end + len(block)
+        values = as_tensor(block)
+        while segments and segments[0].offset < end:
+            segment = segments[0]
+            first = max(begin, segment.offset)
+            last = min(end, segment.offset + segment.n_elements)
+            # `first` may lie beyond `last`, in padding that begins a block.
+            at = segment.start - segment.offset
+            if first < last:
+                tensor = tensors[segment.tensor_index][first + at : last + at]
+                _copy(values[first - begin : last - begin], tensor)
+            if segment.offset + segment.n_elements > end:
+                break  # the next block goes on with it
+            segments.popleft()
+
+
+def check_tensors(
+    specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None]
+) -> None:
+    """Check that these are the flat tensors of `specs`.
+
+    Raises:
+        ValueError: one is missing, or has another shape.
+    """
+    if len(tensors) != len(specs):
+        raise ValueError(
+            f"{len(tensors)} tensors given, the layout has {len(specs)}: "
+            "give all of them, in its order (whole tensors are sorted by name)"
+        )
+    for spec, tensor in zip(specs, tensors, strict=True):
+        check_tensor(spec, tensor)
+
+
+def check_tensor(spec: TensorSpec, tensor: torch.Tensor | None) -> None:
+    """Check that this is the flat tensor of `spec`; None is always right.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    if tensor is None:
+        return
+    if tensor.shape != (spec.n_elements,):
+        raise ValueError(
+            f"tensor {spec.name!r} has shape {tuple(tensor.shape)}; its "
+            f"{spec.n_elements} elements are needed in one dimension: flatten "
+            "it, and give the tensors in the layout's order (whole ones: by name)"
+        )
+    if tensor.is_complex():
+        raise ValueError(
+            f"tensor {spec.name!r} is {tensor.dtype}, and shards hold real "
+            "numbers; make it a real one with torch.view_as_real"
+        )
 
 
 def _cut(
@@ -343,7 +414,7 @@ def _padded(n_elements: int) -> int:
     return -(-n_elements // ALIGNMENT) * ALIGNMENT
 
 
-def _as_tensor(vector: Vector) -> torch.Tensor:
+def as_tensor(vector: Vector) -> torch.Tensor:
     """Return the same memory as a tensor.
 
     Of a read-only array too, at which torch would warn: it knows no read-only tensors.

@@ -11,6 +11,9 @@ Rules:
 * A lease ends when its reader has every block, fetches anew, is gone, or has made no
   progress for `seconds_max`. The copy is then free once nobody else reads it: it is
   retired, so that a late reader is caught, and used again.
+* Blocks on their way are not copied again. Those of a lease that ended mean nothing,
+  unless it ended for want of progress: its reader may still take them. Then the copy's
+  memory is left to them, and another is used from then on.
 * Blocks go out in order, at most `CREDIT_BLOCKS_MAX` beyond those received.
 """
 
@@ -23,7 +26,7 @@ import numpy as np
 from distbelief.errors import RemoteProtocolError
 from distbelief.memory import Memory
 from distbelief.messages import Credit, Fetch
-from distbelief.parameter_server.slots import Bounds
+from distbelief.parameter_server.holding import Holding
 from distbelief.roles import Address, Seconds
 from distbelief.vectors import Element, Vector
 
@@ -41,6 +44,7 @@ class Copy:
     clock: int = 0
     n_readers: int = 0
     filling: bool = False
+    is_on_its_way: bool = False  # to a reader whose lease has ended
 
 
 @final
@@ -49,18 +53,19 @@ class Lease:
     """One reader of a copy."""
 
     copy: Copy
+    holding: Holding  # what the reader wants of it
     request: int
     limit: int  # blocks [0, limit) may be sent
     expires: Seconds
     received: int = 0  # blocks [0, received) have arrived
     sent: int = 0  # blocks [0, sent) were sent
 
-    def blocks(self, bounds: Bounds) -> Iterator[tuple[int, Vector]]:
+    def blocks(self) -> Iterator[tuple[int, Vector]]:
         """Yield (block index, values) of each block that may be sent now."""
-        limit = min(self.limit, self.received + CREDIT_BLOCKS_MAX, len(bounds))
+        n_blocks = len(self.holding.bounds)
+        limit = min(self.limit, self.received + CREDIT_BLOCKS_MAX, n_blocks)
         while self.sent < limit:
-            start, stop = bounds[self.sent]
-            yield self.sent, self.copy.values[start:stop]
+            yield self.sent, self.holding.block(self.copy.values, self.sent)
             self.sent += 1
 
 
@@ -84,7 +89,7 @@ class Leases:
         self._memory = memory
         self._copies: list[Copy] = []
         self._leases: dict[Address, Lease] = {}
-        self._waiting: dict[Address, Fetch] = {}
+        self._waiting: dict[Address, tuple[Fetch, Holding]] = {}
 
     @property
     def n_copies(self) -> int:
@@ -107,14 +112,20 @@ class Leases:
         return self._leases.get(client)
 
     def ask(
-        self, client: Address, fetch: Fetch, *, clock: int, now: Seconds
+        self,
+        client: Address,
+        fetch: Fetch,
+        *,
+        holding: Holding,
+        clock: int,
+        now: Seconds,
     ) -> Lease | None:
         """Return a lease for a new fetch, or None and let it wait for a copy."""
         self.end(client)
         for copy in self._copies:
             if copy.n_readers and copy.clock == clock and not copy.filling:
-                return self._lend(client, fetch, copy, now=now)
-        self._waiting[client] = fetch
+                return self._lend(client, fetch, copy, holding=holding, now=now)
+        self._waiting[client] = fetch, holding
         return None
 
     def begin_copy(self) -> Copy:
@@ -132,8 +143,8 @@ class Leases:
         copy.filling = False
         copy.clock = clock
         waiting, self._waiting = self._waiting, {}
-        for client, fetch in waiting.items():
-            self._lend(client, fetch, copy, now=now)
+        for client, (fetch, holding) in waiting.items():
+            self._lend(client, fetch, copy, holding=holding, now=now)
         if not waiting:  # they left while it was being filled
             self._memory.retire(copy.values)
         return list(waiting)
@@ -170,6 +181,13 @@ class Leases:
         if lease.received == 0:
             lease.sent = 0
 
+    def expire(self, client: Address) -> None:
+        """End this client's lease or wait; it may still take what is on its way."""
+        lease = self._leases.get(client)
+        if lease is not None:
+            lease.copy.is_on_its_way = True
+        self.end(client)
+
     def end(self, client: Address) -> None:
         """End this client's lease or wait, if it has one."""
         self._waiting.pop(client, None)
@@ -177,20 +195,33 @@ class Leases:
         if lease is not None:
             lease.copy.n_readers -= 1
             if lease.copy.n_readers == 0:
-                self._memory.retire(lease.copy.values)
+                self._retire(lease.copy)
 
     def _lend(
-        self, client: Address, fetch: Fetch, copy: Copy, *, now: Seconds
+        self,
+        client: Address,
+        fetch: Fetch,
+        copy: Copy,
+        *,
+        holding: Holding,
+        now: Seconds,
     ) -> Lease:
         copy.n_readers += 1
         lease = Lease(
             copy=copy,
+            holding=holding,
             request=fetch.request,
             limit=fetch.credit,
             expires=now + self._seconds_max,
         )
         self._leases[client] = lease
         return lease
+
+    def _retire(self, copy: Copy) -> None:
+        if copy.is_on_its_way:
+            copy.values = np.zeros_like(copy.values)
+            copy.is_on_its_way = False
+        self._memory.retire(copy.values)
 
     def _free(self) -> Copy | None:
         for copy in self._copies:

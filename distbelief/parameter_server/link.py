@@ -33,6 +33,7 @@ from distbelief.messages import (
     Leading,
     Message,
     ParameterBlock,
+    PushBlock,
     PushCredit,
     Refused,
     Welcome,
@@ -40,9 +41,9 @@ from distbelief.messages import (
 from distbelief.parameter_server.attached import Attached
 from distbelief.parameter_server.client_config import ClientConfig
 from distbelief.parameter_server.fetching import Fetching
-from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.pushing import Pushing, StagedSlot
 from distbelief.parameter_server.ranking import Ranking
+from distbelief.parameter_server.selection import Part
 from distbelief.parameter_server.staleness import Staleness
 from distbelief.roles import (
     Action,
@@ -80,15 +81,15 @@ class Link:
         index: int,
         *,
         config: ClientConfig,
-        layout: Layout,
+        part: Part,
         memory: Memory,
     ) -> None:
         self.address = copies[0]
         self.index = index
         self._ranking = Ranking(copies)
         self._config = config
-        self._fingerprint = layout.fingerprint
-        self._attached = Attached(memory, layout, self.index)
+        self._part = part
+        self._attached = Attached(memory, part)
         self._timer_at: Seconds | None = None  # while it runs
         self._awaited = False
         self._heard_at: Seconds = 0.0  # or when waiting began
@@ -98,8 +99,8 @@ class Link:
         self.welcome = False
         self.samples = 0
         credit_blocks = config.credit_blocks
-        self.fetching = Fetching(layout, index, credit_blocks=credit_blocks)
-        self.pushing = Pushing(layout, index, credit_blocks=credit_blocks)
+        self.fetching = Fetching(part, index, credit_blocks=credit_blocks)
+        self.pushing = Pushing(part, index, credit_blocks=credit_blocks)
 
     # -------------------------------------------------------- what the client does
 
@@ -120,11 +121,21 @@ class Link:
         return self._send(self.fetching.torn(now, seconds_max=seconds_max), now)
 
     def issue(
-        self, staged: StagedSlot, *, n_gradients: int, samples: int, now: Seconds
+        self,
+        staged: StagedSlot,
+        *,
+        n_gradients: int,
+        samples: int,
+        grant: int,
+        now: Seconds,
     ) -> list[Action]:
         """Push what was staged, as soon as the shard says Welcome if it does not."""
         messages = self.pushing.issue(
-            staged, n_gradients=n_gradients, samples=samples, welcome=self.welcome
+            staged,
+            n_gradients=n_gradients,
+            samples=samples,
+            grant=grant,
+            welcome=self.welcome,
         )
         return self._send(messages, now)
 
@@ -317,10 +328,11 @@ class Link:
     def _hello(self, copies: Sequence[Address] | None = None) -> list[Action]:
         """Say Hello to `copies`, by default to all."""
         hello = Hello(
-            layout=self._fingerprint,
+            layout=self._part.fingerprint,
             pushes=self._config.pushes,
             host=self._attached.host,
             next_sequence=self.pushing.settled + 1,
+            holds=self._part.holding.stripes,
         )
         receivers = self._ranking.copies if copies is None else copies
         return [Send(receiver=receiver, message=hello) for receiver in receivers]
@@ -329,4 +341,8 @@ class Link:
         if messages:
             self._sent_at = now
         leader = self._ranking.leader
-        return [Send(receiver=leader, message=message) for message in messages]
+        # Until a push is settled its slot stays as it is; then its blocks mean nothing.
+        return [
+            Send(receiver=leader, message=message, lent=isinstance(message, PushBlock))
+            for message in messages
+        ]

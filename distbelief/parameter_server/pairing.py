@@ -19,6 +19,9 @@ Rules:
   whoever takes over has everything that was ever acknowledged. This is the view
   change of a primary and its backup (Alsberg & Day 1976; Liskov & Cowling 2012) with
   the supervisor in place of a vote.
+* Each Lead names the life that is to obey it, and that of the second, so that a pairing
+  belongs to one life of each. A name is not enough: what was told a life that has died
+  can reach the next one.
 * If nobody may take over, nobody leads until a copy joins: a life that has just begun
   holds the newest snapshot.
 * A leader is never made a second within one life: it may have applied what its
@@ -90,6 +93,7 @@ class Pairing:
         self._copies = copies
         self._takeover_seconds = takeover_seconds
         self._heard: dict[Address, Seconds] = {}  # those that are there
+        self._lives: dict[Address, int] = {}  # the latest that joined
         self._rests_until: Seconds = 0.0
         self._ticked: Seconds | None = None
         self.leader: Address | None = None
@@ -99,10 +103,11 @@ class Pairing:
 
     # ---------------------------------------------------------------------- lives
 
-    def joined(self, copy: Address, now: Seconds) -> Decision:
+    def joined(self, copy: Address, incarnation: int, now: Seconds) -> Decision:
         """A life of this copy has begun; one before it, if any, is over."""
         before = self.lost(copy, now)
         self._heard[copy] = now
+        self._lives[copy] = incarnation
         if self.leader is None:
             return self._lead(copy, second=None)
         after = self._pair(now)
@@ -197,7 +202,12 @@ class Pairing:
 
     def _again(self) -> Decision:
         assert self.leader is not None
-        lead = Lead(pairing=self.number, second=self.second or "")
+        lead = Lead(
+            pairing=self.number,
+            receiver_incarnation=self._lives[self.leader],
+            second=self.second or "",
+            second_incarnation=self._lives[self.second] if self.second else 0,
+        )
         return Decision(sends=(Send(receiver=self.leader, message=lead),))
 
     def _check(self, copy: Address) -> None:

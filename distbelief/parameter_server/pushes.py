@@ -21,7 +21,7 @@ from distbelief.errors import RemoteProtocolError
 from distbelief.messages import ClientRecord, Push, PushBlock
 from distbelief.parameter_server.clients import Clients
 from distbelief.parameter_server.replies import Replies
-from distbelief.parameter_server.slots import Bounds, Client, Slot
+from distbelief.parameter_server.slots import Client, Slot
 from distbelief.parameter_server.staleness import Staleness
 from distbelief.roles import Action, Address
 
@@ -51,10 +51,9 @@ class Applying:
 class Pushes:
     """All pushes of one life of a shard."""
 
-    def __init__(self, clients: Clients, replies: Replies, *, bounds: Bounds) -> None:
+    def __init__(self, clients: Clients, replies: Replies) -> None:
         self._clients = clients
         self._replies = replies
-        self._bounds = bounds
         self._queue: deque[Address] = deque()  # clients whose next push is complete
         self._applying: Applying | None = None
         self._staleness = Staleness()
@@ -88,12 +87,15 @@ class Pushes:
         """Put a block into its slot, and say how far that is filled."""
         sequence = message.sequence
         if sequence <= client.watermark:
-            return [self._again(client, sequence, clock=clock)]
-        received = client.take_block(message, bounds=self._bounds)
+            again = self._again(client, sequence, clock=clock)
+            return [again] if message.answer else []
+        received = client.take_block(message)
         self._bytes_in += message.values.nbytes
         if received is None:
             return []
         self._enqueue(client)  # its Push may have come before
+        if not message.answer:
+            return []
         return [self._replies.push_credit(client, sequence=sequence, received=received)]
 
     def take(self, client: Client, message: Push, *, clock: int) -> list[Action]:
@@ -109,7 +111,7 @@ class Pushes:
             )
         slot = client.take_push(message)
         self._enqueue(client)
-        n_blocks = len(self._bounds)
+        n_blocks = client.n_blocks
         received = n_blocks if client.region else slot.received
         if slot.push is not message:
             self._n_duplicates += 1
@@ -123,7 +125,7 @@ class Pushes:
             client = self._clients.get(self._queue.popleft())
             assert client is not None
             client.queued = False
-            slot = client.next_complete(n_blocks=len(self._bounds))
+            slot = client.next_complete()
             if slot is not None and slot.push is not None:
                 self._applying = Applying(client, slot, slot.push)
                 return self._applying
@@ -155,13 +157,13 @@ class Pushes:
         """Answer word of a push that was applied before."""
         if sequence <= client.told:
             return self._replies.acknowledge(client, clock=clock)
-        n_blocks = len(self._bounds)
+        n_blocks = client.n_blocks
         return self._replies.push_credit(client, sequence=sequence, received=n_blocks)
 
     def _enqueue(self, client: Client) -> None:
         """Let the client's next push stand in the queue, if it is complete."""
         if client.queued or self.is_applying(client.name):
             return  # in the second case it will stand there once that one is applied
-        if client.next_complete(n_blocks=len(self._bounds)) is not None:
+        if client.next_complete() is not None:
             client.queued = True
             self._queue.append(client.name)

@@ -8,7 +8,8 @@ Rules:
 
 * Push s is staged into slot s mod 2 once push s - 2 is settled: acknowledged, or lost.
   In shared memory the slot is the shard's own; else it is kept here, and goes out in
-  blocks, at most `credit_blocks` beyond those that the shard holds.
+  blocks, at most `credit_blocks` beyond those that the shard holds. Of these every
+  quarter is answered.
 * What the shard does not answer is sent again from where the shard holds it.
 * A push in flight, or being staged, outlives its shard. Whoever leads next says in
   Welcome up to which push it has them; the others are copied into the room that it
@@ -26,13 +27,13 @@ import numpy as np
 
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.messages import Acknowledge, Push, PushBlock, PushCredit, Welcome
-from distbelief.parameter_server.layout import Exchange, Layout
+from distbelief.parameter_server.selection import Part, TensorExchange
 from distbelief.parameter_server.slots import N_SLOTS, Bounds
 from distbelief.parameter_server.staleness import Staleness
-from distbelief.vectors import Vector, block_bounds
+from distbelief.vectors import Vector
 
 
-Room = tuple[Vector, Vector]  # two slots, each (shard_size,)
+Room = tuple[Vector, Vector]  # two slots, each (n_elements,) of what is held
 
 
 @final
@@ -41,7 +42,7 @@ class _InFlight:
     """A push that is not yet settled."""
 
     push: Push
-    values: Vector  # (shard_size,), in the room of whoever said Welcome last
+    values: Vector  # (n_elements,), in the room of whoever said Welcome last
     received: int = 0  # blocks the shard is known to hold
     sent: int = 0  # blocks sent
     said: bool = False  # was the Push itself sent after them?
@@ -52,8 +53,8 @@ class _InFlight:
 class StagedSlot:
     """Where a push is staged: in the room that one leader lent."""
 
-    exchange: Exchange
-    values: Vector  # (shard_size,)
+    exchange: TensorExchange
+    values: Vector  # (n_elements,)
     shard_incarnation: int
     fetched_clock: int
 
@@ -70,17 +71,16 @@ class Pushing:
         bytes_out: Of blocks sent and slots filled.
     """
 
-    def __init__(self, layout: Layout, index: int, *, credit_blocks: int) -> None:
-        size, dtype = layout.shard_size(index), layout.dtype
-        self._layout = layout
+    def __init__(self, part: Part, index: int, *, credit_blocks: int) -> None:
+        self._part = part
         self._index = index
         self._credit_blocks = credit_blocks
-        self._n_elements = size
-        self._bounds: Bounds = tuple(block_bounds(size, itemsize=dtype.itemsize))
+        self._answer_blocks = max(1, credit_blocks // 4)
+        self._bounds: Bounds = part.holding.bounds
         self._shard_incarnation = 0
         self._first_clock = 0  # of that leader, when it said Welcome
         self._room: Room | None = None
-        self._exchanges: tuple[Exchange, Exchange] | None = None
+        self._exchanges: tuple[TensorExchange, TensorExchange] | None = None
         self._own_room: Room | None = None  # for blocks, once they are needed
         self._by_blocks = False
         self._in_flight: deque[_InFlight] = deque()
@@ -136,8 +136,8 @@ class Pushing:
         if self._room is None or room[0] is not self._room[0]:
             self._room = room
             self._exchanges = (
-                Exchange(self._layout, self._index, room[0]),
-                Exchange(self._layout, self._index, room[1]),
+                self._part.exchange(room[0]),
+                self._part.exchange(room[1]),
             )
         for in_flight in self._in_flight:
             self._move(in_flight)
@@ -161,6 +161,7 @@ class Pushing:
         *,
         n_gradients: int,
         samples: int,
+        grant: int = 0,
         welcome: bool,
     ) -> list[PushBlock | Push]:
         """Send what was staged; if not `welcome`, that waits until `welcomed`."""
@@ -172,6 +173,7 @@ class Pushing:
             fetched_clock=staged.fetched_clock,
             n_gradients=n_gradients,
             samples=samples,
+            grant=grant,
         )
         in_flight = _InFlight(push, staged.values)
         self._in_flight.append(in_flight)
@@ -259,6 +261,7 @@ class Pushing:
                     sequence=in_flight.push.sequence,
                     shard_incarnation=self._shard_incarnation,
                     block_index=in_flight.sent,
+                    answer=(in_flight.sent + 1) % self._answer_blocks == 0,
                     values=values,
                 )
             )
@@ -270,5 +273,6 @@ class Pushing:
         return messages
 
     def _new_room(self) -> Room:
-        whole = np.zeros(N_SLOTS * self._n_elements, self._layout.dtype)
-        return whole[: self._n_elements], whole[self._n_elements :]
+        n_elements = self._part.holding.n_elements
+        whole = np.zeros(N_SLOTS * n_elements, self._part.dtype)
+        return whole[:n_elements], whole[n_elements:]

@@ -77,17 +77,15 @@ class Replies:
         )
 
     def block(self, reader: Address, lease: Lease, index: int, values: Vector) -> Send:
-        """One block of the leased version."""
-        return _to(
-            reader,
-            ParameterBlock(
-                request=lease.request,
-                shard_incarnation=self.incarnation,
-                block_index=index,
-                clock=lease.copy.clock,
-                values=values,
-            ),
+        """One block of the leased version, lent to the driver as well (`leases`)."""
+        message = ParameterBlock(
+            request=lease.request,
+            shard_incarnation=self.incarnation,
+            block_index=index,
+            clock=lease.copy.clock,
+            values=values,
         )
+        return Send(receiver=reader, message=message, lent=True)
 
 
 def _to(receiver: Address, message: Message) -> Send:

@@ -13,7 +13,8 @@ Rules:
   largest of those whose elements it holds, for then no element's clock falls: no
   schedule goes back, no momentum begins anew, and Adam does not correct again for a
   bias that is gone. Elements that are some pushes behind count as having met pushes
-  of nothing. Staleness needs clocks to rise, no more.
+  of nothing. Staleness needs clocks to rise, no more. What was pushed in parts is
+  counted element by element, as it was (`steps`).
 * No shard is needed whole: what a new one lacks is read by ranges.
 """
 
@@ -23,7 +24,10 @@ from typing import Final, final
 
 import numpy as np
 
+from distbelief.parameter_server.holding import Holding
 from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.ranges import Ranges
+from distbelief.parameter_server.steps import Steps
 from distbelief.parameter_server.update_rules import State, UpdateRule
 from distbelief.vectors import Vector
 
@@ -45,6 +49,7 @@ class Content:
     values: Vector  # (shard_size,)
     state: State  # each (n_gradient,)
     clock: int
+    steps: Steps
 
 
 @final
@@ -102,7 +107,13 @@ class Resharding:
                     )
 
     def shard(
-        self, k: int, *, rule: UpdateRule, clocks: Sequence[int], read: Read
+        self,
+        k: int,
+        *,
+        rule: UpdateRule,
+        clocks: Sequence[int],
+        steps: Sequence[Steps],
+        read: Read,
     ) -> Content:
         """Return what new shard k holds.
 
@@ -110,6 +121,7 @@ class Resharding:
             k: Index of the new shard.
             rule: Whose state it is.
             clocks: Of the old shards, in order.
+            steps: Likewise.
             read: Reads the old shards' arrays.
         """
         n_gradient, dtype = self._new.n_gradient(k), self._new.dtype
@@ -126,5 +138,26 @@ class Resharding:
             for name, vector in state.items():
                 vector[here] = read(move.source_index, f"state.{name}", *there)
         # A shard that holds nothing counts pushes all the same.
-        of_sources = [clocks[source] for source in sources or range(len(clocks))]
-        return Content(values=values, state=state, clock=max(of_sources))
+        of_sources = tuple(sources or range(len(clocks)))
+        return Content(
+            values=values,
+            state=state,
+            clock=max(clocks[source] for source in of_sources),
+            steps=self._steps(k, [(source, steps[source]) for source in of_sources]),
+        )
+
+    def _steps(self, k: int, sources: Sequence[tuple[int, Steps]]) -> Steps:
+        """Return what the elements of new shard k have met on these old ones."""
+        result = Steps(max(steps.n_whole for _, steps in sources))
+        moves = list(self.moves(k))
+        for source, steps in sources:
+            for ranges, n_pushes in steps.parts:
+                moved = Ranges.union(
+                    ranges.clipped(move.start, move.stop).shifted(
+                        move.offset - move.start
+                    )
+                    for move in moves
+                    if move.source_index == source
+                )
+                result.add(Holding.of(moved, self._new), n_pushes=n_pushes)
+        return result

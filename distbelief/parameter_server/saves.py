@@ -44,10 +44,11 @@ class Saves:
         self._waiting.append((label, sender))
         return []
 
-    def refuse(self, sender: Address, label: str, *, clock: int) -> list[Action]:
-        """Say that this copy of the shard takes none."""
-        error = "this copy of the shard does not lead: ask the one that does"
-        return [_saved(sender, label, clock=clock, error=error)]
+    def refuse(
+        self, sender: Address, label: str, *, clock: int, why_not: str
+    ) -> list[Action]:
+        """Say that this shard takes none when it is asked by this sender."""
+        return [_saved(sender, label, clock=clock, error=why_not)]
 
     def taken(self, event: Persisted, *, clock: int) -> list[Action]:
         """The oldest is safe, or failed."""

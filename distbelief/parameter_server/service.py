@@ -61,10 +61,13 @@ class Service:
         self._values = values
         self._replies = Replies(index=index)
         self._clients = Clients(
-            config.identity, memory=memory, n_clients_max=config.n_clients_max
+            config.identity,
+            holdings=values.holdings,
+            memory=memory,
+            n_clients_max=config.n_clients_max,
         )
-        self.bounds = bounds = tuple(block_bounds(size, itemsize=dtype.itemsize))
-        self.pushes = Pushes(self._clients, self._replies, bounds=bounds)
+        self.bounds = tuple(block_bounds(size, itemsize=dtype.itemsize))
+        self.pushes = Pushes(self._clients, self._replies)
         leases = Leases(
             n_elements=size,
             dtype=dtype,
@@ -72,8 +75,8 @@ class Service:
             seconds_max=config.lease_seconds_max,
             memory=memory,
         )
-        self.fetches = Fetches(self._clients, self._replies, leases, bounds=bounds)
-        self.forwarding = Forwarding(values, self._clients, self.pushes, bounds=bounds)
+        self.fetches = Fetches(self._clients, self._replies, leases)
+        self.forwarding = Forwarding(values, self._clients, self.pushes)
         self._n_held_max = config.n_clients_max
         self._held: dict[Address, tuple[Received, Hello]] = {}
         self._leads = not config.waits_for_lead
@@ -90,10 +93,9 @@ class Service:
         """Every client known."""
         return self._clients.all()
 
-    @property
-    def n_pushing(self) -> int:
-        """Clients that push and are there: over them buffers are averaged."""
-        return self._clients.n_pushing
+    def n_averaged(self, client: Client) -> int:
+        """Over how many clients the buffers are averaged that this one pushes."""
+        return max(1, self._clients.n_averaged(client.holding))
 
     def counters(self) -> Mapping[str, float]:
         """Return figures for the role's status."""
@@ -157,7 +159,8 @@ class Service:
             return []
         if self._closed or clients.is_older(sender, event.incarnation):
             return []  # an answer to the older one would reach its successor
-        reason = clients.why_not(sender, hello)
+        steps = self._values.steps
+        reason = clients.why_not(sender, event.incarnation, hello, steps=steps)
         if reason is not None:
             return [self._replies.refuse(sender, reason, for_good=True)]
         if self._must_wait(event, hello):

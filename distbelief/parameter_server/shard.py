@@ -7,6 +7,8 @@ pieces the shard decides what is next:
                              +--> copy     a fetch waits, and a copy is free; not twice
                              |             in a row while a push waits
                              +--> apply    the oldest complete push
+                             +--> collect  the same, if it is of a set of portions
+                             +--> order    what a coordinator orders; before all else
                              +--> halt     told to stop, and nothing is left to do
 
 One of two copies does not serve before it leads:
@@ -21,6 +23,7 @@ Rules:
   with a second, `following` those of a second.
 * `service` has the rules of the handshake, `slots` and `pushes` those of pushes,
   `leases` and `fetches` those of fetches by blocks.
+* `orders` has the rules of a shard under a coordinator.
 * The published values are marked as being written from the `Compute` of an application
   to its answer (`published`). Updates wait for no reader.
 * Snapshots: nothing changes the arrays from `Persist` to `Persisted`; pushes queue.
@@ -35,9 +38,11 @@ from typing import assert_never, final
 from distbelief.errors import RemoteProtocolError
 from distbelief.memory import Memory
 from distbelief.messages import (
+    Account,
     Acknowledge,
     Alive,
     Alone,
+    Assignment,
     Begin,
     Credit,
     Evaluate,
@@ -46,14 +51,19 @@ from distbelief.messages import (
     Finished,
     Follow,
     Forward,
+    Gather,
+    Gathered,
     Heartbeat,
     Hello,
     Join,
     Lead,
     Leading,
     Measured,
+    Order,
     ParameterBlock,
     Peers,
+    Performed,
+    Proceed,
     Progress,
     Push,
     PushBlock,
@@ -63,14 +73,19 @@ from distbelief.messages import (
     Saved,
     StateBlock,
     StateCredit,
+    Stepped,
     Stop,
+    Taken,
+    Transfer,
     Welcome,
     Whole,
 )
 from distbelief.parameter_server.forwarding import TIMER as SECOND_TIMER
+from distbelief.parameter_server.holding import Holding
+from distbelief.parameter_server.orders import Orders
 from distbelief.parameter_server.pushes import Applying
 from distbelief.parameter_server.saves import Saves
-from distbelief.parameter_server.service import Service
+from distbelief.parameter_server.service import ClientMessage, Service
 from distbelief.parameter_server.shard_config import ShardConfig
 from distbelief.parameter_server.snapshots import ShardState, take
 from distbelief.parameter_server.standing import Standing
@@ -90,6 +105,7 @@ from distbelief.roles import (
     Report,
     Seconds,
     Send,
+    Snapshot,
     Started,
     TimerFired,
 )
@@ -106,6 +122,8 @@ class _Work(Enum):
     SAVE = "saving"
     COPY = "copying"
     APPLY = "applying"
+    COLLECT = "collecting"
+    ORDER = "ordered"
 
 
 @final
@@ -134,6 +152,7 @@ class ParameterServerShard:
         self._service = Service(config, self._values, memory=memory)
         self._standing = Standing(config, self._values, self._service, memory=memory)
         self._saves = Saves()
+        self._orders = Orders(config, self._values)
         self._work: _Work | None = None
         self._ready = False
         self._copied_last = False
@@ -175,20 +194,29 @@ class ParameterServerShard:
             "clock": float(self._values.clock),
             **self._service.counters(),
             **self._standing.counters(),
+            **self._orders.counters(),
         }
 
     # ------------------------------------------------------------- life and death
 
     def _start(self, event: Started) -> list[Action]:
         self._service.start(event.incarnation)
+        self._standing.start(event.incarnation)
         why_not = self._values.publish(
             self._service.region("values"), incarnation=event.incarnation
         )
-        work, cost = self._values.initialising(
-            event.restored,
+        restored, restore_vectors = self._orders.restoring(event.restored)
+        initialise, cost = self._values.initialising(
+            restored,
             self._initialise,
             incarnation=event.incarnation if self._standing.leads else None,
         )
+
+        def work() -> ShardState:
+            state = initialise()
+            restore_vectors()
+            return state
+
         self._work = _Work.INITIALISE
         actions: list[Action] = [Compute(name="initialise", work=work, cost=cost)]
         if why_not is not None:
@@ -227,13 +255,15 @@ class ParameterServerShard:
         if forwarded is None:
             return []
         n_clients = max(1, forwarded.message.n_pushing)
-        return self._apply(forwarded.values, n_clients=n_clients)
+        return self._apply(
+            forwarded.values, n_clients=n_clients, holding=forwarded.holding
+        )
 
     def _serve(self, now: Seconds) -> list[Action]:
         """Do what is next for the clients."""
-        label = self._saves.next_label
-        if label is not None:
-            return self._begin_save(label)
+        first = self._begin_order_or_save()
+        if first:
+            return first
         may_copy = self._service.fetches.wants_copy and self._stopped_by is None
         if may_copy and not self._copied_last:
             return self._begin_copy()
@@ -249,18 +279,38 @@ class ParameterServerShard:
             actions += self._end()
         return actions
 
-    def _apply(self, pushed: Vector, *, n_clients: int) -> list[Action]:
+    def _begin_order_or_save(self) -> list[Action]:
+        """Do what comes before all that clients want."""
+        if self._stopped_by is None:
+            order = self._orders.begin_next(self._snapshot)
+            if order is not None:
+                self._work = _Work.ORDER
+                return [order]
+        label = self._saves.next_label
+        return [] if label is None else self._begin_save(label)
+
+    def _apply(
+        self, pushed: Vector, *, n_clients: int, holding: Holding
+    ) -> list[Action]:
         self._work = _Work.APPLY
         self._copied_last = False
-        work, cost = self._values.begin_push(pushed, n_clients=n_clients)
+        work, cost = self._values.begin_push(
+            pushed, n_clients=n_clients, holding=holding
+        )
         return [Compute(name="apply", work=work, cost=cost)]
 
     def _begin_apply(self, applying: Applying, now: Seconds) -> list[Action]:
-        n_clients = max(1, self._service.n_pushing)
+        if applying.push.grant:
+            self._work = _Work.COLLECT
+            self._copied_last = False
+            work, cost = self._orders.collecting(applying)
+            return [Compute(name="collect", work=work, cost=cost)]
+        n_clients = self._service.n_averaged(applying.client)
         forwards = self._service.forwarding.forward(
             applying, n_clients=n_clients, now=now
         )
-        return [*forwards, *self._apply(applying.slot.values, n_clients=n_clients)]
+        values, holding = applying.slot.values, applying.client.holding
+        return [*forwards, *self._apply(values, n_clients=n_clients, holding=holding)]
 
     def _begin_copy(self) -> list[Action]:
         self._work = _Work.COPY
@@ -270,18 +320,25 @@ class ParameterServerShard:
 
     def _begin_save(self, label: str) -> list[Action]:
         self._work = _Work.SAVE
+        snapshot = self._orders.extended(self._snapshot(label))
+        return [Persist(snapshot=snapshot)]
+
+    def _snapshot(self, label: str) -> Snapshot:
         state = ShardState(
             incarnation=self._service.incarnation,
             clock=self._values.clock,
             values=self._values.vector,
             state=self._values.state,
             clients=self._service.clients,
+            steps=self._values.steps,
         )
-        return [Persist(snapshot=take(label, state, identity=self._identity))]
+        return take(label, state, identity=self._identity)
 
     def _persisted(self, event: Persisted) -> list[Action]:
-        assert self._work is _Work.SAVE, self._work
-        self._work = None
+        work, self._work = self._work, None
+        if work is _Work.ORDER:
+            return self._orders.persisted(event)
+        assert work is _Work.SAVE, work
         return self._saves.taken(event, clock=self._values.clock)
 
     def _timer(self, name: str, now: Seconds) -> list[Action]:
@@ -298,9 +355,16 @@ class ParameterServerShard:
                 assert isinstance(event.result, ShardState), event.result
                 self._values.initialised(event.result)
                 self._ready = True
+                self._orders.ready()
                 return self._standing.restored(event.result)
             case _Work.APPLY:
                 return self._standing.end_push()
+            case _Work.COLLECT:
+                clock = self._values.clock
+                actions = self._service.pushes.end(clock=clock, held=False)
+                return [*actions, *self._service.greet_held()]
+            case _Work.ORDER:
+                return self._orders.computed(event)
             case _Work.COPY:
                 return self._service.fetches.end_copy(clock=self._values.clock, now=now)
             case _Work.SAVE | None:
@@ -318,7 +382,9 @@ class ParameterServerShard:
             case PushBlock() if standing.is_leader(sender):
                 actions = standing.receive(event, message, now)
             case Fetch() | Credit() | PushBlock() | Push():
-                actions = self._service.serve(event, message, now)
+                actions = self._serve_client(event, message, now)
+            case Order():
+                actions = self._orders.take(event, message)
             case (
                 Lead()
                 | Follow()
@@ -329,10 +395,8 @@ class ParameterServerShard:
                 | PushCredit()
             ):
                 actions = standing.receive(event, message, now)
-            case Save():
-                actions = self._save(sender, message.label)
-            case Stop():
-                actions = self._stop(sender)
+            case Save() | Stop():
+                actions = self._obey(sender, message)
             case (
                 Join()
                 | Peers()
@@ -351,6 +415,15 @@ class ParameterServerShard:
                 | Welcome()
                 | Refused()
                 | ParameterBlock()
+                | Performed()
+                | Assignment()
+                | Account()
+                | Gather()
+                | Gathered()
+                | Proceed()
+                | Stepped()
+                | Transfer()
+                | Taken()
             ):
                 raise RemoteProtocolError(
                     f"{sender} sent {type(message).__name__} to a shard, which has no "
@@ -360,6 +433,20 @@ class ParameterServerShard:
                 assert_never(message)
         return actions
 
+    def _serve_client(
+        self, event: Received, message: ClientMessage, now: Seconds
+    ) -> list[Action]:
+        if isinstance(message, Push) and not message.grant and self._orders.drives:
+            reason = "a coordinator drives this shard: nothing else can be pushed"
+            refused = Refused(reason=reason, for_good=True)
+            return [Send(receiver=event.sender, message=refused)]
+        return self._service.serve(event, message, now)
+
+    def _obey(self, sender: Address, message: Save | Stop) -> list[Action]:
+        if isinstance(message, Save):
+            return self._save(sender, message.label)
+        return self._stop(sender)
+
     def _stop(self, sender: Address) -> list[Action]:
         self._stopped_by = sender
         self._service.close()
@@ -367,6 +454,10 @@ class ParameterServerShard:
 
     def _save(self, sender: Address, label: str) -> list[Action]:
         clock = self._values.clock
+        if self._orders.drives:
+            why_not = "a coordinator drives this shard: ask it to save"
+            return self._saves.refuse(sender, label, clock=clock, why_not=why_not)
         if not self._standing.will_lead:
-            return self._saves.refuse(sender, label, clock=clock)
+            why_not = "this copy of the shard does not lead: ask the one that does"
+            return self._saves.refuse(sender, label, clock=clock, why_not=why_not)
         return self._saves.ask(sender, label, clock=clock)

@@ -25,6 +25,7 @@ class ShardConfig:
     lease_seconds_max: Seconds = 10.0  # without progress
     n_copies: int = 2  # lent to those who fetch by blocks
     n_clients_max: int = 4096
+    n_vectors_max: int = 64  # that a coordinator may make here
     name: str = ""  # of the role; by default "shard-INDEX"
     waits_for_lead: bool = False  # one of two copies: the supervisor says which leads
 
@@ -40,7 +41,7 @@ class ShardConfig:
             raise ValueError(
                 f"lease_seconds_max is {self.lease_seconds_max}; use more than 0"
             )
-        for name in ("n_copies", "n_clients_max"):
+        for name in ("n_copies", "n_clients_max", "n_vectors_max"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; use at least 1")
 

@@ -29,11 +29,12 @@ import numpy as np
 from distbelief.errors import RemoteProtocolError
 from distbelief.memory import Region
 from distbelief.messages import ClientRecord, Push, PushBlock
+from distbelief.parameter_server.holding import NOTHING, Holding
 from distbelief.roles import Address
 from distbelief.vectors import Element, Vector
 
 
-Bounds = Sequence[tuple[int, int]]  # (start, stop) of each block of a shard's vector
+Bounds = Sequence[tuple[int, int]]  # (start, stop) of each block of a vector
 
 N_SLOTS = 2
 
@@ -67,15 +68,17 @@ def slot_views(
 class Slot:
     """Room for one push."""
 
-    values: Vector  # (shard_size,): gradient, then buffers
+    values: Vector  # (n_elements,) of what the client holds: gradient, then buffers
     sequence: int = 0  # whose push is in it; 0: nobody's yet
     received: int = 0  # blocks [0, received) are in it
+    n_elements: int = 0  # of those blocks, in a second's slot
     push: Push | None = None  # once it has come
 
     def lend(self, sequence: int) -> None:
         """Make room for push `sequence`, unless the slot holds it already."""
         if self.sequence != sequence:
             self.sequence, self.received, self.push = sequence, 0, None
+            self.n_elements = 0
 
 
 @final
@@ -93,6 +96,7 @@ class Client:
         told_staleness: Of the last push that is not held.
         greeted: Has this incarnation said Hello to this life of the shard?
         present: Is it there, as far as the shard knows?
+        holding: What it fetches and pushes of the shard's vector.
         slots: Two if it pushes, none if it only fetches.
         region: Where they lie; "" in the shard's own memory, filled by blocks.
         parameters_region: Where it can read the values; "" by blocks only.
@@ -111,6 +115,7 @@ class Client:
     told_staleness: int = 0
     greeted: bool = False
     present: bool = True
+    holding: Holding = NOTHING
     slots: tuple[Slot, ...] = field(default=())
     region: str = ""
     parameters_region: str = ""
@@ -148,7 +153,12 @@ class Client:
         """The watermark, as the client may know it."""
         return self.watermark - self.n_held
 
-    def take_block(self, message: PushBlock, *, bounds: Bounds) -> int | None:
+    @property
+    def n_blocks(self) -> int:
+        """How many make a push, or a fetch."""
+        return len(self.holding.bounds)
+
+    def take_block(self, message: PushBlock) -> int | None:
         """Put a block where it belongs; return how many its slot holds now.
 
         None says that it was dropped because one before it is missing.
@@ -156,7 +166,7 @@ class Client:
         Raises:
             RemoteProtocolError: no such block can be.
         """
-        slot = self._slot_of(message.sequence)
+        slot, bounds = self._slot_of(message.sequence), self.holding.bounds
         if self.region:
             raise RemoteProtocolError(
                 f"{self.name} sent a block of push {message.sequence}, but its slots "
@@ -195,14 +205,14 @@ class Client:
             slot.push = message
         return slot
 
-    def next_complete(self, *, n_blocks: int) -> Slot | None:
+    def next_complete(self) -> Slot | None:
         """Return the slot of push watermark + 1 if it is complete."""
         if not self.slots:
             return None
         slot = self.slots[(self.watermark + 1) % N_SLOTS]
         if slot.sequence != self.watermark + 1 or slot.push is None:
             return None
-        return slot if self.region or slot.received == n_blocks else None
+        return slot if self.region or slot.received == self.n_blocks else None
 
     def count_applied(self, push: Push, *, staleness: int, held: bool) -> None:
         """`push` is in the values; it is `held` if nobody is to know of it yet."""

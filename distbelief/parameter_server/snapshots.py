@@ -5,7 +5,7 @@ client the watermark, so that no push is applied twice to what was restored (Lee
 2015, RIFL: the completion record is written with the object that it is about).
 
     arrays   "values" (shard_size,), "state.NAME" (n_gradient,) per vector of the rule
-    facts    format, layout, index, incarnation, clock, rule, clients (as JSON)
+    facts    format, layout, index, incarnation, clock, rule, clients, steps (as JSON)
 
 A snapshot is not trusted: whatever does not fit raises `StorageError` and says what to
 do. Incarnations only rise, in a resumed run too: a snapshot that is not of an earlier
@@ -21,9 +21,10 @@ from typing import Annotated, final
 import msgspec
 import numpy as np
 
-from distbelief.errors import StorageError
+from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.slots import Client
+from distbelief.parameter_server.steps import Steps
 from distbelief.parameter_server.update_rules import State, UpdateRule
 from distbelief.roles import Address, Snapshot
 from distbelief.vectors import Element, Vector
@@ -32,6 +33,7 @@ from distbelief.vectors import Element, Vector
 FORMAT = "distbelief-shard-1"
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+_Word = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class _ClientFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +54,7 @@ class ShardState:
     values: Vector  # (shard_size,)
     state: State  # each (n_gradient,)
     clients: tuple[Client, ...]
+    steps: Steps
 
 
 @final
@@ -89,6 +92,7 @@ def take(label: str, state: ShardState, *, identity: ShardIdentity) -> Snapshot:
             "clock": str(state.clock),
             "rule": identity.rule.name,
             "clients": msgspec.json.encode(clients).decode(),
+            "steps": msgspec.json.encode(state.steps.words().tolist()).decode(),
         },
     )
 
@@ -157,6 +161,7 @@ class _Reader:
                 for name, vector in state.items()
             },
             clients=tuple(self._clients()),
+            steps=self._steps(size),
         )
 
     def _error(self, what: str) -> StorageError:
@@ -199,6 +204,18 @@ class _Reader:
                 f"({size},) and {dtype}; delete it, and the one before is used"
             )
         return array.copy()
+
+    def _steps(self, size: int) -> Steps:
+        text = self._snapshot.facts.get("steps")
+        if text is None:  # written before clients could hold parts
+            return Steps(self._count("clock"))
+        try:
+            words = msgspec.json.decode(text, type=list[_Word])
+            return Steps.read(np.array(words, np.int64), size=size)
+        except (msgspec.MsgspecError, RemoteProtocolError) as error:
+            raise self._error(
+                f"steps cannot be read ({error}); delete it, and the one before is used"
+            ) from None
 
     def _clients(self) -> Iterable[Client]:
         try:

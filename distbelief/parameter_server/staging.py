@@ -4,6 +4,9 @@ Each number is moved once: from the shard's published values (or the blocks rece
 straight into the model's tensors, and from the gradients straight into the slot, which
 in shared memory is the shard's own. That a push is finite is seen from its sum, which
 costs a fortieth of looking at each element.
+
+A push may also be drafted: each gradient is copied as soon as it is there, while the
+backward pass goes on below it.
 """
 
 import math
@@ -13,7 +16,9 @@ from typing import final
 
 import torch
 
+from distbelief.errors import LocalProtocolError
 from distbelief.parameter_server.fetching import ShardReader
+from distbelief.parameter_server.layout import TensorSpec
 from distbelief.parameter_server.pushing import StagedSlot
 
 
@@ -51,19 +56,19 @@ def installing(
     tensors: Sequence[torch.Tensor],
     *,
     missing: Sequence[int],
-    known: Sequence[int],
+    known: Mapping[int, int],
 ) -> Callable[[], Installed]:
     """Return the work that copies shards' values into `tensors`.
 
     Args:
         readers: Per shard index, of those that can be read.
-        tensors: Each (n_elements,), in the layout's order.
+        tensors: Each (n_elements,), in the order of the layout or the selection.
         missing: Shards that are to be read later.
-        known: Per shard, the clock of what was copied before; -1 for the others.
+        known: Per shard index, the clock of what was copied before; -1 for the others.
     """
 
     def work() -> Installed:
-        clocks = list(known)
+        clocks = dict(known)
         torn = list(missing)
         for index, reader in readers.items():
             clock = reader.read(tensors)
@@ -71,7 +76,7 @@ def installing(
                 torn.append(index)
             else:
                 clocks[index] = clock
-        return Installed(torn=tuple(sorted(torn)), clocks=tuple(clocks))
+        return Installed(torn=tuple(sorted(torn)), clocks=tuple(clocks.values()))
 
     return work
 
@@ -86,7 +91,8 @@ def staging(
 
     Args:
         slots: One per shard.
-        tensors: Each (n_elements,), in the layout's order; None for zeros.
+        tensors: Each (n_elements,), in the order of the layout or the selection; None
+            for zeros.
         names: Of the tensors.
     """
 
@@ -106,3 +112,65 @@ def staging(
         return Staged(finite=not culprits, culprits=culprits)
 
     return work
+
+
+@final
+class Draft:
+    """A push that is filled tensor by tensor; for one lane.
+
+    Args:
+        slots: One per shard.
+        tensors: All that there are.
+    """
+
+    def __init__(
+        self, slots: Sequence[StagedSlot], tensors: Sequence[TensorSpec]
+    ) -> None:
+        self._slots = slots
+        self._tensors = tensors
+        self._missing = set(range(len(tensors)))
+        self._culprits: list[str] = []
+
+    def put(self, index: int, tensor: torch.Tensor) -> None:
+        """Copy one gradient, or the value of a buffer, into every shard's slot.
+
+        Args:
+            index: Of the tensor, in the order of the layout or the selection.
+            tensor: (n_elements,) it may be overwritten as soon as this returns.
+
+        Raises:
+            LocalProtocolError: that one was put before.
+            ValueError: it has another shape.
+        """
+        if index not in self._missing:
+            raise LocalProtocolError(
+                f"tensor {index} of {len(self._tensors)} was put into this draft "
+                "before, or there is none: sum gradients first"
+            )
+        for slot in self._slots:
+            slot.exchange.put(index, tensor)
+        self._missing.remove(index)
+        if not math.isfinite(float(tensor.sum())) and not bool(
+            torch.isfinite(tensor).all()
+        ):
+            self._culprits.append(self._tensors[index].name)
+
+    def finish(self) -> Staged:
+        """Fill the rest with zeros; return whether all that was put is finite.
+
+        Raises:
+            LocalProtocolError: a buffer is missing, whose average zeros would spoil.
+        """
+        for index in sorted(self._missing):
+            spec = self._tensors[index]
+            if spec.kind == "buffer" and spec.n_elements:
+                raise LocalProtocolError(
+                    f"buffer {spec.name!r} was not put into the draft of a push: put "
+                    "its value"
+                )
+            for slot in self._slots:
+                slot.exchange.put(index, None)
+        for slot in self._slots:
+            slot.exchange.zero_padding()
+        self._missing.clear()
+        return Staged(finite=not self._culprits, culprits=tuple(self._culprits))

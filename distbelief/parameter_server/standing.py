@@ -7,6 +7,7 @@
 Rules:
 
 * A shard of one copy leads from the beginning, and hears nothing of all this.
+* A `Lead` or `Follow` that is meant for another life of this copy is not obeyed.
 * Who is told to lead first applies what it has taken. It leads with what it has
   followed if it is whole, or with what it began with if it has never followed.
   Otherwise its life is over: the next one begins from the newest snapshot.
@@ -67,6 +68,7 @@ class Standing:
                 bounds=service.bounds,
                 n_clients_max=config.n_clients_max,
             )
+        self._life = 0
         self._lead: Lead | None = None  # that it is to obey
         self._restored_pairing = 0  # of the snapshot
         self._followed: Address | None = None  # before it led
@@ -101,6 +103,10 @@ class Standing:
         }
 
     # ------------------------------------------------------------------------- work
+
+    def start(self, incarnation: int) -> None:
+        """The life of this copy begins."""
+        self._life = incarnation
 
     def restored(self, state: ShardState) -> list[Action]:
         """The values are there."""
@@ -145,7 +151,7 @@ class Standing:
         return [
             Report(text=text),
             *self._service.lead(lead.pairing, following.clients.values()),
-            *self._forwarding.lead(lead.pairing, _second(lead), now),
+            *self._forwarding.lead(lead, now),
         ]
 
     def release(self) -> None:
@@ -170,6 +176,8 @@ class Standing:
                 "is the only copy of its shard"
             )
         match message:
+            case Lead() | Follow() if message.receiver_incarnation != self._life:
+                return []
             case Lead():
                 return self._take_lead(message, now)
             case Follow() | StateBlock() | Forward() | PushBlock():
@@ -188,7 +196,7 @@ class Standing:
             return self._prepare(self._following, lead)
         if lead.pairing <= self._forwarding.pairing:
             return []
-        actions = self._forwarding.lead(lead.pairing, _second(lead), now)
+        actions = self._forwarding.lead(lead, now)
         return [*actions, *self._service.greet_held()]
 
     def _prepare(self, following: Following, lead: Lead) -> list[Action]:
@@ -244,7 +252,3 @@ class Standing:
                 f"{sender} leads as pairing {message.pairing} where {self._name} led "
                 f"as {self._forwarding.pairing}: only its next life can be a second"
             )
-
-
-def _second(lead: Lead) -> Address | None:
-    return Address(lead.second) if lead.second else None

@@ -59,6 +59,7 @@ class _Rule(
 
     adaptive: ClassVar[bool] = False  # does each element have a rate of its own?
     several_passes: ClassVar[bool] = False  # over the memory, for want of a kernel
+    counts_pushes: ClassVar[bool] = False  # whatever the schedule?
 
     learning_rate: float
     schedule: Schedule = Constant()
@@ -69,6 +70,11 @@ class _Rule(
     def name(self) -> str:
         """As in the job file."""
         return str(self.__struct_config__.tag)
+
+    @property
+    def needs_clock(self) -> bool:
+        """Does an update depend on how many there were before?"""
+        return self.counts_pushes or not isinstance(self.schedule, Constant)
 
     def rate(self, clock: int) -> float:
         """Return the learning rate of the push that finds the shard at `clock`."""
@@ -92,7 +98,8 @@ class _Rule(
             parameters: (n,), n a multiple of 64; float32 or float64.
             gradient: (n,), of the same dtype; left as it is.
             state: As `state` returned it, or as the last `apply` left it.
-            clock: Pushes applied to these parameters before this one.
+            clock: Pushes applied to these parameters before this one. If clients push
+                parts, that is not the shard's (`steps`).
 
         Raises:
             ValueError: sizes or dtypes differ.
@@ -155,6 +162,8 @@ class Momentum(_Rule, frozen=True, tag="momentum"):
     multiplies the velocity when it is used, not the gradient when it is added
     (Sutskever et al. 2013 do the latter).
     """
+
+    counts_pushes: ClassVar[bool] = True  # the first one is special
 
     momentum: float = 0.9
     dampening: float = 0.0
@@ -282,12 +291,13 @@ class RMSprop(_Rule, frozen=True, tag="rmsprop"):
 class Adam(_Rule, frozen=True, tag="adam"):
     """Adaptive moments (Kingma & Ba 2015, Algorithm 1), as `torch.optim.Adam`.
 
-    The shard's clock is the step t of the bias correction. With
+    The clock is the step t of the bias correction. With
     `decoupled_weight_decay` the parameters shrink by r d w instead of d w joining the
     gradient: AdamW (Loshchilov & Hutter 2019).
     """
 
     adaptive: ClassVar[bool] = True
+    counts_pushes: ClassVar[bool] = True  # the bias has to be corrected
 
     beta1: float = 0.9
     beta2: float = 0.999

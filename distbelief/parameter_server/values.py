@@ -10,9 +10,12 @@ the elements which it holds.
 
 Buffers are averages over the clients that push: v += (pushed - v) / n. With n = 1 they
 are what was pushed, to the bit, so one replica has BatchNorm as sequential training.
+
+Of a client that holds ranges of the elements, nothing else is touched: no momentum goes
+on elsewhere, and no weight decays. The rule's clock is each element's own (`steps`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -20,17 +23,29 @@ import torch
 
 from distbelief.errors import LocalProtocolError, StorageError
 from distbelief.memory import Memory
+from distbelief.parameter_server.application import Application, Update
+from distbelief.parameter_server.holding import Holding, Holdings
 from distbelief.parameter_server.pieces import Pieces
 from distbelief.parameter_server.published import Published
 from distbelief.parameter_server.snapshots import ShardIdentity, ShardState, restore
+from distbelief.parameter_server.steps import Steps
 from distbelief.parameter_server.update_rules import State
 from distbelief.roles import Cost, Snapshot
 from distbelief.vectors import Vector
 
 
+_N_APPLICATIONS_MAX = 256
+
+
 @final
 class ShardValues:
-    """The arrays of one life of one shard."""
+    """The arrays of one life of one shard.
+
+    Attributes:
+        clock: Pushes applied.
+        holdings: What clients hold of them.
+        steps: Pushes that each element has met.
+    """
 
     def __init__(self, identity: ShardIdentity, *, memory: Memory) -> None:
         layout, index = identity.layout, identity.index
@@ -43,7 +58,11 @@ class ShardValues:
         self._state: State = {}
         self._pieces = Pieces(self.vector, self._state)
         self._n_held: int | None = None  # pieces, while it becomes a copy
+        self.holdings = Holdings(layout, index)
+        self._pushing = self.holdings.whole
+        self._applications: dict[tuple[bytes, int, int], Application] = {}
         self.clock = 0
+        self.steps = Steps()
 
     @property
     def region(self) -> str:
@@ -111,6 +130,7 @@ class ShardValues:
                     values=initialise(),
                     state=identity.rule.state(self._n_gradient, dtype),
                     clients=(),
+                    steps=Steps(),
                 )
             if state.values.shape != vector.shape:
                 raise LocalProtocolError(
@@ -127,7 +147,7 @@ class ShardValues:
         """The work is done: they can be read."""
         self._state = state.state
         self._pieces = Pieces(self.vector, self._state)
-        self.clock = state.clock
+        self.clock, self.steps = state.clock, state.steps
         self._published.end(clock=self.clock)
 
     # -------------------------------------------------------------------- pieces
@@ -146,11 +166,11 @@ class ShardValues:
         """Return a copy of one piece."""
         return self._pieces.pack(index)
 
-    def follow(self, *, clock: int) -> None:
+    def follow(self, *, clock: int, steps: Steps) -> None:
         """Hold nothing from now on, and become a copy of a shard at that clock."""
         if self._n_held is None:
             self._published.begin()
-        self._n_held, self.clock = 0, clock
+        self._n_held, self.clock, self.steps = 0, clock, steps
 
     def take_piece(self, packed: Vector) -> None:
         """Hold the next piece as well.
@@ -168,34 +188,84 @@ class ShardValues:
     # -------------------------------------------------------------------- pushes
 
     def begin_push(
-        self, pushed: Vector, *, n_clients: int
+        self, pushed: Vector, *, n_clients: int, holding: Holding | None = None
     ) -> tuple[Callable[[], None], Cost]:
         """Return the work that applies a push, and what it costs.
 
         Args:
-            pushed: (shard_size,) gradient of the parameters, then buffers.
+            pushed: (n_elements,) of what the client holds: gradient of the parameters,
+                then buffers.
             n_clients: Over how many clients buffers are averaged.
+            holding: What it holds; by default everything.
         """
         if self._n_held is None:
             self._published.begin()
+        self._pushing = holding = holding or self.holdings.whole
         n_here = self._pieces.n_elements(self.n_held)
-        n, rule, clock = min(self._n_gradient, n_here), self._identity.rule, self.clock
-        values = self.vector[:n_here]
-        state = {name: vector[:n] for name, vector in self._state.items()}
+        n = min(self._n_gradient, n_here)
+        parameters = self._application(holding, 0, n)
+        buffers = self._application(holding, n, n_here)
+        updates = self._by_steps(parameters, holding)
+        values, state = self.vector, self._state
+        vectors = (values, *state.values())
+
+        def average(values: Sequence[Vector], pushed: Vector) -> None:
+            _average(values[0], pushed, n_clients=n_clients)
 
         def work() -> None:
-            rule.apply(values[:n], pushed[:n], state, clock=clock)
-            if n < n_here:
-                _average(values[n:], pushed[n:n_here], n_clients=n_clients)
+            for clock, application in updates:
+                application.apply(self._updating(clock), vectors, pushed)
+            buffers.apply(average, [values], pushed)
 
+        n_parameters, n_buffers = parameters.n_elements, buffers.n_elements
         n_passes = 3 + 2 * len(state)  # read and write each vector, read the gradient
-        return work, Cost(n_bytes=float(n_passes * values.nbytes), flops=4.0 * n)
+        n_bytes = (n_parameters + n_buffers) * values.itemsize
+        return work, Cost(n_bytes=float(n_passes * n_bytes), flops=4.0 * n_parameters)
+
+    def _application(self, holding: Holding, start: int, stop: int) -> Application:
+        """Return how to apply what is pushed of [start, stop)."""
+        key = holding.key, start, stop
+        if key not in self._applications:
+            if len(self._applications) >= _N_APPLICATIONS_MAX:
+                self._applications.clear()
+            inner = holding.within(start, stop)
+            self._applications[key] = Application(inner, holding.places(inner))
+        return self._applications[key]
+
+    def _by_steps(
+        self, application: Application, holding: Holding
+    ) -> list[tuple[int, Application]]:
+        """Return how to apply a push, with the clock that the rule is to see."""
+        if not self._identity.rule.needs_clock:
+            return [(self.clock, application)]
+        parts = self.steps.at(application.target, holding=holding)
+        if len(parts) == 1:
+            return [(parts[0][0], application)]
+        return [
+            (clock, Application(inner, holding.places(inner))) for clock, inner in parts
+        ]
+
+    def _updating(self, clock: int) -> Update:
+        """Return what the rule does at that clock to values and state."""
+        rule, names = self._identity.rule, tuple(self._state)
+
+        def update(vectors: Sequence[Vector], gradient: Vector) -> None:
+            state = dict(zip(names, vectors[1:], strict=True))
+            rule.apply(vectors[0], gradient, state, clock=clock)
+
+        return update
 
     def end_push(self) -> None:
         """The work is done: one more push is in the values."""
         self.clock += 1
+        self.steps.add(self._pushing)
+        self._pushing = self.holdings.whole
         if self._n_held is None:
             self._published.end(clock=self.clock)
+
+    def begin_replacing(self) -> None:
+        """Somebody else writes all of them now, until `end_push`."""
+        self._published.begin()
 
     def copying(self, out: Vector) -> tuple[Callable[[], None], Cost]:
         """Return the work that copies them into `out`, and what it costs."""

@@ -108,7 +108,8 @@ class Driver:
 
     def _arrive(self, packet: Packet) -> None:
         receiver, incarnation = packet.path.receiver, packet.path.incarnation
-        envelope = self._wire.decode(packet.frames)
+        # What was lent is read as late as it may be: when it arrives.
+        envelope = self._wire.decode([bytes(frame) for frame in packet.frames])
         event = Received(
             sender=Address(envelope.sender),
             incarnation=envelope.incarnation,
@@ -198,8 +199,10 @@ class Driver:
             text = f"lost, not connected to {action.receiver}"
             self._world.note(life.name, life.incarnation, text)
             return
-        # Copies: what the sender does to its array from now on is not seen.
-        self.network.send(path, [bytes(frame) for frame in frames])
+        if not action.lent:
+            # Copies: what the sender does to its array from now on is not seen.
+            frames = [bytes(frame) for frame in frames]
+        self.network.send(path, frames)
 
     def _compute(self, life: Life, action: Compute) -> None:
         def seconds() -> Seconds:

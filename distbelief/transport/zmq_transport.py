@@ -214,8 +214,15 @@ class ZmqTransport:
         if outbox:
             outbox.socket.close(0)
 
-    def send(self, peer: str, message: Message) -> bool:
-        """Queue `message`, arrays copied; return False if it was dropped instead."""
+    def send(self, peer: str, message: Message, *, lent: bool = False) -> bool:
+        """Queue `message`; return False if it was dropped instead.
+
+        Args:
+            peer: Whom it is for.
+            message: Arrays are copied, unless they are lent.
+            lent: Nobody changes the arrays while a changed one could do harm: they are
+                read when the network has room for them.
+        """
         outbox = self._outboxes.get(peer)
         if outbox is None:
             self.counters.dropped_unknown += 1
@@ -225,9 +232,9 @@ class ZmqTransport:
         )
         *before, last = frames
         try:
-            for frame in before:
+            for frame in before:  # the header, if there is an array
                 outbox.socket.send(frame, zmq.DONTWAIT | zmq.SNDMORE)
-            outbox.socket.send(last, zmq.DONTWAIT)
+            outbox.socket.send(last, zmq.DONTWAIT, copy=not (lent and before))
         except zmq.Again:  # of the first frame: where it fits, the others do
             self.counters.dropped_full += 1
             return False

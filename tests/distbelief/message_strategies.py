@@ -2,13 +2,32 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import get_args, get_type_hints
+from typing import cast, get_args, get_type_hints
 
 import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from distbelief.messages import ClientRecord, Count, Message, Name, PeerEntry, Text
+from distbelief.commands import Axpy, Batch, Dot, Scalars, VectorName
+from distbelief.messages import (
+    Account,
+    Assignment,
+    ClientRecord,
+    Count,
+    CutRecord,
+    Fold,
+    GrantedSet,
+    Mark,
+    Message,
+    Name,
+    PeerEntry,
+    Performed,
+    SetResult,
+    SetTask,
+    ShardVersion,
+    Task,
+    Text,
+)
 from distbelief.vectors import ELEMENT_TYPES, Vector
 
 
@@ -16,6 +35,7 @@ MESSAGES: tuple[type[Message], ...] = get_args(Message)
 
 counts = st.integers(0, 2**63 - 1)
 names = st.text(max_size=128)
+vector_names = st.sampled_from(["trial", "s0", "A-9_.x"])
 
 
 @st.composite
@@ -45,6 +65,7 @@ _BY_HINT = [
     (float, st.floats()),
     (bool, st.booleans()),
     (Vector, vectors()),
+    (Vector | None, st.none() | vectors()),
     (dict[Name, float], st.dictionaries(names, st.floats(), max_size=4)),
     (
         tuple[PeerEntry, ...],
@@ -67,14 +88,54 @@ def _values_of(hint: object) -> st.SearchStrategy[object]:
     raise NotImplementedError(f"add a strategy for {hint} to message_strategies")
 
 
-def of_kind(kind: type[Message]) -> st.SearchStrategy[Message]:
-    """Any legal message of one kind."""
+def _structs_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
+    """Any legal struct of one kind."""
     hints = get_type_hints(kind, include_extras=True)
     fields = {
         field.name: _values_of(hints[field.name])
         for field in msgspec.structs.fields(kind)
     }
     return st.builds(kind, **fields)
+
+
+def _tuples_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[object]:
+    return st.lists(_structs_of(kind), max_size=3).map(tuple)
+
+
+_OF_SANDBLASTER = [
+    (VectorName, vector_names),
+    (Scalars, st.lists(st.floats(), max_size=3).map(tuple)),
+    (
+        Batch,
+        st.lists(
+            st.builds(Axpy, target=vector_names, a=st.floats(), x=vector_names)
+            | st.builds(Dot, x=vector_names, y=vector_names),
+            max_size=3,
+        ).map(tuple),
+    ),
+]
+_BY_HINT += _OF_SANDBLASTER
+_BY_HINT += [
+    (get_type_hints(Mark, include_extras=True)["vectors"], st.just(("s0", "y0"))),
+]
+_BY_HINT += [(Mark | None, st.none() | _structs_of(Mark))]
+_BY_HINT += [
+    (get_type_hints(kind, include_extras=True)[field], strategy)
+    for kind, field, strategy in (
+        (Fold, "sets", _tuples_of(GrantedSet)),
+        (Fold, "void", st.lists(counts, max_size=3).map(tuple)),
+        (Performed, "cuts", _tuples_of(CutRecord)),
+        (Assignment, "versions", _tuples_of(ShardVersion)),
+        (Assignment, "tasks", _tuples_of(SetTask)),
+        (Account, "results", _tuples_of(SetResult)),
+    )
+]
+_BY_HINT += [(Task, st.one_of([_structs_of(kind) for kind in get_args(Task)]))]
+
+
+def of_kind(kind: type[Message]) -> st.SearchStrategy[Message]:
+    """Any legal message of one kind."""
+    return cast("st.SearchStrategy[Message]", _structs_of(kind))
 
 
 messages = st.sampled_from(MESSAGES).flatmap(of_kind)

@@ -22,6 +22,7 @@ from distbelief.parameter_server.client import (
     Staged,
 )
 from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.selection import Selection
 from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
 from distbelief.parameter_server.update_rules import SGD, UpdateRule
 from distbelief.roles import (
@@ -193,12 +194,14 @@ class Bench:
         config: ClientConfig | None = None,
         memory: Memory | None = None,
         layout: Layout | None = None,
+        selection: Selection | None = None,
     ) -> ParameterClient:
         client = ParameterClient(
             config or ClientConfig(pushes=name != READER),
             layout=layout or self.layout,
             shards=[Address(f"shard-{k}") for k in range(self.layout.n_shards)],
             memory=memory or self.memory,
+            selection=selection,
         )
         self.start(name, Loop(client))
         return client

@@ -17,10 +17,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
+from distbelief.graph.region import Region
 from distbelief.memory import PrivateMemory
 from distbelief.messages import Message, Save
 from distbelief.parameter_server.client import ClientConfig
 from distbelief.parameter_server.layout import TensorSpec
+from distbelief.parameter_server.selection import Selection
 from distbelief.parameter_server.shard import ParameterServerShard
 from distbelief.roles import Address, PeerJoined, Received, Snapshot
 from tests.distbelief.parameter_server.pair import (
@@ -37,17 +39,24 @@ N_MARKS = 640  # pushes of one run at most
 SHARDS = (SHARD, Address("shard-1"))
 CLIENTS = (CLIENT, OTHER)
 
+WIDTH, N_COLUMNS = 64, 40  # of the tensor, and those that a partial client holds
+
 Values = NDArray[np.float64]  # (shard_size,)
 
 
 class Chaos:
     """One run."""
 
-    def __init__(self, seed: int, *, shared: bool, n_blocks: int = 1) -> None:
+    def __init__(
+        self, seed: int, *, shared: bool, n_blocks: int = 1, partial: bool = False
+    ) -> None:
         self.stream = np.random.default_rng(seed)
         # Beyond the marks lie as many elements as make so many blocks.
         self.n_elements = max(N_MARKS, (n_blocks - 1) * 131072 + 64)
-        tensors = (TensorSpec(name="marks", shape=(len(SHARDS) * self.n_elements,)),)
+        rows = len(SHARDS) * self.n_elements // WIDTH
+        tensors = (TensorSpec(name="marks", shape=(rows, WIDTH)),)
+        # Of whom it is known what they hold: the first columns of every shard.
+        self.partial = {OTHER: Region(((0, rows), (0, N_COLUMNS)))} if partial else {}
         self.bench = Bench(
             layout=layout_of(tensors, n_shards=len(SHARDS)),
             memory=PrivateMemory(host="here" if shared else "", poison=True),
@@ -59,6 +68,7 @@ class Chaos:
         self.copies: list[tuple[Address, Received]] = []  # to arrive much later
         self.newest: dict[Address, Snapshot] = {}
         self.history: dict[tuple[Address, int], dict[int, str]] = {}  # by life
+        self.parts: dict[tuple[Address, int], dict[int, str]] = {}  # of what is held
         for name in SHARDS:
             self.add_shard(name)
         for name in CLIENTS:
@@ -76,7 +86,15 @@ class Chaos:
     def add_client(self, name: Address) -> None:
         self.marks[name] = []
         config = ClientConfig(pushes=True, credit_blocks=2, torn_seconds_max=0.5)
-        self.bench.add_client(name, config=config)
+        region = self.partial.get(name)
+        items = [] if region is None else [("marks", region)]
+        selection = Selection.of(self.bench.layout, items) if items else None
+        self.bench.add_client(name, config=config, selection=selection)
+
+    def cut(self, name: Address, whole: torch.Tensor) -> torch.Tensor:
+        """Return what this client holds of the tensor."""
+        columns = N_COLUMNS if name in self.partial else WIDTH
+        return whole.reshape(-1, WIDTH)[:, :columns].reshape(-1)
 
     def values(self, name: Address) -> Values:
         role = self.bench.roles[name]
@@ -138,13 +156,15 @@ class Chaos:
 
     def push(self, name: Address) -> None:
         client = self.bench.client(name)
+        while name in self.partial and self.n_marks % WIDTH >= N_COLUMNS:
+            self.n_marks += 1  # not among what it holds
         if not client.can_push or self.n_marks == N_MARKS:
             return
         mark, self.n_marks = self.n_marks, self.n_marks + 1
         self.marks[name].append(mark)
         gradient = torch.zeros(len(SHARDS), self.n_elements, dtype=torch.float64)
         gradient[:, mark] = -1.0
-        gradients = [gradient.reshape(-1)]
+        gradients = [self.cut(name, gradient)]
         work = client.stage(gradients, gradients)
         if self.stream.random() < 0.3:
             self.deliver_some()  # while it is being staged
@@ -157,7 +177,8 @@ class Chaos:
 
     def fetch(self, name: Address) -> None:
         client = self.bench.client(name)
-        tensors = [torch.full((len(SHARDS) * self.n_elements,), np.nan).double()]
+        whole = torch.full((len(SHARDS), self.n_elements), np.nan).double()
+        tensors = [self.cut(name, whole)]
         self.bench.perform(name, client.begin_fetch(self.bench.now))
         # As first told: if the shard restarts, its older clocks are no longer told.
         clocks: dict[int, int] = {}
@@ -179,7 +200,8 @@ class Chaos:
                 self.n_fetched += 1
                 parts = tensors[0].reshape(len(SHARDS), -1).numpy()
                 for k, shard in enumerate(SHARDS):
-                    versions = self.history[shard, clocks[k]]
+                    histories = self.parts if name in self.partial else self.history
+                    versions = histories[shard, clocks[k]]
                     assert fingerprint(parts[k]) in versions.values(), "a mixture"
                 return
 
@@ -208,6 +230,8 @@ class Chaos:
             life = self.bench.incarnations[name]
             if life not in versions:
                 versions[life] = fingerprint(values)
+                part = self.parts.setdefault((name, clock), {})
+                part[life] = fingerprint(values.reshape(-1, WIDTH)[:, :N_COLUMNS])
 
     def finish(self) -> None:
         """Break nothing more: everybody gets through, and the books agree."""
@@ -261,6 +285,27 @@ def test_so_it_is_with_pushes_and_fetches_of_many_blocks(
     seed: int, *, kills: bool
 ) -> None:
     chaos = Chaos(seed, shared=False, n_blocks=3)
+    for _ in range(80):
+        chaos.step(kills=kills)
+    chaos.finish()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@given(seed=st.integers(0, 2**32), kills=st.booleans())
+@settings(max_examples=20)
+def test_so_it_is_if_one_client_holds_a_part_only(
+    *, shared: bool, seed: int, kills: bool
+) -> None:
+    chaos = Chaos(seed, shared=shared, partial=True)
+    for _ in range(150):
+        chaos.step(kills=kills)
+    chaos.finish()
+
+
+@given(seed=st.integers(0, 2**32), kills=st.booleans())
+@settings(max_examples=3)
+def test_so_it_is_with_many_blocks_of_a_part(seed: int, *, kills: bool) -> None:
+    chaos = Chaos(seed, shared=False, n_blocks=4, partial=True)
     for _ in range(80):
         chaos.step(kills=kills)
     chaos.finish()

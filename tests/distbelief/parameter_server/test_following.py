@@ -56,6 +56,17 @@ def record_of(
     )
 
 
+def following(
+    pairing: int, *, clock: int, clients: Sequence[ClientRecord] = (), life: int = 1
+) -> Follow:
+    return Follow(
+        pairing=pairing,
+        receiver_incarnation=life,
+        clock=clock,
+        clients=tuple(clients),
+    )
+
+
 def follow(
     copy: OneCopy,
     pairing: int = 2,
@@ -63,7 +74,7 @@ def follow(
     clock: int = 5,
     clients: Sequence[ClientRecord] = (),
 ) -> list[Action]:
-    message = Follow(pairing=pairing, clock=clock, clients=tuple(clients))
+    message = following(pairing, clock=clock, clients=clients)
     return copy.receive(message, A)
 
 
@@ -236,7 +247,7 @@ def test_memory_that_it_cannot_reach_is_asked_for_in_blocks() -> None:
 def test_a_block_that_cannot_be_is_refused(index: int) -> None:
     copy = whole_second()
     message = PushBlock(
-        sequence=6, shard_incarnation=2, block_index=index, values=np.zeros(64)
+        sequence=6, shard_incarnation=2, block_index=index, values=np.zeros(N + 1)
     )
     with pytest.raises(RemoteProtocolError, match="shard-0 sent"):
         copy.receive(message, A)
@@ -252,7 +263,7 @@ def test_a_lower_pairing_is_dropped_whatever_it_says() -> None:
         forward(8),
         block(8),
         StateBlock(pairing=2, clock=8, index=0, values=np.zeros(N)),
-        Follow(pairing=2, clock=9, clients=()),
+        following(2, clock=9),
     ]
     for message in late:
         assert copy.receive(message, A) == []
@@ -369,7 +380,7 @@ def test_who_is_not_whole_cannot_lead_and_its_life_is_over() -> None:
 def test_after_it_leads_its_former_leader_is_not_heard() -> None:
     copy = whole_second()
     copy.lead(3)
-    for message in (forward(5), block(5), Follow(pairing=2, clock=9, clients=())):
+    for message in (forward(5), block(5), following(2, clock=9)):
         assert copy.receive(message, A) == []
     with pytest.raises(DistBeliefError, match="leads as pairing 4 where shard-0b led"):
         follow(copy, 4)
@@ -382,6 +393,20 @@ def test_a_lead_that_was_overtaken_is_not_obeyed() -> None:
     copy.lead(5)
     assert copy.lead(4, A) == []
     assert copy.counters()["pairing"] == 5
+
+
+def test_what_was_told_a_former_life_is_not_obeyed() -> None:
+    """Two lives led under one number, and no client could tell them apart."""
+    copy = OneCopy(B, life=3)
+    assert copy.lead(6, life=2) == []
+    assert copy.counters()["pairing"] == 0
+    assert copy.receive(following(6, clock=9, life=2), A) == []
+    assert copy.word == "waiting"
+    # It would have given up the snapshot it began from.
+    copy.lead(7)
+    assert copy.word == "serving"
+    assert copy.lead(8, A, life=2) == []
+    assert copy.counters()["pairing"] == 7
 
 
 # ------------------------------------------------------------------------ mistakes
@@ -410,8 +435,8 @@ def test_a_second_that_is_asked_for_a_snapshot_says_whom_to_ask() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Lead(pairing=1, second=""),
-        Follow(pairing=1, clock=0, clients=()),
+        Lead(pairing=1, receiver_incarnation=1, second="", second_incarnation=0),
+        following(1, clock=0),
         Acknowledge(sequence=1, shard_incarnation=1, clock=1, staleness=0),
     ],
 )

@@ -240,6 +240,16 @@ def test_words_of_others_and_of_other_pairings_mean_nothing() -> None:
     assert kinds(acknowledge(copy, 0), CLIENT) == ["Acknowledge"]
 
 
+def test_only_the_life_of_the_second_that_was_named_is_its_second() -> None:
+    copy = leader(whole=False)
+    assert credit(copy, 0, life=2) == []
+    assert sent(pushed(copy, 1), Forward) == []
+    copy.work()
+    follow = only(copy.wait(TICK_SECONDS), Follow)
+    assert follow.receiver_incarnation == 1
+    assert kinds(credit(copy, 0), B) == ["Follow", "StateBlock"]
+
+
 # -------------------------------------------------------------------------- silence
 
 

@@ -14,6 +14,7 @@ from distbelief.parameter_server.layout import (
     LayoutSpec,
     Segment,
     TensorSpec,
+    scatter_blocks,
 )
 from distbelief.vectors import ALIGNMENT, Vector
 
@@ -94,6 +95,21 @@ def test_what_is_gathered_is_scattered_back_unchanged(layout: Layout) -> None:
     for k, vector in enumerate(vectors(layout)):
         layout.gather(k, tensors, vector)
         layout.scatter(k, vector, received)
+    for tensor, copy in zip(tensors, received, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+@given(layout=layouts(), size=st.integers(1, 200))
+def test_a_vector_in_blocks_is_scattered_as_a_whole_one_is(
+    layout: Layout, size: int
+) -> None:
+    tensors = numbered(layout)
+    received = [torch.full_like(tensor, math.nan) for tensor in tensors]
+    for k, vector in enumerate(vectors(layout)):
+        layout.gather(k, tensors, vector)
+        vector.flags.writeable = False
+        blocks = [vector[start : start + size] for start in range(0, len(vector), size)]
+        scatter_blocks(layout, k, blocks, received)
     for tensor, copy in zip(tensors, received, strict=True):
         assert torch.equal(tensor, copy)
 

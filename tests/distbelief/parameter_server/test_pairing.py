@@ -20,17 +20,26 @@ def told(decision: Decision) -> list[tuple[str, int, str]]:
     return found
 
 
+def lives(decision: Decision) -> list[tuple[int, int]]:
+    """Return the life of receiver and second of each Lead."""
+    return [
+        (send.message.receiver_incarnation, send.message.second_incarnation)
+        for send in decision.sends
+        if isinstance(send.message, Lead)
+    ]
+
+
 def paired() -> Pairing:
     pairing = Pairing((A, B), first=1)
-    pairing.joined(A, 0.0)
-    pairing.joined(B, 0.0)
+    pairing.joined(A, 1, 0.0)
+    pairing.joined(B, 1, 0.0)
     return pairing
 
 
 def test_who_joins_first_leads_and_the_other_one_is_its_second() -> None:
     pairing = Pairing((A, B), first=7)
-    assert told(pairing.joined(B, 0.0)) == [(B, 7, "")]
-    assert told(pairing.joined(A, 0.1)) == [(B, 8, A)]
+    assert told(pairing.joined(B, 1, 0.0)) == [(B, 7, "")]
+    assert told(pairing.joined(A, 1, 0.1)) == [(B, 8, A)]
     assert (pairing.leader, pairing.second, pairing.is_whole) == (B, A, False)
 
 
@@ -40,7 +49,7 @@ def test_a_whole_second_takes_over_and_the_old_leader_comes_back_as_its_second()
     pairing = paired()
     pairing.whole(B, 2, 0.2)
     assert told(pairing.lost(A, 0.5)) == [(B, 3, "")]
-    assert told(pairing.joined(A, 1.0)) == [(B, 4, A)]
+    assert told(pairing.joined(A, 2, 1.0)) == [(B, 4, A)]
     assert not pairing.is_whole
 
 
@@ -50,7 +59,7 @@ def test_a_second_that_is_not_whole_does_not_take_over() -> None:
     pairing.whole(A, 2, 0.2)  # not the second
     assert told(pairing.lost(A, 0.5)) == []
     assert pairing.leader is None
-    assert told(pairing.joined(A, 1.0)) == [(A, 3, "")]
+    assert told(pairing.joined(A, 2, 1.0)) == [(A, 3, "")]
     assert told(pairing.heard(B, {}, 1.1)) == [(A, 4, B)]
 
 
@@ -58,7 +67,7 @@ def test_without_its_second_a_leader_goes_on_alone_until_there_is_one_again() ->
     pairing = paired()
     pairing.whole(B, 2, 0.2)
     assert told(pairing.lost(B, 0.5)) == [(A, 3, "")]
-    assert told(pairing.joined(B, 1.0)) == [(A, 4, B)]
+    assert told(pairing.joined(B, 2, 1.0)) == [(A, 4, B)]
 
 
 def test_a_second_that_does_not_answer_is_let_go_for_a_while() -> None:
@@ -91,7 +100,7 @@ def test_a_silent_leader_is_deposed_if_its_second_talks_and_is_whole() -> None:
     assert pairing.heard(A, {"pairing": 2.0}, 1.1) == Decision()
     assert pairing.alone(A, 2, 1.1) == Decision()
     assert pairing.lost(A, 1.2) == Decision()
-    assert told(pairing.joined(A, 1.5)) == [(B, 4, A)]
+    assert told(pairing.joined(A, 2, 1.5)) == [(B, 4, A)]
 
 
 def test_a_silent_leader_stays_if_nobody_could_take_its_place() -> None:
@@ -126,7 +135,18 @@ def test_a_second_that_is_mute_is_not_taken_back_before_it_talks() -> None:
 def test_a_life_that_nobody_saw_end_is_over_when_the_next_one_joins() -> None:
     pairing = paired()
     pairing.whole(B, 2, 0.1)
-    assert told(pairing.joined(A, 0.2)) == [(B, 4, A)]
+    assert told(pairing.joined(A, 2, 0.2)) == [(B, 4, A)]
+
+
+def test_each_lead_names_the_lives_that_it_is_about() -> None:
+    """A late one was obeyed by the next life of its receiver (seed 7237)."""
+    pairing = Pairing((A, B), first=1)
+    assert lives(pairing.joined(A, 3, 0.0)) == [(3, 0)]
+    assert lives(pairing.joined(B, 1, 0.0)) == [(3, 1)]
+    assert lives(pairing.heard(A, {"pairing": 1.0}, 0.1)) == [(3, 1)]
+    assert lives(pairing.joined(B, 2, 0.2)) == [(3, 2)]
+    pairing.lost(A, 0.3)
+    assert lives(pairing.joined(A, 4, 0.4)) == [(4, 0)]
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:
@@ -157,7 +177,7 @@ def test_numbers_rise_and_only_a_present_copy_leads_or_follows(
         match what:
             case "join" if copy not in present:
                 present.add(copy)
-                decision = pairing.joined(copy, now)
+                decision = pairing.joined(copy, 1, now)
             case "lose":
                 present.discard(copy)
                 decision = pairing.lost(copy, now)

@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.resharding import Content, Read, Resharding
+from distbelief.parameter_server.steps import Steps
 from distbelief.parameter_server.update_rules import (
     SGD,
     Adagrad,
@@ -66,7 +67,9 @@ def trained(layout: Layout, rule: UpdateRule, *, seed: int) -> list[Content]:
             values[here] = vector_of(stream, segment.n_elements, layout.dtype)
             for vector in state.values() if segment.offset < n_gradient else ():
                 vector[here] = vector_of(stream, segment.n_elements, layout.dtype)
-        contents.append(Content(values=values, state=state, clock=40 + k))
+        contents.append(
+            Content(values=values, state=state, clock=40 + k, steps=Steps(40 + k))
+        )
     return contents
 
 
@@ -87,8 +90,11 @@ def recut(
     contents: list[Content], old: Layout, new: Layout, rule: UpdateRule
 ) -> list[Content]:
     clocks = [content.clock for content in contents]
+    steps = [content.steps for content in contents]
     return [
-        Resharding(old, new).shard(k, rule=rule, clocks=clocks, read=reads(contents))
+        Resharding(old, new).shard(
+            k, rule=rule, clocks=clocks, steps=steps, read=reads(contents)
+        )
         for k in range(new.n_shards)
     ]
 
@@ -191,7 +197,9 @@ def test_ranges_are_read_only_once_and_never_more_than_is_needed() -> None:
         return reads(contents)(shard_index, array, start, stop)
 
     for k in range(2):
-        Resharding(old, new).shard(k, rule=rule, clocks=[1, 1, 1], read=read)
+        Resharding(old, new).shard(
+            k, rule=rule, clocks=[1, 1, 1], steps=[Steps(1)] * 3, read=read
+        )
     assert set(n_read.values()) == {1007}
 
 

@@ -727,7 +727,11 @@ def test_an_idle_lease_ends_and_the_client_is_told_to_begin_anew() -> None:
     ]
     assert alone.receive(credit(1, limit=1)) == []  # words without progress
     assert alone.shard.handle(timer, 16.0) == []
-    assert np.isnan(first.values).all()
+    # The client may still take what is on its way to it: nobody writes there any more.
+    assert not np.isnan(first.values).any()
+    assert not np.shares_memory(
+        first.values, alone.shard._service.fetches._leases._copies[0].values
+    )
     for message in (credit(1), fetch()):
         refused = only(alone.receive(message), Refused)
         assert not refused.for_good

@@ -14,6 +14,7 @@ from distbelief.parameter_server.snapshots import (
     restore,
     take,
 )
+from distbelief.parameter_server.steps import Steps
 from distbelief.parameter_server.update_rules import SGD, Adam, Momentum
 from distbelief.roles import Address, Snapshot
 from distbelief.vectors import Vector
@@ -44,6 +45,7 @@ def state_of(seed: int = 0) -> ShardState:
             ),
             Client(name=OTHER, incarnation=1),
         ),
+        steps=Steps(41),
     )
 
 
@@ -82,6 +84,19 @@ def test_values_rule_state_clock_and_watermarks_come_back_bit_for_bit(
     assert second.name == OTHER
 
 
+def test_what_was_pushed_in_parts_is_counted_on() -> None:
+    steps = Steps.read(np.array([38, 0, 3, 1, 2, 5, 5, 1]), size=N)
+    back = restore(
+        snapshot_of(replace(state_of(), steps=steps)), identity=IDENTITY, incarnation=3
+    )
+    assert back.steps.words().tolist() == [38, 0, 3, 1, 2, 5, 5, 1]
+
+
+def test_of_older_snapshots_every_push_was_whole() -> None:
+    back = restore(without_fact("steps"), identity=IDENTITY, incarnation=3)
+    assert back.steps.words().tolist() == [41, 0]
+
+
 def test_what_is_restored_does_not_share_the_snapshots_memory() -> None:
     snapshot = snapshot_of()
     back = restore(snapshot, identity=IDENTITY, incarnation=3)
@@ -102,6 +117,9 @@ def test_what_is_restored_does_not_share_the_snapshots_memory() -> None:
         (with_fact("incarnation", "3"), "must go on counting incarnations"),
         (with_fact("clients", "{"), "clients cannot be read.*delete it"),
         (with_fact("clients", '{"a": {"incarnation": -1}}'), "clients cannot be read"),
+        (with_fact("steps", "[1"), "steps cannot be read.*delete it"),
+        (with_fact("steps", "[1, 2]"), "steps cannot be read.*no counts of pushes"),
+        (with_fact("steps", "[-1, 0]"), "steps cannot be read"),
         (without_fact("clients"), "fact 'clients' is missing"),
         (without_fact("format"), "fact 'format' is missing"),
     ],

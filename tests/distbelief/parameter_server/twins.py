@@ -55,6 +55,7 @@ class OneCopy:
         ready: bool = True,
     ) -> None:
         self.name = name
+        self.life = life
         self.layout = layout
         self.memory = PrivateMemory() if memory is None else memory
         self.now: Seconds = 0.0
@@ -116,8 +117,17 @@ class OneCopy:
 
     # -------------------------------------------------------------- what others say
 
-    def lead(self, pairing: int, second: str = "") -> list[Action]:
-        return self.receive(Lead(pairing=pairing, second=second))
+    def lead(
+        self, pairing: int, second: str = "", *, life: int | None = None
+    ) -> list[Action]:
+        """Say it to this life, or to another one; the second is in its first."""
+        lead = Lead(
+            pairing=pairing,
+            receiver_incarnation=self.life if life is None else life,
+            second=second,
+            second_incarnation=1 if second else 0,
+        )
+        return self.receive(lead)
 
     def hello(
         self,
@@ -126,12 +136,14 @@ class OneCopy:
         life: int = 1,
         host: str = "",
         next_sequence: int = 1,
+        holds: Vector | None = None,
     ) -> list[Action]:
         message = Hello(
             layout=self.layout.fingerprint,
             pushes=True,
             host=host,
             next_sequence=next_sequence,
+            holds=holds,
         )
         return self.receive(message, sender, life=life)
 

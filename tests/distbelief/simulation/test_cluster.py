@@ -123,6 +123,25 @@ def test_every_message_arrives_as_a_copy() -> None:
         getattr(message, "values")[0] = 2  # noqa: B009
 
 
+def test_what_is_lent_is_read_when_it_arrives() -> None:
+    """As late as a network may do it: who changes it too soon is found out."""
+    values = np.ones(4, np.float32)
+
+    def answer(event: Event, _: Seconds) -> list[Action]:
+        if isinstance(event, Started):
+            lent = Send(receiver=B, message=block(values), lent=True)
+            return [lent, SetTimer(name="t", at=0)]
+        values[:] = 7
+        return []
+
+    receiver = Scripted()
+    cluster_of({A: Scripted(answer), B: receiver}).run()
+    (message,) = [e.message for _, e in receiver.seen if isinstance(e, Received)]
+    assert getattr(message, "values").tolist() == [7, 7, 7, 7]  # noqa: B009
+    values[:] = 8
+    assert getattr(message, "values").tolist() == [7, 7, 7, 7]  # noqa: B009
+
+
 def test_messages_of_one_link_keep_their_order_though_latency_varies() -> None:
     receiver = Scripted()
     sends = [Send(receiver=B, message=push(n)) for n in range(1, 101)]

@@ -121,6 +121,22 @@ def test_the_sender_may_change_an_array_as_soon_as_it_is_sent(make: Make) -> Non
     assert (envelope.message.values == 1).all()
 
 
+def test_what_is_lent_arrives_as_it_is(make: Make) -> None:
+    a, b = make("a"), make("b")
+    a.connect("b", 1, b.endpoint)
+    for n in (BLOCK_BYTES // 4, 0):
+        values = np.arange(n, dtype=np.float32)
+        values.flags.writeable = False
+        message = PushBlock(
+            sequence=1, shard_incarnation=1, block_index=0, values=values
+        )
+        a.send("b", message, lent=True)
+        a.send("b", Save(label="no array"), lent=True)
+        envelope, after = take(b, 2)
+        assert same(envelope.message, message)
+        assert labels([after]) == ["no array"]
+
+
 def test_one_call_of_receive_yields_a_bounded_number(make: Make) -> None:
     a = make("a", options=TransportOptions(batch_max=3))
     a.connect("a", 1, a.endpoint)

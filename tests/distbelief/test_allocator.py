@@ -6,7 +6,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys
-from distbelief.transport.allocator import keep_memory
+from distbelief.allocator import keep_memory
 import numpy as np
 kept = keep_memory() if sys.argv[1] == "keep" else True
 def faults():

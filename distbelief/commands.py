@@ -1,0 +1,311 @@
+"""Commands: what a shard can be told to do with its ranges of named vectors.
+
+A coordinator names vectors, it never holds one; every shard performs the same batch of
+commands on its own elements (Dean et al. 2012, section 4.2: "dot product, scaling,
+coefficient-wise addition, multiplication"). Most commands change a vector and say
+nothing. `Dot`, `Gram` and `Norm` measure: each shard answers with its partial results,
+one flat tuple for the whole batch, and `combine` adds those of all shards in the order
+of the shards, so that the same answers give the same bits in whatever order they come.
+No command can use what another of its batch measured: that lies on all shards at once.
+
+    command              target becomes                          measures
+    Copy                 x
+    Fill                 a everywhere
+    Scale                a target
+    Axpy                 target + a x
+    Multiply             target x, element by element
+    LinearCombination    sum of a x over its terms
+    Pointwise            function(x, y, a), element by element
+    Drop                 nothing: the names are forgotten
+    Dot                                                          x.y
+    Gram                                                         r.c, row by row
+    Norm                                                         |x|_1, |x|_2, |x|_inf
+
+`Copy`, `Fill`, `LinearCombination` and `Pointwise` make their target where there is
+none; all other commands need every vector that they name.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal, assert_never, final
+
+import msgspec
+
+from distbelief.errors import RemoteProtocolError
+
+
+VectorName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.\-]{1,64}\Z")]
+Names = Annotated[tuple[VectorName, ...], msgspec.Meta(min_length=1, max_length=256)]
+Scalars = Annotated[tuple[float, ...], msgspec.Meta(max_length=16384)]
+Order = Literal["1", "2", "inf"]
+
+Function = Literal[
+    "sign",  # of x: -1, 0 or 1
+    "absolute",  # |x|
+    "clip",  # x, but not below -a nor above a
+    "soft_threshold",  # x moved towards 0 by a, but not beyond it
+    "align",  # x where x y > 0, else 0
+    "oppose",  # x where x y < 0, else 0
+    "orthant",  # sign of x; where that is 0, sign of -y
+    "pseudo_gradient",  # of f + a |w|_1 at w = x, where y is the gradient of f
+]
+"""All that `Pointwise` can do; each keeps a 0 where x and y are 0."""
+
+_OF_TWO = frozenset({"align", "oppose", "orthant", "pseudo_gradient"})
+
+
+class _Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all commands: immutable, tagged by class name on the wire."""
+
+
+@final
+class Copy(_Command, frozen=True):
+    """Target <- x."""
+
+    target: VectorName
+    x: VectorName
+
+
+@final
+class Fill(_Command, frozen=True):
+    """Target <- a in every element of a tensor (padding stays 0)."""
+
+    target: VectorName
+    a: float
+
+
+@final
+class Scale(_Command, frozen=True):
+    """Target <- a target."""
+
+    target: VectorName
+    a: float
+
+
+@final
+class Axpy(_Command, frozen=True):
+    """Target <- target + a x."""
+
+    target: VectorName
+    a: float
+    x: VectorName
+
+
+@final
+class Multiply(_Command, frozen=True):
+    """Target <- target x, element by element."""
+
+    target: VectorName
+    x: VectorName
+
+
+@final
+class Term(msgspec.Struct, frozen=True):
+    """One summand a x."""
+
+    a: float
+    x: VectorName
+
+
+Terms = Annotated[tuple[Term, ...], msgspec.Meta(min_length=1, max_length=256)]
+
+
+@final
+class LinearCombination(_Command, frozen=True):
+    """Target <- sum of its terms, rounded once; the target may be among them."""
+
+    target: VectorName
+    terms: Terms
+
+    @property
+    def xs(self) -> tuple[VectorName, ...]:
+        """All vectors that are summed."""
+        return tuple(term.x for term in self.terms)
+
+
+@final
+class Pointwise(_Command, frozen=True):
+    """Target <- function(x, y, a), element by element; the target may be x or y."""
+
+    target: VectorName
+    function: Function
+    x: VectorName
+    y: VectorName | None = None
+    a: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.y is None and self.function in _OF_TWO:
+            raise ValueError(
+                f"{self.function!r} of {self.x!r} needs a second vector: give y"
+            )
+
+    @property
+    def xs(self) -> tuple[VectorName, ...]:
+        """The vectors that are read."""
+        return (self.x,) if self.y is None else (self.x, self.y)
+
+
+@final
+class Drop(_Command, frozen=True):
+    """Forget these vectors; it is no error if there are none."""
+
+    names: Names
+
+
+@final
+class Dot(_Command, frozen=True):
+    """Measure x.y."""
+
+    x: VectorName
+    y: VectorName
+
+
+@final
+class Gram(_Command, frozen=True):
+    """Measure the dot product of every row with every column, row by row."""
+
+    rows: Names
+    columns: Names
+
+
+@final
+class Norm(_Command, frozen=True):
+    """Measure a norm of x."""
+
+    x: VectorName
+    order: Order
+
+
+Command = (
+    Copy
+    | Fill
+    | Scale
+    | Axpy
+    | Multiply
+    | LinearCombination
+    | Pointwise
+    | Drop
+    | Dot
+    | Gram
+    | Norm
+)
+Batch = Annotated[tuple[Command, ...], msgspec.Meta(max_length=1024)]
+
+SCALARS_MAX = 16384
+"""Of one answer; a batch that would measure more is refused before it is performed."""
+
+
+def reads(command: Command) -> tuple[VectorName, ...]:
+    """Return the vectors that must exist before `command` is performed."""
+    names: tuple[VectorName, ...]
+    match command:
+        case Copy() | Norm():
+            names = (command.x,)
+        case Scale():
+            names = (command.target,)
+        case Axpy() | Multiply():
+            names = (command.target, command.x)
+        case LinearCombination() | Pointwise():
+            names = command.xs
+        case Dot():
+            names = (command.x, command.y)
+        case Gram():
+            names = (*command.rows, *command.columns)
+        case Fill() | Drop():
+            names = ()
+        case _:
+            assert_never(command)
+    return names
+
+
+def writes(command: Command) -> tuple[VectorName, ...]:
+    """Return the vectors that `command` makes, changes or forgets."""
+    match command:
+        case Drop():
+            return command.names
+        case Dot() | Gram() | Norm():
+            return ()
+        case (
+            Copy()
+            | Fill()
+            | Scale()
+            | Axpy()
+            | Multiply()
+            | LinearCombination()
+            | Pointwise()
+        ):
+            return (command.target,)
+        case _:
+            assert_never(command)
+
+
+def targets(batch: Sequence[Command]) -> frozenset[VectorName]:
+    """Return every vector that the batch makes, changes or forgets."""
+    return frozenset(name for command in batch for name in writes(command))
+
+
+def n_scalars(batch: Sequence[Command]) -> int:
+    """Return how many numbers a shard answers this batch with."""
+    return sum(len(orders) for orders in map(_orders, batch))
+
+
+def combine(batch: Sequence[Command], answers: Sequence[Scalars]) -> Scalars:
+    """Return what the batch measured over all shards.
+
+    Args:
+        batch: As it was sent.
+        answers: Of each shard, in the order of the shards.
+
+    Raises:
+        RemoteProtocolError: an answer does not fit the batch.
+    """
+    orders = [order for command in batch for order in _orders(command)]
+    for k, answer in enumerate(answers):
+        if len(answer) != len(orders):
+            raise RemoteProtocolError(
+                f"shard {k} answered a batch of {len(batch)} commands with "
+                f"{len(answer)} numbers; it measures {len(orders)}"
+            )
+    return tuple(
+        _COMBINATIONS[order](partials)
+        for order, partials in zip(orders, zip(*answers, strict=True), strict=True)
+    )
+
+
+_Combined = Literal["sum", "root", "max"]
+
+
+def _orders(command: Command) -> tuple[_Combined, ...]:
+    """Return how each number that the command measures is made of the partial ones."""
+    match command:
+        case Dot():
+            return ("sum",)
+        case Gram():
+            n_pairs = len(command.rows) * len(command.columns)
+            return tuple("sum" for _ in range(n_pairs))
+        case Norm():
+            return (_NORMS[command.order],)
+        case _:
+            return ()
+
+
+def _largest(partials: Sequence[float]) -> float:
+    """Return the largest; NaN if any of them is, which `max` alone may lose."""
+    return math.nan if any(map(math.isnan, partials)) else max(partials)
+
+
+def _sum(partials: Sequence[float]) -> float:
+    return sum(partials, 0.0)
+
+
+def _root(partials: Sequence[float]) -> float:
+    total = _sum(partials)
+    return math.sqrt(total) if total >= 0.0 else math.nan
+
+
+_NORMS: dict[Order, _Combined] = {"1": "sum", "2": "root", "inf": "max"}
+_COMBINATIONS: dict[_Combined, Callable[[Sequence[float]], float]] = {
+    "sum": _sum,
+    "root": _root,
+    "max": _largest,
+}

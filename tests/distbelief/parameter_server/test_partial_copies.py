@@ -1,0 +1,236 @@
+"""Two copies of a shard whose clients hold parts of it."""
+
+import numpy as np
+import pytest
+
+from distbelief.errors import RemoteProtocolError
+from distbelief.graph.region import Region
+from distbelief.memory import PrivateMemory
+from distbelief.messages import (
+    ClientRecord,
+    Follow,
+    Forward,
+    Push,
+    PushBlock,
+    StateBlock,
+    Welcome,
+)
+from distbelief.parameter_server import steps
+from distbelief.parameter_server.layout import TensorSpec
+from distbelief.parameter_server.selection import Selection
+from distbelief.parameter_server.slots import slot_views
+from distbelief.parameter_server.update_rules import Adam
+from distbelief.roles import Action, Address, Send
+from distbelief.vectors import Vector
+from tests.distbelief.parameter_server.pair import layout_of
+from tests.distbelief.parameter_server.twins import A, B, N, OneCopy, only
+
+
+LAYOUT = layout_of((TensorSpec(name="w", shape=(2048, 200)),))  # 4 blocks
+RULE = Adam(learning_rate=0.1)
+HELD: dict[Address, Vector | None] = {
+    name: Selection.of(LAYOUT, [("w", Region(((0, 2048), columns)))])
+    .part(0)
+    .holding.stripes
+    for name, columns in {
+        Address("left"): (0, 90),
+        Address("middle"): (50, 120),
+        Address("right"): (90, 200),
+    }.items()
+}
+HELD[Address("whole")] = None
+
+
+class Pair:
+    """A copy that leads, one that follows once it is told to, and their clients."""
+
+    def __init__(self, *, shared: bool) -> None:
+        memory = PrivateMemory(host="here" if shared else "")
+        self.shared = shared
+        self.a, self.b = (
+            OneCopy(name, memory=memory, layout=LAYOUT, rule=RULE) for name in (A, B)
+        )
+        self.pump(self.a.lead(1))
+        self.sequences = dict.fromkeys(HELD, 0)
+        self.regions: dict[Address, str] = {}
+        for name, holds in HELD.items():
+            host = "here" if shared else ""
+            welcome = self.a.hello(sender=name, host=host, holds=holds)
+            self.regions[name] = only(welcome, Welcome).slots_region
+
+    def pump(self, actions: list[Action]) -> None:
+        """Pass messages between the copies, and do their work, until all is quiet."""
+        waiting = [(A, action) for action in actions]
+        while waiting or self.a.lane or self.b.lane:
+            if not waiting:
+                waiting += [(A, action) for action in self.a.work_all()]
+                waiting += [(B, action) for action in self.b.work_all()]
+                continue
+            sender, action = waiting.pop(0)
+            if isinstance(action, Send) and action.receiver in {A, B}:
+                receiver = self.a if action.receiver == A else self.b
+                replies = receiver.receive(action.message, sender)
+                waiting += [(action.receiver, reply) for reply in replies]
+
+    def follow(self) -> None:
+        """Let the second become the leader's copy."""
+        self.pump(self.a.lead(2, B))
+
+    def push(self, name: Address, seed: int) -> None:
+        self.sequences[name] += 1
+        sequence = self.sequences[name]
+        number = self.a.shard._service.incarnation
+        client = self.a.shard._service._clients.get(name)
+        assert client is not None
+        n = client.holding.n_elements
+        values = np.random.default_rng(seed).standard_normal(n)
+        if self.shared:
+            region = self.a.memory.attach(self.regions[name])
+            slots = slot_views(region, n_elements=n, dtype=LAYOUT.dtype)
+            slots[sequence % 2][:] = values
+        else:
+            for index, (start, stop) in enumerate(client.holding.bounds):
+                block = PushBlock(
+                    sequence=sequence,
+                    shard_incarnation=number,
+                    block_index=index,
+                    values=values[start:stop],
+                )
+                self.pump(self.a.receive(block, name))
+        push = Push(
+            sequence=sequence,
+            shard_incarnation=number,
+            fetched_clock=0,
+            n_gradients=1,
+            samples=1,
+        )
+        self.pump(self.a.receive(push, name))
+
+    def assert_equal(self) -> None:
+        one, other = self.a.shard._values, self.b.shard._values
+        assert (one.clock, one.n_held) == (other.clock, other.n_held)
+        assert one.vector.tobytes() == other.vector.tobytes()
+        for name, vector in one.state.items():
+            assert vector.tobytes() == other.state[name].tobytes()
+        assert one.steps.words().tolist() == other.steps.words().tolist()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_second_counts_what_each_element_has_met_as_its_leader_does(
+    *, shared: bool
+) -> None:
+    pair = Pair(shared=shared)
+    order = [Address(n) for n in ("left", "whole", "left", "middle", "right")]
+    for seed, name in enumerate(order[:3]):
+        pair.push(name, seed)
+    pair.follow()
+    pair.assert_equal()
+    for seed, name in enumerate(order * 2):
+        pair.push(name, 10 + seed)
+    pair.assert_equal()
+    assert pair.a.shard._values.clock == 13
+    assert pair.b.shard._values.steps.n_whole == 3
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def second() -> OneCopy:
+    """Return a whole second of a small shard, at clock 5."""
+    copy = OneCopy(B)
+    copy.receive(follow([5, 0]), A)
+    copy.receive(StateBlock(pairing=2, clock=5, index=0, values=np.full(N, 7.0)), A)
+    return copy
+
+
+def follow(words: list[int] | None) -> Follow:
+    return Follow(
+        pairing=2,
+        receiver_incarnation=1,
+        clock=5,
+        clients=(),
+        steps=None if words is None else np.array(words, np.int64),
+    )
+
+
+def forward(holds: list[int]) -> Forward:
+    record = ClientRecord(
+        name="left", incarnation=1, watermark=1, applied=1, samples=1, staleness=0
+    )
+    return Forward(
+        pairing=2,
+        clock=5,
+        client=record,
+        n_pushing=1,
+        slots_region="",
+        slot=1,
+        holds=np.array(holds, np.int64),
+    )
+
+
+def block(n_elements: int, index: int = 0) -> PushBlock:
+    return PushBlock(
+        sequence=6,
+        shard_incarnation=2,
+        block_index=index,
+        values=np.full(n_elements, -1.0),
+    )
+
+
+def test_a_part_that_is_forwarded_changes_that_part() -> None:
+    copy = second()
+    copy.receive(block(7), A)
+    copy.receive(forward([10, 7, 7, 1]), A)
+    copy.work()
+    assert copy.values.tolist() == [7.0] * 10 + [8.0] * 7 + [7.0] * (N - 17)
+    steps = copy.shard._values.steps
+    assert steps.words().tolist() == [5, 0, 1, 1, 10, 7, 7, 1]
+
+
+def test_without_word_of_parts_every_element_has_met_all_pushes() -> None:
+    copy = OneCopy(B)
+    copy.receive(follow(None), A)
+    assert copy.shard._values.steps.words().tolist() == [5, 0]
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ([5], "1 numbers of int64 are no counts"),
+        ([5, 1], "are no counts"),
+        ([-1, 0], "-1 pushes"),
+        ([5, 0, 1], "end within a holding"),
+        ([5, 0, 1, 0], "end within a holding"),
+        ([5, 0, 1, -1, 0, 1, 1, 1], "end within a holding"),
+        ([5, 0, 1, 2, 0, 1, 1, 1], "end within a holding"),
+        ([5, 0, 1, 1, N, 1, 1, 1], "is no part of a vector"),
+    ],
+)
+def test_counts_that_cannot_be_are_refused_before_anything_is_given_up(
+    words: list[int], what: str
+) -> None:
+    copy = OneCopy(B)
+    with pytest.raises(RemoteProtocolError, match=what):
+        copy.receive(follow(words), A)
+    assert copy.word == "waiting"
+
+
+def test_parts_that_cannot_be_are_refused() -> None:
+    copy = second()
+    copy.receive(block(7), A)
+    with pytest.raises(RemoteProtocolError, match="is no part of a vector"):
+        copy.receive(forward([N, 1, 1, 1]), A)
+    with pytest.raises(RemoteProtocolError, match="7 elements, and its client holds 8"):
+        copy.receive(forward([10, 8, 8, 1]), A)
+    with pytest.raises(RemoteProtocolError, match="shard-0 sent 193 elements"):
+        second().receive(block(N + 1), A)
+
+
+def test_a_second_writes_no_more_down_than_a_leader_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(steps, "N_STRIPES_MAX", 1)
+    copy = second()
+    copy.receive(block(3), A)
+    with pytest.raises(RemoteProtocolError, match="takes 2 stripes to write down"):
+        copy.receive(forward([0, 1, 1, 1, 9, 2, 2, 1]), A)
