@@ -21,7 +21,7 @@ from distbelief import vectors
 from distbelief.memory import Memory
 from distbelief.messages import Acknowledge, Alone, Heartbeat, Save, Whole
 from distbelief.parameter_server import forwarding
-from distbelief.parameter_server.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.client import ClientConfig
 from distbelief.parameter_server.copies import copy_names
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.pairing import Decision, Pairing
@@ -116,7 +116,7 @@ class Overseer:
             case TimerFired():
                 return self._tick(now)
             case PeerJoined() if self._knows(event.peer, event.incarnation):
-                return self._follow(self.pairings[event.peer].joined(event.peer, now))
+                return self._joined(event.peer, event.incarnation, now)
             case PeerLost() if self._knows(event.peer, event.incarnation):
                 return self._lost(event.peer, now)
             case Received() if self._knows(event.sender, event.incarnation):
@@ -135,6 +135,9 @@ class Overseer:
         for pairing in dict.fromkeys(self.pairings.values()):
             actions += self._follow(pairing.tick(now))
         return actions
+
+    def _joined(self, name: Address, incarnation: int, now: Seconds) -> list[Action]:
+        return self._follow(self.pairings[name].joined(name, incarnation, now))
 
     def _lost(self, name: Address, now: Seconds) -> list[Action]:
         pairing = self.pairings[name]
@@ -294,6 +297,7 @@ class Run:
         rule: UpdateRule = PLAIN,
         shard_bytes_per_second: float = 2e7,
         step_seconds: Seconds = 5e-3,
+        n_partial: int = 0,  # of the workers
     ) -> None:
         self.ledger = Ledger()
         self.layout = layout_of(n_shards)
@@ -308,8 +312,10 @@ class Run:
                 builders[name] = partial(
                     copy_of, name, index, layout=self.layout, rule=rule
                 )
-        build_worker = partial(self._worker, n_wanted=n_wanted)
-        builders |= dict.fromkeys(self.workers, build_worker)
+        builders |= {
+            name: partial(self._worker, n_wanted=n_wanted, holds_part=i < n_partial)
+            for i, name in enumerate(self.workers)
+        }
         machines = {
             name: Machine(
                 host=hosts(name),
@@ -341,19 +347,17 @@ class Run:
             shelves = self.cluster.disk._stored
             shelves[other] = shelves.setdefault(one, {})
 
-    def _worker(self, memory: Memory, *, n_wanted: int) -> Worker:
-        firsts = [names[0] for names in self.copies]
-        worker = Worker(
-            firsts, self.layout, memory, ledger=self.ledger, n_wanted=n_wanted
-        )
-        worker.client = ParameterClient(
-            ClientConfig(pushes=True, retry_seconds=0.1),
-            layout=self.layout,
-            shards=firsts,
+    def _worker(self, memory: Memory, *, n_wanted: int, holds_part: bool) -> Worker:
+        return Worker(
+            [names[0] for names in self.copies],
+            self.layout,
+            memory,
+            ledger=self.ledger,
+            n_wanted=n_wanted,
+            config=ClientConfig(pushes=True, retry_seconds=0.1),
             second_copies=[names[1] for names in self.copies],
-            memory=memory,
+            partial=holds_part,
         )
-        return worker
 
     # ----------------------------------------------------------------- what happens
 

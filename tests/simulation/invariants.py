@@ -8,7 +8,7 @@
     StalenessIsTrue      it is counted from the version that was really fetched
     Bounded              queues, tables, and the memory of a host
     WholeVersions        what a reader installs is one version of each shard, no mixture
-    OneLeader            at most one life acknowledges under one pairing
+    OneLeader            at most one life serves clients under one pairing
     TwinsAreEqual        two copies of a shard are equal, to the bit, at equal clocks
 
 A class per invariant. Each looks at the one life that has just handled an event, which
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from distbelief.messages import Acknowledge, Welcome
+from distbelief.messages import Acknowledge, Leading, Welcome
 from distbelief.parameter_server.client import Installed
 from distbelief.parameter_server.link import Link
 from distbelief.parameter_server.pairing import Pairing
@@ -97,7 +97,7 @@ class Scene:
         """Yield what each worker knows of each shard."""
         for worker in map(self.cluster.role, self.workers):
             assert isinstance(worker, Worker)
-            yield from worker.client._links
+            yield from worker.client._links.values()
 
     def leader_under(self, index: int, pairing: int) -> int:
         """Return as what the leader of this pairing began to lead."""
@@ -168,7 +168,7 @@ class AcknowledgedIsKept(Invariant):
 
     @override
     def worker(self, worker: Worker, happening: Happening) -> None:
-        for link in worker.client._links:
+        for link in worker.client._links.values():
             key = happening.name, happening.incarnation, link.index
             before, settled = self._settled.get(key, 0), link.pushing.settled
             if settled > before:
@@ -245,7 +245,7 @@ class SequencesRise(Invariant):
 
     @override
     def worker(self, worker: Worker, happening: Happening) -> None:
-        for link in worker.client._links:
+        for link in worker.client._links.values():
             key = happening.name, happening.incarnation, link.index
             settled = link.pushing.settled
             assert settled >= self._settled.get(key, 0), f"{key} went back"
@@ -329,7 +329,7 @@ class WholeVersions(Invariant):
 
 
 class OneLeader(Invariant):
-    """At most one life acknowledges pushes under one incarnation, or pairing."""
+    """At most one life serves clients under one incarnation, or pairing."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
@@ -343,7 +343,7 @@ class OneLeader(Invariant):
         for action in happening.actions:
             if (
                 isinstance(action, Send)
-                and isinstance(action.message, Acknowledge | Welcome)
+                and isinstance(action.message, Acknowledge | Leading | Welcome)
                 and action.receiver in self.scene.workers
             ):
                 key = index, action.message.shard_incarnation

@@ -242,6 +242,9 @@ def faults_of(
         at, seconds = draw.window()
         yield DiskFull(at=at, seconds=seconds)
     yield from _troubles(draw)
+    yield from _heard_by_the_next_life(
+        draw, [name for name in victims if has_twins and name in shards[::2]]
+    )
 
 
 def _deaths(draw: Draw, name: Address, *, launched: bool) -> Iterator[Fault]:
@@ -280,6 +283,18 @@ def _between_twins(
             at=draw.coin() * draw.moment(),
             seconds=0.3 * draw.horizon,
         )
+
+
+def _heard_by_the_next_life(draw: Draw, copies: Sequence[Address]) -> Iterator[Fault]:
+    """Draw a death of one of them, with words of the supervisor on their way to it."""
+    if not copies or draw.coin(0.6):
+        return
+    name = draw.pick(*copies)
+    at, seconds = draw.pick(0.06, 0.8) * draw.moment(), draw.pick(0.05, 0.1)
+    told = (SUPERVISOR, name)
+    yield Duplicate(probability=0.5, seconds_max=seconds, between=told, seconds=at)
+    yield CutOff(at=at, a=SUPERVISOR, b=name, seconds=seconds, one_way=True)
+    yield Kill(at=at + draw.pick(0.0, 0.3) * seconds, role=name)
 
 
 def _disturbances(

@@ -5,6 +5,7 @@ acknowledges nothing more, and equal clocks mean equal bits.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -45,6 +46,10 @@ def run_of(
     run.until_whole()
     run.cluster.run(until=run.cluster.now + float(stream.uniform(0.0, 0.2)))
     return run, stream
+
+
+def no_longer_leads(run: Run, name: Address) -> bool:
+    return run.leader() != name
 
 
 def kill_of(run: Run, name: Address, stream: np.random.Generator) -> Fault:
@@ -94,6 +99,27 @@ def test_a_second_is_built_from_a_leader_that_goes_on_applying_pushes(
         run.finish()
     assert run.books[0].n_pushes_while_building > 0
     assert run.overseer.n_alone == 0
+
+
+@everywhere
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rule", [PLAIN, WITH_STATE])
+def test_copies_of_a_shard_whose_clients_hold_parts_are_equal_too(
+    hosts: Hosts, seed: int, rule: UpdateRule
+) -> None:
+    """Both copies die, one after the other, while workers push parts of the tensor."""
+    with small(block_bytes=1024):
+        run = Run(seed, hosts=hosts, rule=rule, n_partial=2)
+        run.until_whole()
+        for _ in range(2):
+            run.cluster.run(until=run.cluster.now + 0.1)
+            leader = run.leader()
+            run.cluster.inject(Kill(at=run.cluster.now, role=leader))
+            run.cluster.run_until(partial(no_longer_leads, run, leader), within=5.0)
+            run.until_whole()
+        run.finish()
+    assert run.books[0].n_times_lost == 0
+    assert run.books[0].n_twins > 10
 
 
 def test_a_second_on_the_leaders_host_takes_no_memory_but_its_values() -> None:

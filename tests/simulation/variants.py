@@ -17,8 +17,10 @@ import pytest
 
 from distbelief.messages import (
     Acknowledge,
+    Follow,
     Forward,
     Hello,
+    Lead,
     ParameterBlock,
     Push,
     PushBlock,
@@ -39,7 +41,11 @@ from distbelief.parameter_server.service import ClientMessage, Service
 from distbelief.parameter_server.shard import ParameterServerShard
 from distbelief.parameter_server.slots import N_SLOTS, Bounds, Client, Slot
 from distbelief.parameter_server.snapshots import ShardIdentity, ShardState, take
-from distbelief.parameter_server.standing import FromLeader, Standing
+from distbelief.parameter_server.standing import (
+    CopyMessage,
+    FromLeader,
+    Standing,
+)
 from distbelief.roles import (
     Action,
     Address,
@@ -287,7 +293,7 @@ def leader_goes_on_alone_without_leave(patch: Patch) -> None:
 
     def complain(self: Forwarding, _: Seconds) -> list[Action]:
         actions = self._release_all()
-        self._begin(None)
+        self._begin(None, life=0)
         return actions
 
     patch.setattr(Forwarding, "_complain", complain)
@@ -309,6 +315,20 @@ def deposed_leader_is_acknowledged(patch: Patch) -> None:
         return [Send(receiver=sender, message=told)]
 
     patch.setattr(Standing, "_from_leader", hear)
+
+
+def told_to_any_life_of_that_name(patch: Patch) -> None:
+    """A copy obeys a Lead or Follow, whichever of its lives was meant."""
+    whole = Standing.receive
+
+    def receive(
+        self: Standing, event: Received, message: CopyMessage, now: Seconds
+    ) -> list[Action]:
+        if isinstance(message, Lead | Follow):
+            message = msgspec.structs.replace(message, receiver_incarnation=self._life)
+        return whole(self, event, message, now)
+
+    patch.setattr(Standing, "receive", receive)
 
 
 def former_leaders_are_heard(patch: Patch) -> None:
@@ -407,6 +427,7 @@ _ALL: Final[tuple[Variant, ...]] = (
     acknowledged_before_the_second_holds_it,
     leader_goes_on_alone_without_leave,
     deposed_leader_is_acknowledged,
+    told_to_any_life_of_that_name,
     former_leaders_are_heard,
     piece_of_another_clock_is_taken,
     pushes_are_taken_in_any_order,

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from distbelief.graph.region import Region
 from distbelief.memory import Memory
 from distbelief.parameter_server.client import (
     ClientConfig,
@@ -25,7 +26,9 @@ from distbelief.parameter_server.client import (
     ParameterClient,
     Staged,
 )
+from distbelief.parameter_server.holding import Holding
 from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.selection import Selection
 from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
 from distbelief.parameter_server.update_rules import SGD, Adagrad, UpdateRule
 from distbelief.parameter_server.values import ShardValues
@@ -48,6 +51,8 @@ N_MARKS = 512  # pushes of one test; a multiple of 64
 STEP = Cost(flops=5e7)  # 5 ms
 COPY = Cost(n_bytes=1e6)
 
+WIDTH, N_COLUMNS = 64, 40  # of the tensor, and those that a partial worker holds
+
 PLACES = np.arange(N_MARKS) * 197 % N_MARKS  # mark -> element: 197 and 512 are coprime
 
 PLAIN = SGD(learning_rate=1.0)
@@ -55,7 +60,7 @@ WITH_STATE = Adagrad(learning_rate=1.0, epsilon=0.0)  # 1 / sqrt(1) the first ti
 
 
 def layout_of(n_shards: int) -> Layout:
-    marks = TensorSpec(name="marks", shape=(n_shards * N_MARKS,))
+    marks = TensorSpec(name="marks", shape=(n_shards * N_MARKS // WIDTH, WIDTH))
     return Layout.of([marks], n_shards=n_shards, dtype="float64")
 
 
@@ -97,9 +102,9 @@ class Unreadable:
         harsh = cls._all[values] = cls(values)
 
         def begin_push(
-            pushed: Vector, *, n_clients: int
+            pushed: Vector, *, n_clients: int, holding: Holding | None = None
         ) -> tuple[Callable[[], None], Cost]:
-            work, cost = harsh._begin_push(pushed, n_clients=n_clients)
+            work, cost = harsh._begin_push(pushed, n_clients=n_clients, holding=holding)
             arrays = arrays_of(values)
             saved = harsh.saved = tuple(array.copy() for array in arrays)
             for array in arrays:
@@ -144,16 +149,21 @@ class Ledger:
 
     n_issued: int = 0
     settled: list[int] = field(default_factory=list)  # of workers that ended well
+    _unused: list[int] = field(default_factory=lambda: list(range(N_MARKS)))
 
-    def issue(self) -> int:
-        """Return the mark of the next push."""
-        assert self.n_issued < N_MARKS, "the test makes more pushes than it has marks"
+    def issue(self, *, n_columns: int = WIDTH) -> int:
+        """Return the mark of the next push, in the first so many columns."""
+        mark = next((m for m in self._unused if PLACES[m] % WIDTH < n_columns), None)
+        assert mark is not None, "the test makes more pushes than it has marks"
+        self._unused.remove(mark)
         self.n_issued += 1
-        return self.n_issued - 1
+        return mark
 
 
 class Worker:
     """Fetches, computes, pushes, `n_wanted` times over all its lives.
+
+    It holds all columns of the tensor, or if it is `partial`, the first ones.
 
     Attributes:
         marks: Of this life, in order: (sequence, mark) of each push.
@@ -170,18 +180,23 @@ class Worker:
         n_wanted: int,
         config: ClientConfig | None = None,
         second_copies: Sequence[Address] = (),
+        partial: bool = False,
     ) -> None:
+        self._n_columns = N_COLUMNS if partial else WIDTH
+        n_rows = layout.tensors[0].shape[0]
+        region = Region(((0, n_rows), (0, self._n_columns)))
         self.client = ParameterClient(
             config or ClientConfig(pushes=True),
             layout=layout,
             shards=shards,
             memory=memory,
             second_copies=second_copies,
+            selection=Selection.of(layout, [("marks", region)]) if partial else None,
         )
         self.state = "greeting"
         self.samples = 0
         self.marks: list[tuple[int, int]] = []
-        self.values = torch.zeros(layout.tensors[0].n_elements, dtype=torch.float64)
+        self.values = torch.zeros(region.n_elements, dtype=torch.float64)
         self._layout = layout
         self._ledger = ledger
         self._n_wanted = n_wanted
@@ -236,9 +251,10 @@ class Worker:
         return [Compute(name=name, work=work, cost=cost)]
 
     def _stage(self) -> Callable[[], object]:
-        self._mark = self._ledger.issue()
-        place = int(PLACES[self._mark])
-        self._gradient.view(self._layout.n_shards, N_MARKS).zero_()[:, place] = 1.0
+        self._mark = self._ledger.issue(n_columns=self._n_columns)
+        row, column = divmod(int(PLACES[self._mark]), WIDTH)
+        parts = self._gradient.view(self._layout.n_shards, -1, self._n_columns)
+        parts.zero_()[:, row, column] = 1.0
         return self.client.stage([self._gradient], [self.values])
 
     def _computed(self, event: Computed, now: Seconds) -> Sequence[Action]:

@@ -1,0 +1,217 @@
+"""Sandblaster as a job knows it: the [algorithm] table, its roster, its roles.
+
+Sandblaster L-BFGS (Dean et al. 2012, section 4.2): a coordinator drives a batch method
+on the shards by small commands, and deals portions of the batch to the replicas.
+"""
+
+from collections.abc import Mapping
+from typing import Final, final
+
+from distbelief.downpour.steps import Trainer
+from distbelief.errors import JobError, LocalProtocolError
+from distbelief.job.sections import ClusterTable
+from distbelief.job.verdicts import Verdict
+from distbelief.parameter_server.copies import copies_of_all
+from distbelief.parameter_server.update_rules import SGD
+from distbelief.roles import Role
+from distbelief.runtime import trial
+from distbelief.runtime.common_roles import (
+    build_client,
+    build_evaluator,
+    build_shard,
+    shard_entries,
+    shard_names,
+)
+from distbelief.runtime.local_model import LocalModel
+from distbelief.runtime.task import (
+    BuildContext,
+    RosterEntry,
+    build_dataset,
+    build_loss,
+    build_model,
+)
+from sandblaster.config import SandblasterSettings
+from sandblaster.coordinator import Coordinator
+from sandblaster.coordinator_config import CoordinatorConfig
+from sandblaster.names import COORDINATOR
+from sandblaster.reasons import Reason
+from sandblaster.replica import ReplicaConfig, SandblasterReplica
+from sandblaster.samples import Samples
+from sandblaster.sums import summed
+
+
+_NO_RULE: Final = SGD(learning_rate=1.0)
+"""Of the shards: nothing is ever pushed to them but sums, which no rule applies."""
+
+
+@final
+class SandblasterAlgorithm:
+    """What the entry point names: config struct, roster, and how to build each role.
+
+    Attributes:
+        name: As in the job file.
+        config: Struct of the [algorithm] table, less its `name`.
+        fields: Figures it reports besides samples, loss and metric: the coordinator's.
+        ends_by_itself: A method has its own bounds.
+    """
+
+    name: Final = "sandblaster"
+    config: Final = SandblasterSettings
+    fields: Final = (
+        "iteration",
+        "evaluations",
+        "gradient_norm",
+        "step_length",
+        "wasted",
+        "backups",
+    )
+    ends_by_itself: Final = True
+
+    def check_cluster(self, cluster: ClusterTable) -> None:
+        """Refuse a cluster on which it cannot run.
+
+        Raises:
+            JobError: naming key and value.
+        """
+        if cluster.shard_copies > 1:
+            raise JobError(
+                f"[cluster] shard_copies = {cluster.shard_copies}: the vectors of "
+                'algorithm "sandblaster" have no second copy; a shard that is lost '
+                "goes on from its last snapshot: write shard_copies = 1"
+            )
+        if cluster.is_split:
+            raise JobError(
+                '[cluster] partitions, plan, device: algorithm "sandblaster" computes '
+                "each replica in one process: leave them out"
+            )
+
+    def roster(
+        self,
+        config: SandblasterSettings,
+        *,
+        n_replicas: int,
+        n_shards: int,
+        shard_copies: int = 1,
+        evaluates: bool = True,
+    ) -> list[RosterEntry]:
+        """Return the roles of a job: shards first, since all others need them."""
+        del config  # all methods have the same
+        replicas = [
+            RosterEntry(name=f"replica-{r}", kind="replica") for r in range(n_replicas)
+        ]
+        return [
+            *shard_entries(n_shards, shard_copies),
+            RosterEntry(name=COORDINATOR, kind="coordinator"),
+            *replicas,
+            *([RosterEntry(name="evaluator", kind="evaluator")] if evaluates else []),
+        ]
+
+    def build(
+        self, name: str, *, config: SandblasterSettings, context: BuildContext
+    ) -> Role:
+        """Return the role of this name, in the process that is to run it.
+
+        Raises:
+            JobError: the model or the data cannot be built.
+            LocalProtocolError: no such role in this roster.
+        """
+        kind, _, index = name.partition("-")
+        match kind:
+            case "shard" if name in shard_names(context):
+                return build_shard(name, rule=_NO_RULE, context=context)
+            case "replica" if index.isdecimal() and int(index) < context.n_replicas:
+                return build_replica(config, context=context)
+            case "coordinator" if not index:
+                return build_coordinator(config, context=context)
+            case "evaluator" if not index:
+                return build_evaluator(context)
+            case _:
+                raise LocalProtocolError(
+                    f"no role {name!r} in a job of {context.n_shards} shards and "
+                    f"{context.n_replicas} replicas"
+                )
+
+    def verdict(self, counters: Mapping[str, float]) -> Verdict:
+        """Return what the end of the coordinator means, by its last counters."""
+        return verdict_on(reason_of(counters), iteration=counters.get("iteration", 0.0))
+
+
+SANDBLASTER: Final = SandblasterAlgorithm()
+
+
+def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> Role:
+    """Return the coordinator.
+
+    Raises:
+        JobError: a batch would be larger than the data.
+    """
+    n_examples = _n_examples(context)
+    if config.batch_size is not None and config.batch_size > n_examples:
+        raise JobError(
+            f"[algorithm] batch_size = {config.batch_size}, but [data.train] has "
+            f"{n_examples} samples: use fewer, or leave batch_size out, for all of them"
+        )
+    shards, _ = copies_of_all(context.n_shards, 1)
+    return Coordinator(
+        CoordinatorConfig(
+            cutting=config.cutting(
+                n_examples=n_examples, n_replicas=context.n_replicas
+            ),
+            backups=config.backups,
+            await_begin=context.await_begin,
+        ),
+        method=config.chosen(),
+        shards=shards,
+        n_examples=n_examples,
+    )
+
+
+def build_replica(config: SandblasterSettings, *, context: BuildContext) -> Role:
+    """Return a replica: all are alike."""
+    task = context.task
+    dataset = build_dataset(task.train)
+    module = build_model(task.model)
+    module.train()
+    trainer = Trainer(
+        LocalModel(module),
+        dataset,
+        loss=summed(build_loss(task)),
+        names=trial.Names(model=task.model.factory, loss=task.loss, data="data.train"),
+        clip_norm=None,
+        always_check=True,
+        seed=(config.seed, 0),
+    )
+    n_examples = len(dataset)
+    return SandblasterReplica(
+        ReplicaConfig(
+            cutting=config.cutting(n_examples=n_examples, n_replicas=context.n_replicas)
+        ),
+        client=build_client(context, pushes=True),
+        trainer=trainer,
+        samples=Samples(n_examples, seed=config.order_seed),
+        await_begin=context.await_begin,
+    )
+
+
+def reason_of(counters: Mapping[str, float]) -> Reason:
+    """Return why the coordinator with these last counters has ended."""
+    index = counters.get("reason", -1.0)
+    reasons = list(Reason)
+    return reasons[int(index)] if 0 <= index < len(reasons) else Reason.STOPPED
+
+
+def verdict_on(reason: Reason, *, iteration: float) -> Verdict:
+    """Return what an end for this reason means.
+
+    A search that finds no better point has failed if it never found one. After many
+    iterations it is what single precision comes to.
+    """
+    lost = reason is Reason.LINE_SEARCH_FAILED and iteration < 1
+    failed = lost or reason is Reason.NOT_FINITE
+    return Verdict(reason=reason.sentence, failed=failed)
+
+
+def _n_examples(context: BuildContext) -> int:
+    if context.n_train is not None:
+        return context.n_train
+    return len(build_dataset(context.task.train))

@@ -1,0 +1,156 @@
+"""Table [algorithm] of a Sandblaster job: the method, and how a batch is dealt.
+
+    name = "sandblaster"
+    loss = "cross_entropy"
+    method = "l-bfgs"          # "conjugate-gradient", "gradient-descent", "owl-qn"
+    history = 10
+    max_iterations = 40
+
+Without `batch_size` a batch is all of the data, so all evaluations are of one function.
+"""
+
+import math
+from typing import Final, Literal
+
+import msgspec
+
+from sandblaster.conjugate_gradient import ConjugateGradient
+from sandblaster.gradient_descent import GradientDescent
+from sandblaster.lbfgs import LBFGS
+from sandblaster.methods import AnyMethod
+from sandblaster.multi_batch import MultiBatchLBFGS
+from sandblaster.owlqn import OWLQN
+from sandblaster.sets import Cutting
+
+
+MethodName = Literal["l-bfgs", "conjugate-gradient", "gradient-descent", "owl-qn"]
+
+SETS_PER_REPLICA: Final = 16
+"""Of a batch, at the least: so a replica that is twice as slow costs no time."""
+
+SET_EXAMPLES_MIN: Final = 512
+SET_EXAMPLES_MAX: Final = 4096
+"""Of a set: to push it takes little of the time in which it is computed. Fewer than the
+first only if no replica would get four of them."""
+
+
+class SandblasterSettings(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """Table [algorithm] of a job with name = "sandblaster".
+
+    Attributes:
+        loss: torch's name of it, or an import path (see `runtime.losses`).
+        method: What the coordinator does.
+        batch_size: Samples of one batch; None: all of them. Smaller ones need "l-bfgs",
+            and each batch shares a part with the one before.
+        history: Pairs that L-BFGS and OWL-QN remember.
+        max_iterations: Bound on accepted points.
+        max_evaluations: Bound on evaluations; None: the method's own.
+        tolerance: Ends when no element of the gradient is larger.
+        value_tolerance: Ends when the loss has fallen by no more than this share of it
+            in a few iterations in a row; None: the method's own.
+        l1: Penalty l1 |w|_1 (method "owl-qn" only).
+        l2: Penalty l2 / 2 |w|^2.
+        portion: Samples that a replica computes at once.
+        portions_per_set: Portions that are summed before they are pushed; None: chosen
+            by batch and replicas.
+        backups: Let idle replicas compute again what others are late with.
+        seed: Of the order of the data where batches are not all of them, and of the
+            model's own randomness: each portion has its own, the same at every point.
+    """
+
+    loss: str
+    method: MethodName = "l-bfgs"
+    batch_size: int | None = None
+    history: int = 10
+    max_iterations: int = 15_000
+    max_evaluations: int | None = None
+    tolerance: float = 1e-5
+    value_tolerance: float | None = None
+    l1: float = 0.0
+    l2: float = 0.0
+    portion: int = 256
+    portions_per_set: int | None = None
+    backups: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run, by name and value.
+
+        Raises:
+            ValueError: which msgspec turns into an error that names the table.
+        """
+        for name in ("batch_size", "history", "max_iterations", "max_evaluations"):
+            _at_least_one(name, getattr(self, name))
+        for name in ("portion", "portions_per_set"):
+            _at_least_one(name, getattr(self, name))
+        for name in ("tolerance", "value_tolerance", "l1", "l2"):
+            value: float | None = getattr(self, name)
+            if value is not None and not 0.0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}; use a finite number, 0 or more")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; use 0 or more")
+        if self.l1 and self.method != "owl-qn":
+            raise ValueError(
+                f"l1 is {self.l1} with method {self.method!r}, which needs a smooth "
+                'loss: use method = "owl-qn", or l2'
+            )
+        if self.batch_size is not None and self.method != "l-bfgs":
+            raise ValueError(
+                f"batch_size is {self.batch_size} with method {self.method!r}, which "
+                'compares losses of one function: use method = "l-bfgs", or leave '
+                "batch_size out"
+            )
+        self.chosen()  # checks the rest
+
+    def chosen(self) -> AnyMethod:
+        """Return the method, as the coordinator runs it."""
+        given = {
+            "gradient_tolerance": self.tolerance,
+            "n_iterations_max": self.max_iterations,
+            "l2": self.l2,
+        }
+        if self.max_evaluations is not None:
+            given["n_evaluations_max"] = self.max_evaluations
+        if self.value_tolerance is not None:
+            given["value_tolerance"] = self.value_tolerance
+        match self.method:
+            case "l-bfgs" if self.batch_size is not None:
+                given |= {"n_history": self.history, "batch_size": self.batch_size}
+                return msgspec.convert(given, MultiBatchLBFGS)
+            case "l-bfgs":
+                return msgspec.convert(given | {"n_history": self.history}, LBFGS)
+            case "owl-qn":
+                given |= {"n_history": self.history, "l1": self.l1}
+                return msgspec.convert(given, OWLQN)
+            case "conjugate-gradient":
+                return msgspec.convert(given, ConjugateGradient)
+            case "gradient-descent":
+                return msgspec.convert(given, GradientDescent)
+
+    @property
+    def order_seed(self) -> int | None:
+        """Of the order of the data; None: as they come, which is the quickest."""
+        return None if self.batch_size is None else self.seed
+
+    def cutting(self, *, n_examples: int, n_replicas: int) -> Cutting:
+        """Return how a batch is cut: the same for coordinator and replicas.
+
+        Args:
+            n_examples: Of the training data.
+            n_replicas: Of the job.
+        """
+        if self.portions_per_set is not None:
+            n_portions = self.portions_per_set
+        else:
+            batch = min(self.batch_size or n_examples, n_examples)
+            least = min(SET_EXAMPLES_MIN, batch // (4 * n_replicas))
+            fair = max(batch // (SETS_PER_REPLICA * n_replicas), least)
+            n_portions = max(1, min(fair, SET_EXAMPLES_MAX) // self.portion)
+        return Cutting(portion_size=self.portion, portions_per_set=n_portions)
+
+
+def _at_least_one(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"{name} is {value}; use 1 or more")

@@ -1,0 +1,105 @@
+"""Gradient descent with a line search: the plainest method, to compare with.
+
+The first step to try is Barzilai & Borwein's (1988), s.y / y.y of the step before: with
+the line search that is the global method of Raydan (1997), and far better than plain
+steepest descent at the same price.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+from typing_extensions import override
+
+from distbelief.commands import Command, Dot, LinearCombination, Term, VectorName
+from sandblaster.descent import DescentRun, Present, read_state
+from sandblaster.gram import Combination
+from sandblaster.line_search import WolfeConditions
+from sandblaster.objective import Objective
+from sandblaster.requests import Result, Steps
+from sandblaster.stopping import Method, check
+from sandblaster.trials import GRADIENT, Straight, Trial
+
+
+_DIFFERENCE = "gradient_difference"
+
+
+@final
+class GradientDescent(Method, frozen=True, kw_only=True, tag="gradient_descent"):
+    """Settings of gradient descent.
+
+    Attributes:
+        sufficient_decrease: c1 of the line search.
+        curvature: c2 of the line search.
+    """
+
+    sufficient_decrease: float = 1e-4
+    curvature: float = 0.9
+
+    @override
+    def __post_init__(self) -> None:
+        check(self)
+        _ = self.wolfe  # checks its two numbers
+
+    @property
+    def wolfe(self) -> WolfeConditions:
+        """What the line search asks of a step.
+
+        Raises:
+            ValueError: there is no such step.
+        """
+        return WolfeConditions(
+            sufficient_decrease=self.sufficient_decrease, curvature=self.curvature
+        )
+
+    def steps(self, state: str | None = None) -> Steps[Result]:
+        """Run from "parameters", or on from `Iterated.state`."""
+        resumed = None if state is None else read_state(state)
+        descent = Steepest(memory=resumed.memory if resumed else "0.0")
+        line = Straight(Objective(l2=self.l2), self.wolfe)
+        run = DescentRun(self, descent, line)
+        return run.steps(resumed.present if resumed else None)
+
+
+@final
+class Steepest:
+    """Directions -g."""
+
+    remembers = False
+    vectors: Sequence[VectorName] = ()
+
+    def __init__(self, *, memory: str = "0.0") -> None:
+        self._step = float(memory)
+
+    @property
+    def memory(self) -> str:
+        """The step to try first; 0: none is known."""
+        return repr(self._step)
+
+    def measure(self, gradient: VectorName) -> tuple[Command, ...]:
+        """Measure y.y, y = g_trial - g."""
+        terms = (Term(1.0, gradient), Term(-1.0, GRADIENT))
+        return (
+            LinearCombination(target=_DIFFERENCE, terms=terms),
+            Dot(x=_DIFFERENCE, y=_DIFFERENCE),
+        )
+
+    def accept(self, trial: Trial, *, slope_at_start: float) -> None:
+        """Choose the next step; s = step d, so s.y = step (g_trial - g).d."""
+        (square,) = trial.scalars
+        curvature = trial.sample.step * (trial.sample.slope - slope_at_start)
+        step = curvature / square if square else 0.0
+        self._step = step if math.isfinite(step) and step > 0.0 else trial.sample.step
+
+    def direction(self) -> Combination:
+        """Return -g."""
+        return {GRADIENT: -1.0}
+
+    def first_step(self, present: Present) -> float:
+        """Return Barzilai & Borwein's step; at first one of length 1."""
+        return self._step or 1.0 / math.sqrt(present.gradient_square)
+
+    def forget(self, *, gradient_square: float) -> None:
+        """Drop the step."""
+        del gradient_square
+        self._step = 0.0

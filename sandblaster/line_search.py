@@ -1,0 +1,245 @@
+"""A step along a descent direction that satisfies the strong Wolfe conditions.
+
+More & Thuente, Line search algorithms with guaranteed sufficient decrease, 1994, as
+MINPACK-2's `dcsrch` carries it out. On phi(t) = f(x + t d), with c1 < c2,
+
+    sufficient decrease   phi(t) <= phi(0) + c1 t phi'(0)
+    curvature             |phi'(t)| <= c2 |phi'(0)|
+
+The search keeps an interval that holds such a step once it is bracketed: `best` is the
+end with the least value, `other` the other one; `dcstep` picks the next trial between
+or beyond them. It is a generator too: it yields the steps that it wants tried.
+
+Differences to MINPACK-2, and why: a trial that is not finite bounds the steps from then
+on, and a shorter one is tried; when the interval is too narrow to go on, `best` is
+returned as it is, where `dcsrch` evaluates it once more.
+"""
+
+import math
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import final
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """phi at one step: its value and its slope."""
+
+    step: float
+    value: float
+    slope: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether one can reckon with it."""
+        return math.isfinite(self.value) and math.isfinite(self.slope)
+
+    def tilted(self, slope: float) -> "Sample":
+        """Return the sample of phi(t) - slope t."""
+        return Sample(self.step, self.value - self.step * slope, self.slope - slope)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WolfeConditions:
+    """What is asked of a step.
+
+    Attributes:
+        sufficient_decrease: c1.
+        curvature: c2.
+        narrowest: Width of the interval, relative to its far end, at which to give up.
+        n_trials_max: How many steps are tried.
+    """
+
+    sufficient_decrease: float = 1e-3
+    curvature: float = 0.9
+    narrowest: float = 0.1
+    n_trials_max: int = 20
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.sufficient_decrease <= self.curvature < 1.0:
+            raise ValueError(
+                f"sufficient_decrease is {self.sufficient_decrease}, curvature is "
+                f"{self.curvature}; use 0 < sufficient_decrease <= curvature < 1"
+            )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The end of a search: the best sample, and whether it satisfies both conditions.
+
+    If `best.step` is 0 no step is better than none.
+    """
+
+    best: Sample
+    satisfied: bool
+
+
+Search = Generator[float, Sample, Found]
+
+_STEP_MAX = 1e10
+_BISECT_WIDTH = 0.66  # of the interval two trials ago
+_BACK_OFF = 0.1  # from a trial that was not finite, if no other step is known
+
+
+def more_thuente(start: Sample, *, step: float, wolfe: WolfeConditions) -> Search:
+    """Yield steps to try, expect their samples, return the step found.
+
+    Args:
+        start: phi at 0; its slope is negative.
+        step: The first one to try.
+        wolfe: What is asked of the step.
+    """
+    interval = _Interval(start, start, bracketed=False)
+    least = wolfe.sufficient_decrease * start.slope  # slope of the line to stay below
+    lowest_seen = False
+    step_max = _STEP_MAX
+    low, high = 0.0, 5.0 * step
+    widths = (math.inf, math.inf)
+    for _ in range(wolfe.n_trials_max):
+        trial = yield step
+        best = interval.best
+        if not trial.finite:
+            step_max = min(step, step_max) if step > best.step else step_max
+            step = best.step + (0.5 if best.step else _BACK_OFF) * (step - best.step)
+            continue
+        enough = trial.value <= start.value + trial.step * least
+        if enough and abs(trial.slope) <= -wolfe.curvature * start.slope:
+            return Found(trial, satisfied=True)
+        lowest_seen = lowest_seen or (enough and trial.slope >= 0.0)
+        # Until a step with enough decrease and a rising slope is seen, the search is
+        # for a minimiser of phi(t) - c1 t phi'(0): there one must be (section 2).
+        ahead = lowest_seen or enough or trial.value > best.value
+        tilt = 0.0 if ahead else least
+        tilted, tilted_trial = interval.tilted(tilt), trial.tilted(tilt)
+        step = dcstep(tilted, tilted_trial, low=low, high=high)
+        interval = tilted.narrowed(tilted_trial).tilted(-tilt)
+        best, other = interval.best, interval.other
+
+        if not interval.bracketed:
+            low = step + 1.1 * (step - best.step)
+            high = step + 4.0 * (step - best.step)
+            step = min(step, 0.5 * (best.step + step_max))
+            continue
+        width = abs(other.step - best.step)
+        if width >= _BISECT_WIDTH * widths[0]:
+            step = best.step + 0.5 * (other.step - best.step)
+        widths = (widths[1], width)
+        low, high = sorted((best.step, other.step))
+        if high - low <= wolfe.narrowest * high or not low < step < high:
+            break
+    return Found(interval.best, satisfied=False)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Interval:
+    best: Sample
+    other: Sample
+    bracketed: bool
+
+    def tilted(self, slope: float) -> "_Interval":
+        """Return that of phi(t) - slope t."""
+        if slope == 0.0:
+            return self
+        return _Interval(
+            self.best.tilted(slope), self.other.tilted(slope), self.bracketed
+        )
+
+    def narrowed(self, trial: Sample) -> "_Interval":
+        """Return what the trial leaves of it."""
+        if trial.value > self.best.value:
+            return _Interval(self.best, trial, bracketed=True)
+        if trial.slope * math.copysign(1.0, self.best.slope) < 0.0:
+            return _Interval(trial, self.best, bracketed=True)
+        return replace(self, best=trial)
+
+
+def dcstep(interval: _Interval, trial: Sample, *, low: float, high: float) -> float:
+    """Return the next step to try (More & Thuente 1994, section 4).
+
+    Args:
+        interval: Before the trial.
+        trial: The newest sample.
+        low: The least step, while nothing is bracketed.
+        high: The greatest step, while nothing is bracketed.
+    """
+    best, other = interval.best, interval.other
+    if trial.value > best.value:  # a minimiser lies between them
+        cubic = _cubic(best, trial)
+        quadratic = _quadratic(best, trial)
+        if abs(cubic - best.step) <= abs(quadratic - best.step):
+            return cubic
+        return cubic + 0.5 * (quadratic - cubic)
+    if trial.slope * math.copysign(1.0, best.slope) < 0.0:  # and here too
+        cubic, secant = _cubic(trial, best), _secant(trial, best)
+        further = abs(cubic - trial.step) > abs(secant - trial.step)
+        return cubic if further else secant
+    if abs(trial.slope) < abs(best.slope):  # it flattens out: extrapolate
+        return _extrapolated(interval, trial, low=low, high=high)
+    if interval.bracketed:
+        return _cubic(trial, other)
+    return high if trial.step > best.step else low
+
+
+def _extrapolated(
+    interval: _Interval, trial: Sample, *, low: float, high: float
+) -> float:
+    best, other = interval.best, interval.other
+    ahead = trial.step > best.step
+    beyond = _cubic_beyond(trial, best)
+    cubic = beyond if beyond is not None else (high if ahead else low)
+    secant = _secant(trial, best)
+    nearer = abs(cubic - trial.step) < abs(secant - trial.step)
+    if not interval.bracketed:
+        return min(max(secant if nearer else cubic, low), high)
+    bound = trial.step + _BISECT_WIDTH * (other.step - trial.step)
+    step = cubic if nearer else secant
+    return min(bound, step) if ahead else max(bound, step)
+
+
+def _cubic(a: Sample, b: Sample) -> float:
+    """Return the minimiser of the cubic through two samples, or their middle."""
+    theta, gamma = _cubic_terms(a, b)
+    numerator = (gamma - a.slope) + theta
+    denominator = ((gamma - a.slope) + gamma) + b.slope
+    ratio = numerator / denominator if denominator else math.nan
+    return a.step + (ratio if math.isfinite(ratio) else 0.5) * (b.step - a.step)
+
+
+def _cubic_beyond(a: Sample, b: Sample) -> float | None:
+    """Return the minimiser of the cubic if it lies beyond a, seen from b."""
+    theta, gamma = _cubic_terms(a, b)
+    numerator = (gamma - a.slope) + theta
+    denominator = (gamma + (b.slope - a.slope)) + gamma
+    ratio = numerator / denominator if denominator else math.nan
+    if gamma == 0.0 or not -math.inf < ratio < 0.0:
+        return None
+    return a.step + ratio * (b.step - a.step)
+
+
+def _cubic_terms(a: Sample, b: Sample) -> tuple[float, float]:
+    theta = 3.0 * (a.value - b.value) / (b.step - a.step) + a.slope + b.slope
+    size = max(abs(theta), abs(a.slope), abs(b.slope))
+    if size == 0.0:
+        return 0.0, 0.0
+    square = (theta / size) ** 2 - (a.slope / size) * (b.slope / size)
+    gamma = size * math.sqrt(max(0.0, square))
+    return theta, gamma if b.step > a.step else -gamma
+
+
+def _quadratic(a: Sample, b: Sample) -> float:
+    """Return the minimiser of the parabola with a's value and slope and b's value.
+
+    Their middle, if there is no such parabola.
+    """
+    length = b.step - a.step
+    bend = (a.value - b.value) / length + a.slope  # 0 in rounding, where all is flat
+    return a.step + (a.slope / bend if bend else 1.0) / 2.0 * length
+
+
+def _secant(a: Sample, b: Sample) -> float:
+    """Return where the slope would be 0 if it were linear."""
+    return a.step + a.slope / (a.slope - b.slope) * (b.step - a.step)

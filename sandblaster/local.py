@@ -1,0 +1,194 @@
+"""Runs a method in this process, for a function of one flat vector.
+
+The shards are here too, as many as asked for, each with its own range of the vector, so
+what happens is what happens in a cluster, except for the messages. It is how the
+methods are tested, and enough to minimise a plain function:
+
+    def bowl(x):
+        return float(x @ x), 2.0 * x
+
+    x, result = minimize_flat(bowl, numpy.ones(3), LBFGS())
+"""
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Protocol, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distbelief.commands import Command, Scalars, VectorName, combine
+from distbelief.parameter_server.algebra import Algebra
+from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
+from distbelief.vectors import Vector
+from sandblaster.requests import (
+    Evaluate,
+    Evaluation,
+    Examples,
+    Iterated,
+    Operations,
+    Reply,
+    Request,
+    Result,
+    Steps,
+)
+
+
+Doubles = NDArray[np.float64]
+Function = Callable[[Doubles], tuple[float, Doubles]]
+"""From a point to loss and gradient, both of shape (n,)."""
+FunctionOfExamples = Callable[[Doubles, Examples | None], tuple[float, Doubles, int]]
+"""From a point and examples to mean loss, its gradient, and how many they were."""
+
+
+class Runnable(Protocol):
+    """The settings of a method."""
+
+    def steps(self, state: str | None = None) -> Steps[Result]:
+        """Run from "parameters", or on from `Iterated.state`."""
+        ...
+
+
+def minimize_flat(
+    function: Function,
+    x0: Doubles,
+    method: Runnable,
+    *,
+    n_shards: int = 1,
+    callback: Callable[[Iterated], bool] | None = None,
+) -> tuple[Doubles, Result]:
+    """Return the best point found, and how the run ended.
+
+    Args:
+        function: Returns loss and gradient; either may be NaN or infinite.
+        x0: (n,) where to begin.
+        method: Settings of a method, as in `LBFGS(n_history=20)`.
+        n_shards: How many ranges the vector is cut into.
+        callback: Called with each accepted point; returns whether to stop.
+
+    Raises:
+        ValueError: the gradient has another shape than x0.
+    """
+
+    def of_examples(
+        x: Doubles, examples: Examples | None
+    ) -> tuple[float, Doubles, int]:
+        del examples
+        return (*function(x), 1)
+
+    local = Local(x0, of_examples, n_shards=n_shards, callback=callback)
+    result = local.run(method.steps())
+    return local.get("parameters"), result
+
+
+@final
+class Local:
+    """S shards in one process, and what answers requests with them.
+
+    Attributes:
+        n_requests: How many of each kind were answered.
+        vectors: What an `Iterated` said last that a run needs to go on.
+    """
+
+    def __init__(
+        self,
+        x0: Doubles,
+        function: FunctionOfExamples,
+        *,
+        n_shards: int = 1,
+        dtype: ElementType = "float64",
+        callback: Callable[[Iterated], bool] | None = None,
+    ) -> None:
+        # As many tensors as shards, so that even a short vector lies on all of them.
+        self._cuts = np.linspace(0, len(x0), n_shards + 1).astype(int).tolist()
+        specs = [
+            TensorSpec(name=f"{k:06}", shape=(stop - start,))
+            for k, (start, stop) in enumerate(pairwise(self._cuts))
+        ]
+        self._layout = Layout.of(specs, n_shards=n_shards, dtype=dtype)
+        self._function = function
+        self._callback = callback
+        self._n = len(x0)
+        self.algebras = [Algebra(self._layout, k) for k in range(n_shards)]
+        self.n_requests = {Operations: 0, Evaluate: 0, Iterated: 0}
+        self.put("parameters", x0)
+
+    def run(self, steps: Steps[Result]) -> Result:
+        """Answer requests until the algorithm returns."""
+        request = next(steps)
+        while True:
+            try:
+                request = steps.send(self.answer(request))
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+
+    def answer(self, request: Request) -> Reply:
+        """Return what the algorithm is sent back."""
+        self.n_requests[type(request)] += 1
+        match request:
+            case Operations(commands=commands):
+                return self.perform(commands)
+            case Evaluate():
+                return self._evaluate(request)
+            case Iterated():
+                return self._callback is not None and self._callback(request)
+
+    def perform(self, commands: tuple[Command, ...]) -> Scalars:
+        """Perform a batch on every shard; return what it measured."""
+        answers = [algebra.perform(commands) for algebra in self.algebras]
+        return combine(commands, answers)
+
+    def get(self, name: VectorName) -> Doubles:
+        """Return a whole vector."""
+        whole = torch.zeros(self._n, dtype=torch.float64)
+        for k, algebra in enumerate(self.algebras):
+            self._layout.scatter(
+                k, self._padded(k, algebra.vector(name)), self._tensors(whole)
+            )
+        return whole.numpy()
+
+    def put(self, name: VectorName, values: Doubles) -> None:
+        """Set a whole vector."""
+        whole = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64))
+        for k, algebra in enumerate(self.algebras):
+            self._layout.gather(
+                k, self._tensors(whole), self._padded(k, algebra.vector(name))
+            )
+
+    def export(self, names: tuple[VectorName, ...]) -> list[Mapping[str, Vector]]:
+        """Return copies of these vectors, per shard."""
+        return [
+            {name: vector.copy() for name, vector in algebra.export(names).items()}
+            for algebra in self.algebras
+        ]
+
+    def restore(self, saved: list[Mapping[str, Vector]]) -> None:
+        """Hold these vectors and no others."""
+        for algebra, vectors in zip(self.algebras, saved, strict=True):
+            algebra.restore(vectors)
+
+    def _tensors(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        return [whole[start:stop] for start, stop in pairwise(self._cuts)]
+
+    def _padded(self, k: int, vector: Vector) -> Vector:
+        """Return the shard's whole vector: here there are no buffers."""
+        assert vector.shape == (self._layout.shard_size(k),)
+        return vector
+
+    def _evaluate(self, request: Evaluate) -> Evaluation:
+        before = self.perform(request.before)
+        loss, gradient, n_examples = self._function(
+            self.get(request.point), request.examples
+        )
+        if np.shape(gradient) != (self._n,):
+            raise ValueError(
+                f"the gradient has shape {np.shape(gradient)}, the point ({self._n},): "
+                "the function must return (loss, gradient), and they must agree"
+            )
+        self.put(request.gradient, gradient)
+        after = self.perform(request.after)
+        return Evaluation(
+            loss=float(loss), n_examples=n_examples, scalars=before + after
+        )

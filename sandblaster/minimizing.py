@@ -1,0 +1,190 @@
+"""`minimize`: a batch method over replicas and shards, called like scipy's.
+
+    result = sandblaster.minimize(net, "cross_entropy", (x, y), replicas=4, shards=2)
+    result.fun, result.nit, result.message         # as of scipy.optimize.minimize
+
+It writes a job, lets `distbelief.train` run it in processes of this machine, and puts
+what was learnt back. Model, loss and data get there without pickle (`sources`,
+`recipes`, `tensor_files`), which limits what they may be.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import final
+
+from safetensors.torch import save_file
+from torch import nn
+
+from distbelief.errors import JobError
+from distbelief.job import toml_text
+from distbelief.job.jobfile import parse_job
+from distbelief.job.sections import Job
+from distbelief.job.training import train
+from distbelief.job.view import SupervisorView
+from distbelief.runtime.local_model import LocalModel
+from sandblaster.config import MethodName
+from sandblaster.recipes import recipe_of
+from sandblaster.result import MinimizeResult, interim_result, result_of
+from sandblaster.sources import Factory, factory_table, import_path
+from sandblaster.tensor_files import as_pair, write_pairs
+
+
+Callback = Callable[[MinimizeResult], object]
+"""Told of progress; returns True, or raises StopIteration, to end the run."""
+
+
+def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
+    model: nn.Module | Factory,
+    loss: Factory,
+    data: object,
+    *,
+    method: MethodName = "l-bfgs",
+    replicas: int = 1,
+    shards: int = 1,
+    threads: int = 1,
+    callback: Callback | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    show: bool = False,
+    **options: object,
+) -> MinimizeResult:
+    """Minimise the mean loss of a model over data.
+
+    Args:
+        model: An nn.Module, which is where the search begins and which holds the best
+            point at the end; or the function that makes one: itself, a partial of it,
+            or its import path.
+        loss: Torch's name of it ("cross_entropy"), or a function (outputs, targets) ->
+            mean over the samples, as itself or as an import path.
+        data: Inputs and targets, as tensors, arrays or a TensorDataset; or what makes a
+            map-style data set: a function, a partial of it, or its import path.
+        method: What the coordinator does.
+        replicas: Processes that compute portions of the batch.
+        shards: Processes that hold the parameters and the history.
+        threads: Of torch, in each replica.
+        callback: Called at most four times a second, if there is a new iteration, with
+            an OptimizeResult of what is known then (no x). It ends the run by returning
+            True, or by raising StopIteration.
+        directory: Run directory, kept; what the processes read of model and data lies
+            beside it, in DIRECTORY.problem. None: nothing is kept.
+        resume: Run directory of an earlier call with the same arguments, to go on with.
+        show: Whether to show how it goes, on standard output.
+        options: Other keys of [algorithm]: batch_size, history, max_iterations,
+            tolerance, l1, l2, portion, ... (`sandblaster.config`).
+
+    Returns:
+        scipy's result: x (the parameters, flat, in the order of `model.parameters()`),
+        success, status, message, fun, jac_norm (largest element of the gradient, by
+        size), nit, nfev, njev; and reason, n_wasted (examples computed in vain),
+        seconds, model, directory. Interrupted by Ctrl+C, it is of the last point
+        accepted.
+
+    Raises:
+        JobError: what was given cannot be run, or failed while it ran.
+        StorageError: a directory cannot be had.
+    """
+    module = model if isinstance(model, nn.Module) else None
+    with ExitStack() as stack:
+        if directory is None and resume is not None:
+            directory = resume
+        if directory is None:
+            directory = Path(stack.enter_context(TemporaryDirectory())) / "run"
+        problem = _Problem(Path(f"{directory}.problem").absolute())
+        tables = {
+            "model": problem.model(model),
+            "data": {"train": problem.data(data)},
+            "algorithm": {
+                "name": "sandblaster",
+                "loss": loss if isinstance(loss, str) else _loss_path(loss),
+                "method": method,
+                **options,
+            },
+            "cluster": {"replicas": replicas, "shards": shards, "threads": threads},
+            "output": {"directory": str(directory)},
+            "source": {"file": "minimize", "import_paths": _import_paths()},
+        }
+        job = _job(tables)
+        watch = None if callback is None else _Watch(callback)
+        run = train(job, resume=resume, show=show, watch=watch)
+        return result_of(run, module=module)
+
+
+@final
+class _Problem:
+    """The files from which other processes have model and data."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def model(self, model: nn.Module | Factory) -> dict[str, object]:
+        """Return table [model]."""
+        if not isinstance(model, nn.Module):
+            return factory_table(model, what="model")
+        recipe = recipe_of(model)
+        tensors = LocalModel(model).named_tensors()
+        initial = self._file("initial.safetensors")
+        save_file({name: t.detach().clone() for name, t in tensors.items()}, initial)
+        return {
+            "factory": "sandblaster.recipes:build",
+            "arguments": recipe,
+            "initial": str(initial),
+        }
+
+    def data(self, data: object) -> dict[str, object]:
+        """Return table [data.train]."""
+        pair = as_pair(data)
+        if pair is None:
+            return factory_table(data, what="data")
+        file = self._file("train.safetensors")
+        write_pairs(file, pair)
+        return {
+            "factory": "sandblaster.tensor_files:pairs",
+            "arguments": {"path": str(file)},
+        }
+
+    def _file(self, name: str) -> Path:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        return self._directory / name
+
+
+@final
+class _Watch:
+    """Calls the user's callback at each new iteration that is seen."""
+
+    def __init__(self, callback: Callback) -> None:
+        self._callback = callback
+        self._iteration: float | None = None
+
+    def __call__(self, view: SupervisorView) -> bool:
+        """Return whether to end."""
+        iteration = view.figures.get("iteration")
+        if view.phase != "training" or iteration in {None, self._iteration}:
+            return False
+        self._iteration = iteration
+        try:
+            return self._callback(interim_result(view)) is True
+        except StopIteration:
+            return True
+
+
+def _loss_path(loss: Factory) -> str:
+    if isinstance(loss, nn.Module):
+        raise JobError(
+            f"minimize: loss is {loss!r}: give torch's name of it, such as "
+            "'cross_entropy', or a function of some module"
+        )
+    return import_path(loss, what="loss")
+
+
+def _import_paths() -> list[str]:
+    """Return where this process finds its modules, for the others."""
+    paths = [Path(path).absolute() for path in sys.path]
+    return [str(path) for path in dict.fromkeys(paths) if path.is_dir()]
+
+
+def _job(tables: dict[str, object]) -> Job:
+    return parse_job(toml_text.write(tables), path="minimize")

@@ -1,0 +1,211 @@
+"""The job file's side: settings, roster, roles, what an end means."""
+
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+
+from distbelief.errors import JobError, JobFileError, LocalProtocolError
+from distbelief.job.jobfile import Job, parse_job
+from distbelief.memory import PrivateMemory
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.runtime.evaluator import Evaluator
+from distbelief.runtime.task import BuildContext, DataSpec, ModelSpec, TaskSpec
+from sandblaster.algorithm import SANDBLASTER, reason_of
+from sandblaster.config import SandblasterSettings
+from sandblaster.conjugate_gradient import ConjugateGradient
+from sandblaster.coordinator import Coordinator
+from sandblaster.gradient_descent import GradientDescent
+from sandblaster.lbfgs import LBFGS
+from sandblaster.multi_batch import MultiBatchLBFGS
+from sandblaster.owlqn import OWLQN
+from sandblaster.reasons import Reason
+
+
+JOB = """
+[model]
+factory = "experiments.digits.digits:net"
+[data.train]
+factory = "experiments.digits.digits:images"
+[algorithm]
+name = "sandblaster"
+loss = "cross_entropy"
+"""
+
+
+def settings(**keys: object) -> SandblasterSettings:
+    return msgspec.convert({"loss": "mse", **keys}, SandblasterSettings)
+
+
+@pytest.mark.parametrize(
+    ("keys", "method"),
+    [
+        ({}, LBFGS()),
+        ({"history": 3, "l2": 0.5}, LBFGS(n_history=3, l2=0.5)),
+        ({"tolerance": 0.1}, LBFGS(gradient_tolerance=0.1)),
+        ({"batch_size": 50}, MultiBatchLBFGS(batch_size=50, n_iterations_max=15_000)),
+        (
+            {"method": "conjugate-gradient", "max_iterations": 7},
+            ConjugateGradient(n_iterations_max=7),
+        ),
+        (
+            {"method": "gradient-descent", "max_evaluations": 7},
+            GradientDescent(n_evaluations_max=7),
+        ),
+        (
+            {"method": "owl-qn", "l1": 0.1, "value_tolerance": 0.0},
+            OWLQN(l1=0.1, value_tolerance=0.0),
+        ),
+    ],
+)
+def test_the_table_names_a_method(keys: Mapping[str, object], method: object) -> None:
+    assert settings(**keys).chosen() == method
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"batch_size": 0}, "batch_size is 0; use 1 or more"),
+        ({"batch_size": 2}, "batch_size is 2; use 3 or more"),
+        ({"history": 0}, "history is 0; use 1 or more"),
+        ({"portion": -1}, "portion is -1; use 1 or more"),
+        ({"l2": -0.5}, "l2 is -0.5; use a finite number, 0 or more"),
+        ({"tolerance": float("inf")}, "tolerance is inf; use a finite number"),
+        ({"seed": -1}, "seed is -1; use 0 or more"),
+        ({"l1": 0.1}, "l1 is 0.1 with method 'l-bfgs'"),
+        (
+            {"batch_size": 9, "method": "owl-qn"},
+            "batch_size is 9 with method 'owl-qn', which compares",
+        ),
+        ({"method": "newton"}, "Invalid enum value 'newton'"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name_and_value(
+    keys: Mapping[str, object], text: str
+) -> None:
+    with pytest.raises(msgspec.ValidationError, match=text):
+        settings(**keys)
+
+
+def test_sets_are_as_large_as_balance_allows() -> None:
+    def set_size(n_examples: int, n_replicas: int, **keys: object) -> int:
+        cutting = settings(**keys).cutting(n_examples=n_examples, n_replicas=n_replicas)
+        return cutting.set_size
+
+    assert set_size(1_000_000, 2) == 4096  # large enough for any push
+    assert set_size(20_000, 4) == 512
+    assert set_size(20_000, 4, portion=100) == 500
+    assert set_size(1000, 4) == 256  # one portion is the least
+    assert set_size(1000, 4, portion=10) == 60
+    assert set_size(1_000_000, 2, batch_size=20_000) == 512
+    assert set_size(1_000_000, 2, portions_per_set=3) == 768
+
+
+def job(more: str = "") -> Job:
+    return parse_job(JOB + more, path="job.toml")
+
+
+def test_a_job_without_stop_rules_ends_by_itself() -> None:
+    read = job("max_iterations = 40\nhistory = 5")
+    assert read.stop.is_empty
+    assert read.batch_size == 256  # what is tried out: a portion
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ("shard_copies = 2", "shard_copies = 2: the vectors of algorithm"),
+        ("partitions = 2", 'algorithm "sandblaster" computes each replica in one'),
+    ],
+)
+def test_a_cluster_that_it_cannot_use_is_refused(table: str, text: str) -> None:
+    with pytest.raises(JobFileError, match=text):
+        job(f"[cluster]\n{table}")
+
+
+def context(*, n_train: int | None = 6) -> BuildContext:
+    task = TaskSpec(
+        model=ModelSpec(factory="experiments.digits.digits:net"),
+        train=DataSpec(
+            factory="experiments.digits.digits:images", arguments={"part": "train"}
+        ),
+        test=DataSpec(
+            factory="experiments.digits.digits:images", arguments={"part": "test"}
+        ),
+        loss="cross_entropy",
+    )
+    return BuildContext(
+        task=task,
+        layout=Layout.of([TensorSpec(name="a", shape=(130,))], n_shards=2),
+        n_replicas=2,
+        n_shards=2,
+        seed=0,
+        memory=PrivateMemory(),
+        n_train=n_train,
+    )
+
+
+def test_every_role_of_the_roster_can_be_built() -> None:
+    config = settings()
+    roster = SANDBLASTER.roster(config, n_replicas=2, n_shards=2)
+    built = [
+        type(SANDBLASTER.build(entry.name, config=config, context=context()))
+        for entry in roster
+        if not entry.name.startswith("replica")
+    ]
+    assert built == [ParameterServerShard] * 2 + [Coordinator, Evaluator]
+    assert [entry.kind for entry in roster] == [
+        "shard",
+        "shard",
+        "coordinator",
+        "replica",
+        "replica",
+        "evaluator",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["shard-2", "replica-2", "replica-x", "coordinator-1", "worker"]
+)
+def test_no_other_role_can(name: str) -> None:
+    with pytest.raises(LocalProtocolError, match=f"no role '{name}' in a job of 2"):
+        SANDBLASTER.build(name, config=settings(), context=context())
+
+
+def test_a_batch_that_is_larger_than_the_data_is_refused() -> None:
+    config = settings(batch_size=7)
+    with pytest.raises(JobError, match=r"batch_size = 7, but \[data.train\] has 6 sam"):
+        SANDBLASTER.build("coordinator", config=config, context=context())
+
+
+def test_a_coordinator_that_is_not_told_counts_the_samples_itself() -> None:
+    config = settings(batch_size=1438)
+    with pytest.raises(JobError, match=r"\[data.train\] has 1437 samples"):
+        SANDBLASTER.build("coordinator", config=config, context=context(n_train=None))
+
+
+@pytest.mark.parametrize(
+    ("reason", "iteration", "failed"),
+    [
+        (Reason.CONVERGED_GRADIENT, 9, False),
+        (Reason.MAX_ITERATIONS, 9, False),
+        (Reason.NOT_FINITE, 0, True),
+        (Reason.LINE_SEARCH_FAILED, 0, True),
+        (Reason.LINE_SEARCH_FAILED, 9, False),
+    ],
+)
+def test_an_end_is_told_as_what_it_is(
+    reason: Reason,
+    iteration: int,
+    failed: bool,  # noqa: FBT001 -- a parameter
+) -> None:
+    index = float(list(Reason).index(reason))
+    verdict = SANDBLASTER.verdict({"reason": index, "iteration": float(iteration)})
+    assert verdict.reason == reason.sentence
+    assert verdict.failed == failed
+
+
+def test_a_coordinator_without_a_last_word_was_stopped() -> None:
+    assert reason_of({}) is Reason.STOPPED
+    assert reason_of({"reason": 99.0}) is Reason.STOPPED

@@ -1,0 +1,179 @@
+"""`minimize`: how model, loss and data get to other processes; without processes."""
+
+import functools
+import json
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import sandblaster
+from distbelief.data.dataset import read_batch
+from distbelief.errors import JobError
+from experiments.digits.digits import images, net
+from sandblaster.minimizing import minimize
+from sandblaster.recipes import build, recipe_of
+from sandblaster.sources import factory_table, import_path
+from sandblaster.tensor_files import as_pair, pairs, write_pairs
+
+
+class Scaled(nn.Module):
+    """Keeps what it was made with."""
+
+    def __init__(self, width: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.width = width
+        self.scale = scale
+        self.inner = nn.Linear(width, width)
+
+
+class Forgetful(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+
+def test_the_package_has_its_names() -> None:
+    assert dir(sandblaster) == ["Reason", "minimize"]
+    assert sandblaster.minimize is minimize
+    with pytest.raises(AttributeError, match="no attribute 'maximize'"):
+        _ = sandblaster.maximize
+
+
+# ------------------------------------------------------------------------- factories
+
+
+def test_functions_go_by_import_path_and_partials_with_their_arguments() -> None:
+    assert factory_table("a:b", what="model") == {"factory": "a:b"}
+    assert factory_table(net, what="model") == {
+        "factory": "experiments.digits.digits:net"
+    }
+    assert factory_table(functools.partial(net, channels=4), what="model") == {
+        "factory": "experiments.digits.digits:net",
+        "arguments": {"channels": 4},
+    }
+    assert import_path(nn.functional.mse_loss, what="loss") == (
+        "torch.nn.functional:mse_loss"
+    )
+
+
+def test_what_cannot_be_imported_is_refused_with_what_to_do() -> None:
+    def local() -> nn.Module:
+        raise NotImplementedError
+
+    with pytest.raises(JobError, match=r"model is .*local.* cannot import: give a f"):
+        factory_table(local, what="model")
+    with pytest.raises(JobError, match=r"positional arguments \(4,\): give them by na"):
+        factory_table(functools.partial(net, 4), what="model")
+    with pytest.raises(JobError, match="data is 7, which other"):
+        factory_table(7, what="data")
+    local.__module__ = "__main__"
+    with pytest.raises(JobError, match="defined in the program itself"):
+        import_path(local, what="loss")
+
+
+def test_a_loss_that_is_a_module_is_refused() -> None:
+    with pytest.raises(JobError, match=r"loss is CrossEntropyLoss\(\): give torch's"):
+        minimize(net, nn.CrossEntropyLoss(), functools.partial(images, part="train"))
+
+
+def test_an_unknown_option_is_refused_like_a_key_of_a_job_file() -> None:
+    data = torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(JobError, match=r"no key 'histry'\. Did you mean 'history'"):
+        minimize(net, "cross_entropy", data, histry=3)
+
+
+# --------------------------------------------------------------------------- recipes
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Linear(4, 3),
+        nn.Linear(4, 3, bias=False).double(),
+        net(channels=3),
+        nn.Sequential(
+            OrderedDict(a=nn.Linear(2, 2), b=nn.Sequential(nn.Tanh(), nn.ELU(0.5)))
+        ),
+        nn.Sequential(nn.Conv1d(2, 4, (3,), padding="same"), nn.BatchNorm1d(4)),
+        nn.Sequential(nn.Dropout(0.25), nn.LayerNorm([3, 2]), nn.LeakyReLU(0.2)),
+        Scaled(3, scale=0.5),
+    ],
+)
+def test_a_module_is_built_again_from_what_it_tells(module: nn.Module) -> None:
+    arguments = json.loads(json.dumps(recipe_of(module)))
+    again = build(arguments["recipe"], arguments["dtype"])
+    assert repr(again) == repr(module)
+    again.load_state_dict(module.state_dict())
+    assert vars(again).keys() == vars(module).keys()
+
+
+def test_a_module_that_forgets_its_arguments_is_refused() -> None:
+    with pytest.raises(JobError, match="Forgetful does not keep its 'width'"):
+        recipe_of(Forgetful(3))
+
+
+def test_a_module_that_was_changed_since_is_refused() -> None:
+    changed = Scaled(3)
+    changed.inner = nn.Linear(3, 4)
+    with pytest.raises(JobError, match="built again it differs: Scaled"):
+        recipe_of(changed)
+    frozen = nn.Linear(2, 2)
+    frozen.bias.requires_grad_(False)  # noqa: FBT003 -- torch's
+    with pytest.raises(JobError, match="other parameters are trained"):
+        recipe_of(frozen)
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(JobError, match=r"several types \(torch.float32, torch.float64"):
+        recipe_of(mixed)
+    odd = nn.Linear(2, 2)
+    vars(odd)["extra"] = 3
+    with pytest.raises(JobError, match="differs: attributes of the module itself"):
+        recipe_of(odd)
+
+
+def test_a_module_made_of_other_modules_is_refused() -> None:
+    with pytest.raises(JobError, match="Give the function that made it instead"):
+        recipe_of(nn.ModuleList([nn.Linear(2, 2)]))
+
+
+# ------------------------------------------------------------------------------ data
+
+
+def test_tensors_go_through_a_file(tmp_path: Path) -> None:
+    inputs, targets = torch.randn(7, 2), torch.arange(7)
+    pair = as_pair(TensorDataset(inputs, targets))
+    assert pair is not None
+    file = tmp_path / "pairs.safetensors"
+    write_pairs(file, pair)
+    data = pairs(str(file))
+    assert len(data) == 7
+    assert torch.equal(data[3][0], inputs[3])
+    for indices in ([2, 3, 4], [4, 2, 2], [0]):
+        got, wanted = read_batch(data, indices)
+        assert torch.equal(got, inputs[indices])
+        assert torch.equal(wanted, targets[indices])
+    assert data.fingerprint == pairs(str(file)).fingerprint
+    write_pairs(file, (inputs + 1, targets))
+    assert data.fingerprint != pairs(str(file)).fingerprint
+
+
+def test_arrays_are_data_too_and_one_may_be_both(tmp_path: Path) -> None:
+    array = np.linspace(0.0, 1.0, 6).reshape(3, 2)
+    pair = as_pair([array, array])
+    assert pair is not None
+    file = tmp_path / "pairs.safetensors"
+    write_pairs(file, pair)
+    inputs, targets = pairs(str(file))[2]
+    assert inputs.tolist() == targets.tolist() == array[2].tolist()
+
+
+def test_what_is_no_pair_of_tensors_is_left_to_others() -> None:
+    assert as_pair("a:b") is None
+    assert as_pair((1, 2)) is None
+    assert as_pair((torch.zeros(2),)) is None
+    with pytest.raises(JobError, match=r"shape \(3, 1\) and targets of shape \(2,\)"):
+        as_pair((torch.zeros(3, 1), torch.zeros(2)))

@@ -1,0 +1,407 @@
+"""How runs of a whole cluster end: each outcome in words, and none is a hang."""
+
+import math
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from distbelief.commands import Axpy, Copy, Dot, Fill
+from distbelief.errors import DistBeliefError
+from distbelief.messages import (
+    Begin,
+    Finished,
+    Performed,
+    Progress,
+    Push,
+    Refused,
+    Save,
+    Stop,
+)
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.roles import SUPERVISOR, Address, Received, Role, TimerFired
+from distbelief.simulation.faults import DiskFull, Kill, Slow
+from sandblaster.coordinator import Coordinator
+from sandblaster.coordinator_config import CoordinatorConfig
+from sandblaster.course import _check
+from sandblaster.crew import Crew
+from sandblaster.dealing import Dealing, Numbers
+from sandblaster.names import COORDINATOR
+from sandblaster.reasons import Reason
+from sandblaster.requests import (
+    Evaluate,
+    Evaluation,
+    Examples,
+    Iterated,
+    Operations,
+    Reply,
+    Request,
+    Result,
+)
+from sandblaster.sets import BatchRange
+from tests.simulation.sandblasts import (
+    DIRECTED,
+    Run,
+    Sandblast,
+    logistic,
+    play,
+    undisturbed,
+)
+
+
+SHARDS = (Address("shard-0"), Address("shard-1"))
+SMALL = Sandblast(n_replicas=2)
+
+
+def from_supervisor(message: Begin | Save | Stop) -> Received:
+    return Received(sender=SUPERVISOR, incarnation=1, message=message)
+
+
+def ended(run: Run, *, within: float = 60.0) -> str | None:
+    """Let the coordinator end; return why, if not as planned."""
+    run.cluster.run_until(lambda: COORDINATOR in run.cluster.halted, within=within)
+    return run.cluster.halted[COORDINATOR]
+
+
+def finished(run: Run) -> Finished:
+    run.cluster.run(until=run.cluster.now + 0.1)
+    told = [event.message for event in run.cluster.sent_to(SUPERVISOR)]
+    return next(message for message in told if isinstance(message, Finished))
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """An algorithm of these requests, one after the other; it keeps the replies."""
+
+    requests: tuple[Request, ...]
+    replies: list[Reply]
+
+    def steps(self, state: str | None = None) -> Generator[Request, Reply, Result]:
+        """Yield them."""
+        self.replies.clear()
+        for request in self.requests:
+            self.replies.append((yield request))
+        return Result(
+            reason=Reason.CONVERGED_GRADIENT,
+            iteration=0,
+            n_evaluations=0,
+            loss=0.0,
+            gradient_norm=0.0,
+            state=state or "",
+        )
+
+
+# ------------------------------------------------------------------------- good ends
+
+
+@pytest.mark.parametrize("hosts", ["one", "own"])
+@pytest.mark.parametrize("window_sets", [1, 64])
+def test_a_run_ends_where_one_replica_alone_ends(hosts: str, window_sets: int) -> None:
+    run = play(Sandblast(hosts=hosts, window_sets=window_sets))
+    assert run.coordinator.result is not None
+    assert run.ledger.n_sealed == run.coordinator.result.n_evaluations
+    assert finished(run).counters["iteration"] == 3.0
+    told = [event.message for event in run.cluster.sent_to(SUPERVISOR)]
+    steps = [message.step for message in told if isinstance(message, Progress)]
+    assert steps == [0, 1, 2, 3]
+
+
+def test_nothing_begins_before_the_supervisor_says_so() -> None:
+    run = Run(replace(SMALL, await_begin=True))
+    run.cluster.run(until=1.0)
+    assert run.coordinator.status()[0] == "waiting for begin"
+    for name in (COORDINATOR, *run.scene.replicas):
+        run.cluster.post(name, from_supervisor(Begin()))
+    assert ended(run) is None
+    assert run.values == undisturbed(SMALL.cutting, 2)[0]
+
+
+def test_whoever_is_stopped_before_it_begins_ends_at_once() -> None:
+    run = Run(replace(SMALL, await_begin=True))
+    run.cluster.run(until=0.1)
+    run.cluster.post(COORDINATOR, from_supervisor(Stop(reason="enough")))
+    assert ended(run) is None
+
+
+def test_a_run_that_is_stopped_leaves_the_last_accepted_point() -> None:
+    """Not the trial point that was just evaluated."""
+    run = Run(SMALL)
+    accepted: list[bytes] = []
+    run.cluster.run_until(lambda: len(run.ledger.losses) == 2)
+    run.cluster.run_until(
+        lambda: run.coordinator.status()[1]["sets_done"] > 0, within=1.0
+    )
+    shards = [run.cluster.role(name) for name in SHARDS]
+    for shard in shards:
+        assert isinstance(shard, ParameterServerShard)
+        algebra = shard._orders._algebra
+        accepted.append(algebra.export(("parameters",))["parameters"].tobytes())
+    run.cluster.post(COORDINATOR, from_supervisor(Stop(reason="enough")))
+    assert ended(run) is None
+    result = run.coordinator.result
+    assert result is not None
+    assert result.reason is Reason.STOPPED
+    for shard, parameters in zip(shards, accepted, strict=True):
+        assert isinstance(shard, ParameterServerShard)
+        n = len(parameters) // 8
+        assert shard._values.vector[:n].tobytes() == parameters
+        assert not shard._orders.drives
+    for name in run.scene.replicas:
+        run.cluster.post(name, from_supervisor(Stop(reason="enough")))
+    run.cluster.run_until(
+        lambda: all(name in run.cluster.halted for name in run.scene.replicas)
+    )
+
+
+def test_all_at_once_may_die_after_a_save_and_the_end_is_the_same() -> None:
+    everybody = (COORDINATOR, *SMALL.shards, *SMALL.replicas)
+    kills = tuple(Kill(at=0.14, role=role, restart_after=0.05) for role in everybody)
+    scene = replace(SMALL, saves=(0.06,), faults=kills)
+    run = Run(scene)
+    run.play()
+    assert [saved.error for saved in run.ledger.saved] == [None]
+    assert run.values == undisturbed(scene.cutting, 2)[0]
+
+
+def test_a_save_that_a_disk_refuses_is_told_and_the_run_goes_on() -> None:
+    scene = replace(SMALL, saves=(0.02, 0.03), faults=(DiskFull(at=0.01, seconds=0.1),))
+    run = Run(scene)
+    run.play()
+    errors = [saved.error for saved in run.ledger.saved]
+    assert errors
+    assert all(errors)
+    assert run.values == undisturbed(scene.cutting, 2)[0]
+
+
+def test_a_save_waits_for_the_journal_and_the_end_waits_for_it_too() -> None:
+    slow = Slow(at=0.0, role=COORDINATOR, factor=3e3, seconds=60.0)
+    run = play(replace(SMALL, saves=(0.05,), faults=(slow,)))
+    assert [saved.error for saved in run.ledger.saved] == [None]
+
+
+def test_a_save_that_comes_too_late_is_not_taken() -> None:
+    """Who asked sees the end, and may ask the shards."""
+    run = Run(SMALL)
+    run.cluster.run_until(lambda: len(run.ledger.losses) == 4)
+    run.cluster.post(COORDINATOR, from_supervisor(Save(label="00009")))
+    assert ended(run) is None
+    assert run.ledger.saved == []
+    assert list(run.coordinator.handle(TimerFired(name="coordinator:tick"), 9.0)) == []
+
+
+def test_a_replica_that_begins_a_new_life_at_once_has_lost_what_it_had() -> None:
+    role = SMALL.replicas[0]
+    kills = tuple(
+        Kill(at=0.01 + 0.013 * k, role=role, restart_after=1e-3) for k in range(6)
+    )
+    for hosts in ("one", "own"):
+        run = play(replace(SMALL, faults=kills, hosts=hosts))
+        assert run.ledger.sights["replicas restarted"] == 6
+        assert run.coordinator.status()[1]["wasted"] > 0
+
+
+@pytest.mark.parametrize("directed", DIRECTED)
+def test_deaths_at_a_named_place_change_no_sum(
+    directed: Callable[[], Sandblast],
+) -> None:
+    assert play(directed()).ledger.n_sealed
+
+
+def test_a_shard_that_counts_otherwise_is_named() -> None:
+    batch = BatchRange(first=0, n_examples=4)
+    config = CoordinatorConfig(cutting=SMALL.cutting)
+    dealing = Dealing(config, crew=Crew(config), batch=batch, numbers=Numbers())
+    answers = [Performed(epoch=1, number=1, n_sets=n) for n in (1, 2)]
+    with pytest.raises(DistBeliefError, match="shard 1 counts 2 sets of 0 examples"):
+        _check(answers, dealing)
+
+
+def test_more_saves_than_can_wait_are_refused() -> None:
+    run = Run(SMALL)
+    run.cluster.run(until=0.01)
+    for index in range(10):
+        save = from_supervisor(Save(label=f"{index:05d}"))
+        run.cluster.post(COORDINATOR, save)
+        run.cluster.post(COORDINATOR, save)
+    run.cluster.run(until=0.02)
+    assert ["ask less often" in (s.error or "") for s in run.ledger.saved] == [True] * 4
+
+
+def test_requests_are_answered_by_what_all_shards_measured() -> None:
+    replies: list[Reply] = []
+    requests: tuple[Request, ...] = (
+        Operations(
+            commands=(
+                Fill(target="ones", a=1.0),
+                Dot(x="ones", y="ones"),
+            )
+        ),
+        Evaluate(
+            point="parameters",
+            gradient="g",
+            before=(Dot(x="ones", y="ones"),),
+            after=(
+                Copy(target="trial", x="parameters"),
+                Axpy(target="trial", a=-1.0, x="g"),
+                Dot(x="g", y="g"),
+            ),
+        ),
+        Evaluate(point="trial", gradient="g", examples=Examples(28, 40)),
+        Iterated(
+            iteration=1,
+            n_evaluations=2,
+            loss=0.5,
+            gradient_norm=0.1,
+            step_length=1.0,
+            state="x",
+            vectors=("parameters",),
+        ),
+        Iterated(
+            iteration=1,
+            n_evaluations=2,
+            loss=0.5,
+            gradient_norm=0.1,
+            step_length=1.0,
+            state="x",
+            vectors=("parameters",),
+        ),
+    )
+    scene = replace(SMALL, method=Scripted(requests, replies))
+    run = Run(scene)
+    run.cluster._world.observers.clear()  # the plain gradient is of the whole batch
+    assert ended(run) is None
+    n_parameters, whole, part, stops, _ = replies
+    assert n_parameters == (6.0,)
+    assert isinstance(whole, Evaluation)
+    assert isinstance(part, Evaluation)
+    assert (whole.n_examples, part.n_examples) == (30, 12)
+    assert whole.loss == pytest.approx(math.log(2))
+    assert whole.scalars[0] == 6.0
+    assert whole.scalars[1] > 0
+    assert part.loss < whole.loss
+    assert stops is False
+
+
+# -------------------------------------------------------------------------- bad ends
+
+
+def not_a_number(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return NaN, and a gradient of NaN."""
+    return logistic(outputs, targets) * math.nan
+
+
+def not_a_scalar(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return one number for each example."""
+    return (outputs[:, 0] - targets) ** 2
+
+
+def infinite_slope(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return a number whose gradient is not finite."""
+    del targets
+    return (outputs - outputs.detach()).abs().sqrt().mean() + outputs.mean() * 0.0
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_and_says_where() -> None:
+    run = Run(replace(SMALL, loss=not_a_number))
+    assert ended(run) is None
+    result = run.coordinator.result
+    assert result is not None
+    assert result.reason is Reason.NOT_FINITE
+    assert not result.reason.converged
+    texts = [report.text for _, report in run.cluster.reports]
+    assert any("positions" in text and "not finite" in text for text in texts)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run() -> None:
+    run = Run(replace(SMALL, loss=infinite_slope))
+    assert ended(run) is None
+    result = run.coordinator.result
+    assert result is not None
+    assert result.reason is Reason.NOT_FINITE
+
+
+def test_a_loss_that_is_not_a_scalar_ends_its_replicas_in_words() -> None:
+    run = Run(replace(SMALL, loss=not_a_scalar))
+    run.cluster.run_until(lambda: "replica-0" in run.cluster.halted)
+    error = run.cluster.halted[Address("replica-0")]
+    assert error is not None
+    assert error.startswith("JobError")
+    assert "loss" in error
+
+
+def test_an_empty_batch_is_refused() -> None:
+    for examples in (Examples(3, 3), Examples(0, 31), Examples(-2, 3)):
+        request = Evaluate(point="parameters", gradient="g", examples=examples)
+        run = Run(replace(SMALL, method=Scripted((request,), [])))
+        error = ended(run)
+        assert error is not None
+        assert error.startswith("JobError")
+        assert "batch" in error
+
+
+def test_a_shard_lost_for_good_is_named() -> None:
+    kill = Kill(at=0.05, role=SHARDS[1])
+    run = Run(replace(SMALL, faults=(kill,), silence_seconds_max=2.0))
+    error = ended(run)
+    assert error is not None
+    assert error.startswith("PeerLostError: shard-1 has been silent")
+
+
+def test_a_run_without_replicas_is_given_up() -> None:
+    kills = tuple(Kill(at=0.03, role=role) for role in SMALL.replicas)
+    run = Run(replace(SMALL, faults=kills, starved_seconds_max=3.0))
+    error = ended(run)
+    assert error is not None
+    assert "no replica has been there" in error
+
+
+def test_commands_that_cannot_be_performed_end_the_run() -> None:
+    request = Operations(commands=(Dot(x="nobody", y="nobody"),))
+    run = Run(replace(SMALL, method=Scripted((request,), [])))
+    error = ended(run)
+    assert error is not None
+    assert "shard-" in error
+    assert "'nobody'" in error
+
+
+def test_a_coordinator_that_is_overtaken_ends() -> None:
+    run = Run(SMALL)
+    run.cluster.run(until=0.05)
+    first = run.cluster.role(COORDINATOR)
+    assert isinstance(first, Coordinator)
+    ends: list[Role] = []
+    run.cluster.observe(
+        lambda happening: (
+            ends.append(happening.role)
+            if happening.name == COORDINATOR and first._ended
+            else None
+        )
+    )
+    run.cluster._lives.start(COORDINATOR)
+    assert ended(run) is None
+    assert run.cluster.role(COORDINATOR) is not first
+    assert run.values == undisturbed(SMALL.cutting, 2)[0]
+
+
+def test_nothing_else_can_be_pushed_while_a_coordinator_drives() -> None:
+    run = Run(replace(SMALL, latency_seconds=1e-3))
+    run.cluster.run(until=0.05)
+    stranger = Address("stranger")
+    push = Push(
+        sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1
+    )
+    run.cluster.post(SHARDS[0], Received(sender=stranger, incarnation=1, message=push))
+    run.cluster.post(SHARDS[0], from_supervisor(Save(label="00001")))
+    run.cluster.run(until=0.1)
+    (answer,) = (event.message for event in run.cluster.sent_to(stranger))
+    assert isinstance(answer, Refused)
+    assert answer.for_good
+    (saved,) = run.ledger.saved
+    assert saved.error is not None
+    assert "ask it to save" in saved.error
+
+
+def test_a_link_that_is_slow_makes_no_difference() -> None:
+    scene = replace(SMALL, latency_seconds=0.03)
+    assert play(scene).coordinator.result is not None

@@ -1,0 +1,196 @@
+"""A replica of several machines, or the machines that evaluate, without supervisor."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from distbelief.downpour.algorithm import DOWNPOUR, DownpourSettings
+from distbelief.downpour.machines import Split, build_machine
+from distbelief.graph.capture import InputSpec
+from distbelief.memory import Memory
+from distbelief.messages import (
+    Begin,
+    Evaluate,
+    Message,
+    Stop,
+)
+from distbelief.parameter_server.initial import shard_values
+from distbelief.parameter_server.layout import ElementType, Layout
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.program.plan import Plan, Target
+from distbelief.roles import SUPERVISOR, Address, Received, Role
+from distbelief.runtime.capturing import Captured, capture_task
+from distbelief.runtime.local_model import LocalModel
+from distbelief.runtime.machine import Machine as ModelMachine
+from distbelief.runtime.machine_names import member_names
+from distbelief.runtime.task import (
+    BuildContext,
+    TaskSpec,
+    build_model,
+)
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.faults import Fault
+from distbelief.simulation.machines import Machine
+from distbelief.simulation.options import ClusterOptions
+from distbelief.vectors import Vector
+from tests.distbelief.program.plans import random_plan
+
+
+M = TypeVar("M", bound=Message)
+
+
+class Group:
+    """A job of one replica of several machines, without supervisor."""
+
+    def __init__(
+        self,
+        task: TaskSpec,
+        settings: DownpourSettings,
+        *,
+        inputs: Sequence[InputSpec],
+        n_machines: int = 3,
+        n_shards: int = 1,
+        plan_seed: int = 0,
+        micro_batches: int = 1,
+        host: str = "host-0",
+        seed: int = 0,
+        faults: Sequence[Fault] = (),
+        await_begin: bool = False,
+        group: str = "replica-0",
+        dtype: ElementType = "float32",
+    ) -> None:
+        captured = _captured(task, tuple(inputs))
+        graph = captured.graph
+        placements = random_plan(
+            graph, np.random.default_rng(plan_seed), n_machines=n_machines
+        )
+        plan = Plan(
+            graph=graph.fingerprint,
+            inputs={},
+            batch=settings.batch_size,
+            loss=task.loss,
+            cluster=Target(name="here", fingerprint="", n_machines=n_machines),
+            placements=placements,
+            micro_batches=micro_batches,
+        )
+        self.settings = settings
+        self.split = Split(plan=plan, graph=graph, modules=captured.modules)
+        self.layout = Layout.of(captured.specs, n_shards=n_shards, dtype=dtype)
+        self.split_of: dict[str, Split] = {}  # where not the one above
+        model = LocalModel(build_model(task.model))
+        assert model.specs() == captured.specs
+        self.machines = member_names(group, n_machines)
+        self.shards = [Address(f"shard-{k}") for k in range(n_shards)]
+        self._context = partial(
+            BuildContext,
+            task=task,
+            layout=self.layout,
+            n_replicas=1,
+            n_shards=n_shards,
+            seed=0,
+            initials=model.initials(),
+            evaluation_subset=20,
+            await_begin=await_begin,
+        )
+        names = [*self.shards, *self.machines]
+        self.simulation = SimulatedCluster(
+            {name: self._builder(name) for name in names},
+            seed=seed,
+            options=ClusterOptions(
+                introduce=True, machine=Machine(host=host), faults=tuple(faults)
+            ),
+        )
+
+    def _builder(self, name: Address) -> Callable[[Memory], Role]:
+        def build(memory: Memory) -> Role:
+            context = self._context(memory=memory)
+            if name in self.shards:
+                return DOWNPOUR.build(name, config=self.settings, context=context)
+            split = self.split_of.get(name, self.split)
+            return build_machine(
+                name, config=self.settings, context=context, split=split
+            )
+
+        return build
+
+    def run(self) -> None:
+        self.simulation.run(until=10.0)
+        if (
+            not self._has_ended()
+        ):  # as a supervisor would: who restarts finds others gone
+            for name in self.simulation.alive:
+                if name in self.machines:
+                    self.tell(name, Stop(reason="over"))
+        self.simulation.run_until(self._has_ended, within=120.0)
+        halted = self.simulation.halted
+        assert not any(halted.values()), halted
+        assert {name: halted[name] for name in self.machines} == dict.fromkeys(
+            self.machines
+        )
+
+    def _has_ended(self) -> bool:
+        halted = self.simulation.halted
+        return any(halted.values()) or all(name in halted for name in self.machines)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return what lies on the shards: flat tensors by name."""
+        vectors = []
+        for name in self.shards:
+            shard = self.simulation.role(name)
+            assert isinstance(shard, ParameterServerShard)
+            vectors.append(shard._values.vector)
+        return self._scattered(vectors)
+
+    def first_values(self) -> dict[str, torch.Tensor]:
+        """Return what the shards begin with."""
+        model = self._context.keywords["task"].model
+        initials = self._context.keywords["initials"]
+        return self._scattered(
+            [
+                shard_values(self.layout, k, initials, seed=model.seed)
+                for k in range(self.layout.n_shards)
+            ]
+        )
+
+    def _scattered(self, vectors: Sequence[Vector]) -> dict[str, torch.Tensor]:
+        dtype = torch.float64 if self.layout.dtype.itemsize == 8 else torch.float32
+        specs = self.layout.tensors
+        tensors = [torch.zeros(spec.n_elements, dtype=dtype) for spec in specs]
+        for k, vector in enumerate(vectors):
+            self.layout.scatter(k, vector, tensors)
+        names = [spec.name for spec in specs]
+        return dict(zip(names, tensors, strict=True))
+
+    def told(self, kind: type[M]) -> list[M]:
+        """Return what the supervisor was told."""
+        heard = self.simulation.sent_to(SUPERVISOR)
+        return [event.message for event in heard if isinstance(event.message, kind)]
+
+    def machine(self, name: Address) -> ModelMachine:
+        role = self.simulation.role(name)
+        assert isinstance(role, ModelMachine)
+        return role
+
+    def status(self, name: str) -> dict[str, float]:
+        return dict(self.simulation.role(Address(name)).status()[1])
+
+    def tell(self, name: str, message: Begin | Stop | Evaluate) -> None:
+        event = Received(sender=SUPERVISOR, incarnation=1, message=message)
+        self.simulation.post(Address(name), event)
+
+
+def _captured(task: TaskSpec, inputs: tuple[InputSpec, ...]) -> Captured:
+    """Capturing takes longer than most simulations: do it once."""
+    key = (task.model.factory, inputs)
+    if key not in _CAPTURED:
+        _CAPTURED[key] = capture_task(task, inputs=inputs, targets=())
+    return _CAPTURED[key]
+
+
+_CAPTURED: dict[object, Captured] = {}
+
+
+FRAMES = [InputSpec(shape=(40,))]

@@ -1,0 +1,651 @@
+"""A small Sandblaster cluster under faults, and what must hold whatever happens.
+
+    checked                                               against
+    the gradient that every shard seals, bit by bit       a plain loop and a plain tree
+    which try counts for a set                            the other shards; once each
+    where a run ends, bit by bit                          the run that nothing disturbs
+
+The third holds as long as no shard forgets anything: a run that goes on from parameters
+alone has dropped its history. Losses, duplicates, pauses, lives of replicas and of the
+coordinator change nothing.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from distbelief.downpour.steps import Trainer
+from distbelief.memory import Memory
+from distbelief.messages import (
+    Fold,
+    Keep,
+    Open,
+    Order,
+    Performed,
+    Progress,
+    Save,
+    Saved,
+    Seal,
+    Task,
+)
+from distbelief.parameter_server.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
+from distbelief.parameter_server.update_rules import SGD
+from distbelief.roles import (
+    SUPERVISOR,
+    Address,
+    Compute,
+    Persist,
+    Received,
+    Role,
+    Seconds,
+    Send,
+)
+from distbelief.runtime import trial
+from distbelief.runtime.local_model import LocalModel
+from distbelief.runtime.losses import Loss
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.faults import (
+    CutOff,
+    Fault,
+    Kill,
+    Supersede,
+    TornSnapshot,
+    random_faults,
+)
+from distbelief.simulation.links import Link
+from distbelief.simulation.machines import Machine
+from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.world import Builder, Happening
+from distbelief.vectors import Vector
+from sandblaster.coordinator import Coordinator
+from sandblaster.coordinator_config import CoordinatorConfig
+from sandblaster.course import Method
+from sandblaster.lbfgs import LBFGS
+from sandblaster.names import COORDINATOR
+from sandblaster.replica import ReplicaConfig, SandblasterReplica
+from sandblaster.samples import Samples
+from sandblaster.sets import Cutting
+from sandblaster.sums import summed
+
+
+N_SAMPLES = 30
+N_INPUTS = 5
+SECONDS_PER_PORTION: Seconds = 2e-3
+METHOD = LBFGS(n_history=3, n_iterations_max=3, gradient_tolerance=1e-12)
+ORDER_SEED = 11
+CUTTING = Cutting(portion_size=2, portions_per_set=2)
+
+
+class Points:
+    """A data set to fit: (n_samples, n_inputs) inputs, as many targets in {0, 1}."""
+
+    def __init__(self, n_samples: int, n_inputs: int) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.inputs = torch.randn(
+            n_samples, n_inputs, generator=generator, dtype=torch.float64
+        )
+        noise = torch.randn(n_samples, generator=generator, dtype=torch.float64)
+        self.targets = (self.inputs[:, 0] - self.inputs[:, 1] + noise > 0).to(
+            torch.float64
+        )
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inputs[index], self.targets[index]
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inputs[indices], self.targets[indices]
+
+
+@cache
+def points(n_samples: int, n_inputs: int = N_INPUTS) -> Points:
+    """Return the data set of that size."""
+    return Points(n_samples, n_inputs)
+
+
+def logistic(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean logistic loss."""
+    return functional.binary_cross_entropy_with_logits(outputs[:, 0], targets)
+
+
+def module(n_inputs: int = N_INPUTS) -> nn.Module:
+    """Return a model of two tensors, which two shards share."""
+    net = nn.Linear(n_inputs, 1, dtype=torch.float64)
+    nn.init.zeros_(net.weight)
+    nn.init.zeros_(net.bias)
+    return net
+
+
+def layout_of(n_shards: int, n_inputs: int = N_INPUTS) -> Layout:
+    specs = LocalModel(module(n_inputs)).specs()
+    return Layout.of(specs, n_shards=n_shards, dtype="float64")
+
+
+# -------------------------------------------------------------------------- plain sums
+
+
+@cache
+def plain_gradient(
+    point: bytes, cutting: Cutting, n_samples: int, n_inputs: int
+) -> tuple[torch.Tensor, ...]:
+    """Return the batch gradient at a point, flat per tensor: loops, and a tree."""
+    model = LocalModel(module(n_inputs))
+    values = np.frombuffer(point).copy()
+    for tensor in model.values:
+        n = tensor.numel()
+        tensor.copy_(torch.from_numpy(values[:n]))
+        values = values[n:]
+    samples = Samples(n_samples, seed=ORDER_SEED)
+    sets = []
+    for start in range(0, n_samples, cutting.set_size):
+        stop = min(start + cutting.set_size, n_samples)
+        total: list[torch.Tensor] = []
+        for begin in range(start, stop, cutting.portion_size):
+            indices = samples.at(begin, min(begin + cutting.portion_size, stop))
+            model.gradient(
+                *points(n_samples, n_inputs).__getitems__(list(indices)),
+                summed(logistic),
+            )
+            gradients = [g.clone() for g in model.gradients if g is not None]
+            total = (
+                [a + b for a, b in zip(total, gradients, strict=True)]
+                if total
+                else gradients
+            )
+        sets.append(total)
+    return tuple(tensor / n_samples for tensor in _tree(sets))
+
+
+def _tree(sets: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Return the sum, as in `collecting`: whole subtrees first, from left to right."""
+    n = len(sets)
+    size = 1 << (n.bit_length() - 1)  # of the largest whole subtree
+    total = _whole(sets[:size])
+    begin = size
+    while begin < n:
+        size = 1 << ((n - begin).bit_length() - 1)
+        total = _plus(total, _whole(sets[begin : begin + size]))
+        begin += size
+    return total
+
+
+def _whole(sets: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+    if len(sets) == 1:
+        return list(sets[0])
+    half = len(sets) // 2
+    return _plus(_whole(sets[:half]), _whole(sets[half:]))
+
+
+def _plus(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+# ---------------------------------------------------------------------------- checkers
+
+
+@dataclass
+class Ledger:
+    """What an all-knowing observer has seen.
+
+    Attributes:
+        n_sealed: Gradients that every shard left, and that were checked.
+        sights: How often things happened.
+    """
+
+    n_shards: int
+    layout: Layout
+    cutting: Cutting
+    n_samples: int
+    n_inputs: int
+    tasks: dict[tuple[int, int], Task] = field(default_factory=dict)
+    opened: dict[tuple[int, Address], int] = field(default_factory=dict)
+    folded: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    counted: dict[tuple[Address, int, int, int], int] = field(default_factory=dict)
+    points: dict[tuple[int, int], dict[int, Vector]] = field(default_factory=dict)
+    sealed: dict[tuple[int, int], dict[int, Vector]] = field(default_factory=dict)
+    staged_by: dict[tuple[Address, int, int], tuple[Address, int]] = field(
+        default_factory=dict
+    )
+    tries: dict[int, tuple[Address, int]] = field(default_factory=dict)  # by grant
+    n_sealed: int = 0
+    n_void: int = 0
+    losses: list[float] = field(default_factory=list)
+    on_saved: Callable[[str], None] | None = None
+    saved: list[Saved] = field(default_factory=list)
+    sights: Counter[str] = field(default_factory=Counter)
+
+    def see(self, happening: Happening) -> None:
+        """Note, and check, what a shard or the coordinator has just done."""
+        event = happening.event
+        if isinstance(event, Received) and isinstance(event.message, Order):
+            order = event.message
+            known = self.tasks.setdefault((order.epoch, order.number), order.task)
+            assert known == order.task, "shards are told different things"
+        for action in happening.actions:
+            if isinstance(action, Send):
+                self._sent(happening, action)
+            elif isinstance(action, Compute) and action.name == "collect":
+                self._staging(happening)
+
+    def _staging(self, happening: Happening) -> None:
+        """Note whose gradient is staged under which grant, where it is the first."""
+        shard = happening.role
+        assert isinstance(shard, ParameterServerShard)
+        applying = shard._service.pushes._applying
+        assert applying is not None
+        life = happening.name, happening.incarnation, applying.push.grant
+        pusher = applying.client.name, applying.client.incarnation
+        self.staged_by.setdefault(life, pusher)
+
+    def _sent(self, happening: Happening, action: Send) -> None:
+        message = action.message
+        if isinstance(message, Performed):
+            self._performed(happening, message)
+        elif action.receiver == SUPERVISOR and isinstance(message, Progress):
+            self.losses.append(message.loss)
+        elif action.receiver == SUPERVISOR and isinstance(message, Saved):
+            self.saved.append(message)
+            if message.error is None and self.on_saved is not None:
+                self.on_saved(message.label)
+
+    def _performed(self, happening: Happening, message: Performed) -> None:
+        task = self.tasks.get((message.epoch, message.number))
+        if message.error is not None:
+            self.sights["orders that failed"] += 1
+            return
+        name, shard = happening.name, happening.role
+        assert isinstance(shard, ParameterServerShard)
+        index = int(name.removeprefix("shard-"))
+        key = message.epoch, message.number
+        match task:
+            case Open():
+                self.opened[message.epoch, name] = message.number
+                self.points.setdefault(key, {})[index] = shard._values.vector.copy()
+            case Fold():
+                evaluation = self.opened[message.epoch, name]
+                self.n_void += len(task.void)
+                for one in task.sets:
+                    place = message.epoch, evaluation, one.set_index
+                    grant = self.folded.setdefault(place, one.grant)
+                    assert grant == one.grant, "shards count different tries"
+                    pusher = self.staged_by[name, happening.incarnation, grant]
+                    known_pusher = self.tries.setdefault(grant, pusher)
+                    assert pusher == known_pusher, "shards count different replicas"
+                    life = name, *place
+                    before = self.counted.setdefault(life, key[1])
+                    assert before == key[1], f"{name} counts {place} twice"
+            case Seal() if task.n_examples:
+                opened = message.epoch, self.opened[message.epoch, name]
+                vectors = shard._orders._algebra.export((task.gradient,))
+                known = self.sealed.setdefault(key, {})
+                if index not in known:
+                    known[index] = vectors[task.gradient].copy()
+                    self._check(opened, key)
+            case _:
+                pass
+
+    def _check(self, opened: tuple[int, int], key: tuple[int, int]) -> None:
+        """Compare what is sealed, once every shard has."""
+        sealed = self.sealed[key]
+        if len(sealed) < self.n_shards:
+            return
+        point = b"".join(t.numpy().tobytes() for t in self._whole(self.points[opened]))
+        expected = plain_gradient(point, self.cutting, self.n_samples, self.n_inputs)
+        for got, wanted in zip(self._whole(sealed), expected, strict=True):
+            assert torch.equal(got, wanted), f"the gradient is {got}, not {wanted}"
+        self.n_sealed += 1
+
+    def _whole(self, vectors: dict[int, Vector]) -> list[torch.Tensor]:
+        tensors = [
+            torch.zeros(t.n_elements, dtype=torch.float64) for t in self.layout.tensors
+        ]
+        for index, vector in vectors.items():
+            self.layout.scatter(index, vector, tensors)
+        return tensors
+
+
+# ------------------------------------------------------------------------------- scene
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sandblast:
+    """What a run consists of."""
+
+    seed: int = 0
+    n_shards: int = 2
+    n_replicas: int = 3
+    cutting: Cutting = CUTTING
+    n_samples: int = N_SAMPLES
+    n_inputs: int = N_INPUTS
+    window_sets: int = 64
+    backups: bool = True
+    hosts: str = "one"  # or "own": block messages
+    faults: tuple[Fault, ...] = ()
+    speeds: tuple[float, ...] = ()  # of the replicas; 1 where not given
+    latency_seconds: Seconds = 5e-5
+    method: Method = METHOD
+    loss: Loss = logistic
+    silence_seconds_max: Seconds = 60.0
+    starved_seconds_max: Seconds = 600.0
+    await_begin: bool = False
+    suspect_seconds: Seconds = 0.2
+    saves: tuple[Seconds, ...] = ()
+
+    @property
+    def shards(self) -> list[Address]:
+        return [Address(f"shard-{k}") for k in range(self.n_shards)]
+
+    @property
+    def replicas(self) -> list[Address]:
+        return [Address(f"replica-{r}") for r in range(self.n_replicas)]
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.n_shards, self.n_inputs)
+
+
+class Run:
+    """One run of a scene, under every check.
+
+    Attributes:
+        cluster: That runs it.
+        ledger: What was seen.
+    """
+
+    def __init__(self, scene: Sandblast) -> None:
+        self.scene = scene
+        layout = scene.layout
+        self.ledger = Ledger(
+            scene.n_shards, layout, scene.cutting, scene.n_samples, scene.n_inputs
+        )
+        builders: dict[Address, Builder] = {
+            COORDINATOR: self._coordinator,
+            **{
+                name: partial(self._shard, layout, k)
+                for k, name in enumerate(scene.shards)
+            },
+            **{name: partial(self._replica, layout) for name in scene.replicas},
+        }
+        machines = {
+            name: Machine(
+                host="host-0" if scene.hosts == "one" else "",
+                flops_per_second=self._flops(name),
+                bytes_per_second=1e9,
+            )
+            for name in builders
+        }
+        self.cluster = SimulatedCluster(
+            builders,
+            seed=scene.seed,
+            options=ClusterOptions(
+                introduce=True,
+                machines=machines,
+                link=Link(latency_seconds=scene.latency_seconds),
+                link_within_host=Link(latency_seconds=scene.latency_seconds),
+                faults=scene.faults,
+            ),
+        )
+        self.cluster.observe(self.ledger.see)
+        self.ledger.on_saved = self._check_saved
+
+    def _check_saved(self, label: str) -> None:
+        for name in self.scene.shards:
+            newest = self.cluster.disk.newest(name)
+            assert newest is not None, f"{name} has saved nothing"
+            assert newest.label == label, (name, newest.label, label)
+
+    def _flops(self, name: Address) -> float:
+        scene = self.scene
+        flops = LocalModel(module(scene.n_inputs)).flops(scene.cutting.portion_size)
+        speed = 1.0
+        if name in scene.replicas:
+            index = scene.replicas.index(name)
+            speed = scene.speeds[index] if index < len(scene.speeds) else 1.0
+        return speed * flops / SECONDS_PER_PORTION
+
+    def _shard(self, layout: Layout, index: int, memory: Memory) -> Role:
+        return ParameterServerShard(
+            ShardConfig(index=index, layout=layout, rule=SGD(learning_rate=1.0)),
+            memory=memory,
+            initialise=lambda: np.zeros(layout.shard_size(index)),
+        )
+
+    def _replica(self, layout: Layout, memory: Memory) -> Role:
+        scene = self.scene
+        client = ParameterClient(
+            ClientConfig(
+                pushes=True,
+                retry_seconds=0.02,
+                retry_seconds_max=0.1,
+                torn_seconds_max=0.05,
+            ),
+            layout=layout,
+            shards=scene.shards,
+            memory=memory,
+        )
+        trainer = Trainer(
+            LocalModel(module(scene.n_inputs)),
+            points(scene.n_samples, scene.n_inputs),
+            loss=summed(scene.loss),
+            names=trial.Names(model="test:module", loss="logistic", data="data.train"),
+            clip_norm=None,
+            always_check=True,
+            seed=(3, 0),
+        )
+        return SandblasterReplica(
+            ReplicaConfig(
+                cutting=scene.cutting, retry_seconds=0.03, retry_seconds_max=0.1
+            ),
+            client=client,
+            trainer=trainer,
+            samples=Samples(scene.n_samples, seed=ORDER_SEED),
+            await_begin=scene.await_begin,
+        )
+
+    def _coordinator(self, memory: Memory) -> Role:
+        del memory
+        scene = self.scene
+        config = CoordinatorConfig(
+            cutting=scene.cutting,
+            window_sets=scene.window_sets,
+            backups=scene.backups,
+            retry_seconds=0.02,
+            retry_seconds_max=0.1,
+            suspect_seconds=scene.suspect_seconds,
+            silence_seconds_max=scene.silence_seconds_max,
+            starved_seconds_max=scene.starved_seconds_max,
+            await_begin=scene.await_begin,
+        )
+        return Coordinator(
+            config, method=scene.method, shards=scene.shards, n_examples=scene.n_samples
+        )
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """Of the newest life."""
+        role = self.cluster.role(COORDINATOR)
+        assert isinstance(role, Coordinator)
+        return role
+
+    def play(self, *, within: Seconds = 60.0) -> None:
+        """Run until the coordinator has ended, and check how."""
+        for at in self.scene.saves:
+            self.cluster.run(until=at)
+            if self.cluster.is_alive(COORDINATOR):
+                label = f"{int(at * 1e6):09d}"
+                save = Received(
+                    sender=SUPERVISOR, incarnation=1, message=Save(label=label)
+                )
+                self.cluster.post(COORDINATOR, save)
+        self.cluster.run_until(
+            lambda: COORDINATOR in self.cluster.halted, within=within
+        )
+        error = self.cluster.halted[COORDINATOR]
+        assert error is None, error
+        assert self.coordinator.result is not None
+
+    @property
+    def values(self) -> bytes:
+        """The parameters that everybody can read, over all shards."""
+        tensors = [
+            torch.zeros(t.n_elements, dtype=torch.float64)
+            for t in self.scene.layout.tensors
+        ]
+        for index, name in enumerate(self.scene.shards):
+            shard = self.cluster.role(name)
+            assert isinstance(shard, ParameterServerShard)
+            self.scene.layout.scatter(index, shard._values.vector, tensors)
+        return b"".join(tensor.numpy().tobytes() for tensor in tensors)
+
+
+@cache
+def undisturbed(cutting: Cutting, n_shards: int) -> tuple[bytes, tuple[float, ...]]:
+    """Return where a run ends that nothing disturbs, and its losses."""
+    run = Run(Sandblast(n_replicas=1, n_shards=n_shards, cutting=cutting))
+    run.play()
+    return run.values, tuple(run.ledger.losses)
+
+
+# --------------------------------------------------------------------------- scenarios
+
+
+HORIZON: Seconds = 0.15  # by then everything has healed
+
+
+def drawn(seed: int) -> Sandblast:
+    """Return what a seed stands for."""
+    stream = np.random.default_rng([seed, 0x5A17D])
+    n_shards, n_replicas = int(stream.integers(1, 4)), int(stream.integers(1, 5))
+    replicas = [Address(f"replica-{r}") for r in range(n_replicas)]
+    shards = [Address(f"shard-{k}") for k in range(n_shards)]
+    hit = [*replicas, COORDINATOR]
+    if stream.random() < 0.4:
+        hit += shards
+    faults = random_faults(
+        seed, hit, horizon=HORIZON, intensity=float(stream.uniform(0.2, 1.5))
+    )
+    if stream.random() < 0.3:
+        role, at = hit[int(stream.integers(len(hit)))], stream.uniform(0.0, HORIZON)
+        faults = (*faults, Supersede(at=float(at), role=role))
+    # A disk that loses what it has said to hold, of one shard only, ends the run.
+    faults = tuple(
+        f for f in faults if not isinstance(f, TornSnapshot) or f.role not in shards
+    )
+    saves = stream.uniform(0.0, HORIZON, size=int(stream.integers(0, 4)))
+    sizes = [(2, 2), (4, 1), (3, 2), (1, 5), (11, 1)]
+    portion_size, portions_per_set = sizes[int(stream.integers(len(sizes)))]
+    return Sandblast(
+        seed=seed,
+        n_shards=n_shards,
+        n_replicas=n_replicas,
+        cutting=Cutting(portion_size=portion_size, portions_per_set=portions_per_set),
+        window_sets=int(stream.choice([1, 2, 5, 64])),
+        backups=bool(stream.random() < 0.8),
+        hosts=str(stream.choice(["one", "own"])),
+        faults=faults,
+        speeds=tuple(float(s) for s in stream.choice([1.0, 0.2, 3.0], size=n_replicas)),
+        latency_seconds=float(stream.choice([2e-5, 2e-4, 2e-3])),
+        suspect_seconds=float(stream.choice([0.05, 0.3])),
+        saves=tuple(sorted(float(at) for at in saves)),
+    )
+
+
+def play(scene: Sandblast) -> Run:
+    """Play a scenario under every check; return the run."""
+    run = Run(scene)
+    run.play()
+    sights, coordinator = run.ledger.sights, run.coordinator
+    figures = coordinator._figures
+    incarnation = run.cluster.incarnation
+    sights["backups"] = figures.n_backups
+    sights["wasted"] = figures.n_wasted
+    sights["grants void"] = run.ledger.n_void
+    sights["saved"] = sum(saved.error is None for saved in run.ledger.saved)
+    sights["coordinators restarted"] = incarnation(COORDINATOR) - 1
+    sights["shards restarted"] = sum(incarnation(s) - 1 for s in scene.shards)
+    sights["replicas restarted"] = sum(incarnation(r) - 1 for r in scene.replicas)
+    values, losses = undisturbed(scene.cutting, scene.n_shards)
+    if not sights["shards restarted"]:
+        assert run.values == values, "it has ended somewhere else"
+        assert set(run.ledger.losses) <= set(losses), "losses of another course"
+    else:
+        assert run.ledger.losses[-1] <= losses[0]
+    return run
+
+
+# ---------------------------------------------------------------------------- directed
+
+
+@cache
+def half_pushed() -> Sandblast:
+    """A winner reaches one shard of two, then dies; others stand in for it."""
+    replica, shard = Address("replica-0"), Address("shard-1")
+    return Sandblast(
+        n_replicas=2,
+        hosts="own",
+        faults=(
+            CutOff(at=3e-3, a=replica, b=shard, seconds=1.0, loses=True, one_way=True),
+            Kill(at=0.03, role=replica, restart_after=2.0),
+        ),
+        suspect_seconds=0.1,
+    )
+
+
+def moments(scene: Sandblast, happens: Callable[[Happening], bool]) -> list[Seconds]:
+    """Return when something happens in a scene."""
+    run = Run(scene)
+    times: list[Seconds] = []
+
+    def see(happening: Happening) -> None:
+        if happens(happening):
+            times.append(run.cluster.now)
+
+    run.cluster.observe(see)
+    run.play()
+    return times
+
+
+@cache
+def journal_not_on_disk() -> Sandblast:
+    """The coordinator dies while it writes down a cut that the shards know."""
+
+    def writes(happening: Happening) -> bool:
+        return happening.name == COORDINATOR and any(
+            isinstance(action, Persist) for action in happening.actions
+        )
+
+    times = moments(Sandblast(), writes)
+    kill = Kill(at=times[3] + 1e-6, role=COORDINATOR, restart_after=0.02)
+    return Sandblast(faults=(kill,))
+
+
+@cache
+def shard_dies_while_saving() -> Sandblast:
+    """One shard has saved a cut, another dies before it has."""
+    scene, shard = Sandblast(saves=(0.02, 0.1)), Address("shard-1")
+
+    def is_told_to_save(happening: Happening) -> bool:
+        event = happening.event
+        return (
+            happening.name == shard
+            and isinstance(event, Received)
+            and isinstance(event.message, Order)
+            and isinstance(event.message.task, Keep)
+        )
+
+    times = moments(scene, is_told_to_save)
+    kill = Kill(at=times[1] + 1e-6, role=shard, restart_after=0.02)
+    return replace(scene, faults=(kill,))
+
+
+DIRECTED = (half_pushed, journal_not_on_disk, shard_dies_while_saving)
