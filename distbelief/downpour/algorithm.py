@@ -6,9 +6,8 @@ waiting for the others.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Final, final
+from typing import Final, Literal, final
 
 import msgspec
 
@@ -16,28 +15,28 @@ from distbelief.data.subset import DataShard
 from distbelief.downpour.config import DownpourConfig
 from distbelief.downpour.replica import ModelReplica
 from distbelief.downpour.steps import Trainer
-from distbelief.errors import JobError, LocalProtocolError
-from distbelief.parameter_server.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.copies import copies_of_all, copy_names, shard_of
-from distbelief.parameter_server.initial import shard_values, shard_values_from
-from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
+from distbelief.errors import LocalProtocolError
 from distbelief.parameter_server.update_rules import UpdateRule
-from distbelief.roles import Address, Role
+from distbelief.program.plan import load
+from distbelief.roles import Role
 from distbelief.runtime import trial
-from distbelief.runtime.evaluator import Evaluator, EvaluatorConfig
+from distbelief.runtime.common_roles import (
+    build_client,
+    build_evaluator,
+    build_shard,
+    shard_entries,
+    shard_names,
+)
 from distbelief.runtime.local_model import LocalModel
+from distbelief.runtime.machine_names import EVALUATORS, member_names, place_of
+from distbelief.runtime.samples import capture_for
 from distbelief.runtime.task import (
     BuildContext,
     RosterEntry,
     build_dataset,
     build_loss,
-    build_metric,
     build_model,
-    metric_name,
 )
-from distbelief.runtime.weights import reader
-from distbelief.vectors import Vector
 
 
 class DownpourSettings(
@@ -145,6 +144,7 @@ class DownpourAlgorithm:
         n_shards: int,
         shard_copies: int = 1,
         evaluates: bool = True,
+        n_machines: int | None = None,
     ) -> list[RosterEntry]:
         """Return the roles of a job: shards first, since all others need them.
 
@@ -154,17 +154,21 @@ class DownpourAlgorithm:
             n_shards: Parameter server shards.
             shard_copies: Processes that keep each shard.
             evaluates: Whether there is a test set, and so an evaluator.
+            n_machines: Machines of each replica and of the evaluator, by whose plan
+                they are split; None if they are not.
         """
         del config  # the paper's roles do not depend on it
-        shards = [
-            RosterEntry(name=name, kind="shard")
-            for k in range(n_shards)
-            for name in copy_names(k, shard_copies)
-        ]
-        replicas = [
-            RosterEntry(name=f"replica-{r}", kind="replica") for r in range(n_replicas)
-        ]
-        evaluator = [RosterEntry(name="evaluator", kind="evaluator")]
+        shards = shard_entries(n_shards, shard_copies)
+        if n_machines is None:
+            replicas = [
+                RosterEntry(name=f"replica-{r}", kind="replica")
+                for r in range(n_replicas)
+            ]
+            evaluator = [RosterEntry(name="evaluator", kind="evaluator")]
+        else:
+            groups = [f"replica-{r}" for r in range(n_replicas)]
+            replicas = [m for g in groups for m in _group(g, "replica", n_machines)]
+            evaluator = _group(EVALUATORS, "evaluator", n_machines)
         return shards + replicas + (evaluator if evaluates else [])
 
     def build(
@@ -180,13 +184,15 @@ class DownpourAlgorithm:
             LocalProtocolError: no such role in this roster.
         """
         kind, _, index = name.partition("-")
+        if context.plan is not None and place_of(name) is not None:
+            return _machine(name, config=config, context=context)
         match kind:
-            case "shard" if name in _shards(context):
-                return _shard(name, config=config, context=context)
+            case "shard" if name in shard_names(context):
+                return build_shard(name, rule=config.rule, context=context)
             case "replica" if _within(index, context.n_replicas):
                 return _replica(int(index), config=config, context=context)
             case "evaluator" if not index:
-                return _evaluator(context)
+                return build_evaluator(context)
             case _:
                 raise LocalProtocolError(
                     f"no role {name!r} in a job of {context.n_shards} shards and "
@@ -195,39 +201,6 @@ class DownpourAlgorithm:
 
 
 DOWNPOUR: Final = DownpourAlgorithm()
-
-
-def _shard(name: str, *, config: DownpourSettings, context: BuildContext) -> Role:
-    layout = _layout(context)
-    index = int(shard_of(name).removeprefix("shard-"))
-    return ParameterServerShard(
-        ShardConfig(
-            index=index,
-            layout=layout,
-            rule=config.rule,
-            name=name,
-            waits_for_lead=context.shard_copies > 1,
-        ),
-        memory=context.memory,
-        initialise=_initialise(index, layout, context),
-    )
-
-
-def _initialise(
-    index: int, layout: Layout, context: BuildContext
-) -> Callable[[], Vector]:
-    path, initials, seed = (
-        context.initial_file,
-        context.initials,
-        context.task.model.seed,
-    )
-
-    def initialise() -> Vector:
-        if path is not None:
-            return shard_values_from(layout, index, reader(path, layout))
-        return shard_values(layout, index, initials, seed=seed)
-
-    return initialise
 
 
 def _replica(index: int, *, config: DownpourSettings, context: BuildContext) -> Role:
@@ -257,61 +230,38 @@ def _replica(index: int, *, config: DownpourSettings, context: BuildContext) -> 
     )
     return ModelReplica(
         of_replica,
-        client=_client(context, pushes=True),
+        client=build_client(context, pushes=True),
         trainer=trainer,
         data_shard=data_shard,
         await_begin=context.await_begin,
     )
 
 
-def _evaluator(context: BuildContext) -> Role:
-    task = context.task
-    if task.test is None:
-        raise JobError(
-            "an evaluator needs held-out data: give [data.test], or do without it"
-        )
-    return Evaluator(
-        EvaluatorConfig(subset=context.evaluation_subset, seed=context.seed),
-        client=_client(context, pushes=False),
-        model=LocalModel(build_model(task.model)),
-        dataset=build_dataset(task.test, table="data.test"),
-        loss=build_loss(task),
-        metric=build_metric(task),
-        names=trial.Names(
-            model=task.model.factory,
-            loss=task.loss,
-            data="data.test",
-            metric=metric_name(task),
-        ),
+def _group(
+    group: str, kind: Literal["replica", "evaluator"], n_machines: int
+) -> list[RosterEntry]:
+    """Return the machines that compute one model; the first leads them."""
+    leader, *others = member_names(group, n_machines)
+    machines = [RosterEntry(name=name, kind="machine") for name in others]
+    return [RosterEntry(name=leader, kind=kind), *machines]
+
+
+def _machine(name: str, *, config: DownpourSettings, context: BuildContext) -> Role:
+    """Return one machine of a replica, or of the evaluator, by the job's plan."""
+    # Imported here, for these need what this module defines.
+    from distbelief.downpour.machines import Split, build_machine  # noqa: PLC0415
+
+    assert context.plan is not None
+    if context.sample is None:
+        raise LocalProtocolError(f"{name} is not told what the data are like")
+    captured = capture_for(context.task, context.sample)
+    split = Split(
+        plan=load(context.plan),
+        graph=captured.graph,
+        modules=captured.modules,
+        device=context.device,
     )
-
-
-def _client(context: BuildContext, *, pushes: bool) -> ParameterClient:
-    shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
-    return ParameterClient(
-        ClientConfig(pushes=pushes),
-        layout=_layout(context),
-        shards=shards,
-        memory=context.memory,
-        second_copies=second_copies,
-    )
-
-
-def _shards(context: BuildContext) -> set[Address]:
-    """Return the names of all copies of all shards."""
-    shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
-    return {*shards, *second_copies}
-
-
-def _layout(context: BuildContext) -> Layout:
-    if context.layout is None:
-        raise LocalProtocolError("Downpour's roles need the layout of the parameters")
-    if context.layout.n_shards != context.n_shards:
-        raise LocalProtocolError(
-            f"a layout of {context.layout.n_shards} shards in a job of "
-            f"{context.n_shards}"
-        )
-    return context.layout
+    return build_machine(name, config=config, context=context, split=split)
 
 
 def _within(index: str, count: int) -> bool:

@@ -7,6 +7,7 @@ their values) and the data comes back as a file; so its own process never holds 
 
 import os
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from distbelief import files
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.job.jobfile import job_from_json
+from distbelief.job.plans import draw, plan_for_job
 from distbelief.job.process import import_from, log
 from distbelief.job.sections import Job
 from distbelief.job.summary import DataFacts, TaskFacts
@@ -24,6 +26,8 @@ from distbelief.parameter_server.initial import Initial
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
 from distbelief.runtime.imports import place
 from distbelief.runtime.local_model import LocalModel
+from distbelief.runtime.recording import recorded_initials
+from distbelief.runtime.samples import Sample, capture_for, check_data
 from distbelief.runtime.task import build_dataset, build_model, check, metric_name
 from distbelief.runtime.weights import reader
 
@@ -38,11 +42,13 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         job: As JSON.
         answer: File for what is found.
         initial_file: File for the module's initial values, where they are needed.
+        plan: File for the plan, where replicas are split; beside it comes its picture.
     """
 
     job: msgspec.Raw
     answer: str
     initial_file: str
+    plan: str
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +63,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         initial_file: Where the initial values are, if they do not.
         metric_name: By which the model is judged.
         task: Figures for the summary.
+        n_machines: Of each replica, by whose plan they are split; None if they are not.
+        sample: What the data are like, for that plan.
     """
 
     error: str | None = None
@@ -67,6 +75,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     initial_file: str | None = None
     metric_name: str = "accuracy"
     task: TaskFacts = TaskFacts()
+    n_machines: int | None = None
+    sample: Sample | None = None
 
 
 def main(name: str, incarnation: int, path: str) -> int:
@@ -100,13 +110,57 @@ def read_answer(path: Path) -> Answer | None:
 
 def _answer(job: Job, question: Question) -> Answer:
     task = job.task
-    check(task, job.batch_size)
-    model = LocalModel(build_model(task.model))
+    if not job.cluster.is_split:
+        check(task, job.batch_size)
+        return _found(job, question, LocalModel(build_model(task.model)))
+    _check_device(job.cluster.device)
+    sample = check_data(task, job.batch_size)
+    captured = capture_for(task, sample)
+    if task.model.initial == "module":
+        check(task, job.batch_size)  # whose values are wanted, has to be built
+        model = LocalModel(build_model(task.model))
+    else:
+        with torch.device("meta"):
+            model = LocalModel(build_model(task.model))
+    answer = _found(job, question, model)
+    kept = Path(question.plan)
+    plan = plan_for_job(job, captured.graph, kept=kept)
+    draw(plan, captured.graph, kept.with_suffix(".png"))
+    n_machines = plan.cluster.n_machines
+    return msgspec.structs.replace(
+        answer,
+        n_machines=n_machines,
+        sample=sample,
+        task=msgspec.structs.replace(answer.task, n_machines=n_machines),
+    )
+
+
+def _initials(job: Job, model: LocalModel) -> Mapping[str, Initial]:
+    """Return how the shards are to draw each tensor."""
+    try:
+        return recorded_initials(job.task.model, list(model.named_tensors()))
+    except JobError:
+        if job.cluster.is_split:
+            raise
+        return model.initials()  # by the types of layers, which are here
+
+
+def _check_device(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise JobError(
+            f"[cluster] device = {device!r}: torch {torch.__version__} sees no GPU on "
+            'this machine: leave device out, or write device = "cpu"'
+        )
+
+
+def _found(job: Job, question: Question, model: LocalModel) -> Answer:
+    """Return what is known of model and data; `model` may be without values."""
+    task = job.task
     initials: dict[str, Initial] = {}
     initial_file: str | None = None
     match task.model.initial:
         case "seed":
-            initials = dict(model.initials())
+            initials = dict(_initials(job, model))
         case "module":
             initial_file = question.initial_file
             tensors = {

@@ -38,7 +38,14 @@ class Closing:
         return actions
 
     def save(self, now: Seconds) -> list[Action]:
-        """Begin a round of snapshots; who is not there yet is asked when it is."""
+        """Begin a round of snapshots; who is not there yet is asked when it is.
+
+        A coordinator is asked instead of the shards, as long as it drives them.
+        """
+        coordinator = self._members.coordinator
+        if coordinator is not None and coordinator.is_alive:
+            save = self._saves.ask({coordinator.name}, now)
+            return [Send(receiver=coordinator.name, message=save)]
         shards = {shard.shard for shard in self._members.of("shard") if shard.is_alive}
         patience = 0.0
         if self._ending.stage is Stage.KEEP and not self._ending.interrupted:
@@ -65,10 +72,11 @@ class Closing:
 
     def _drain(self, now: Seconds) -> list[Action]:
         ending = self._ending
-        actions = self._stop(self._members.of("replica"), now)
+        first = self._members.of("coordinator")
+        actions = self._stop([*first, *self._members.of("replica")], now)
         if ending.interrupted and self._members.evaluator is not None:
             actions += self._stop([self._members.evaluator], now)
-        left = [replica for replica in self._members.of("replica") if replica.is_alive]
+        left = [replica for replica in self._members.training if replica.is_alive]
         if left and now < ending.deadline:
             return actions
         actions += self._outlasted(left, "its last step and push", now)
@@ -81,6 +89,9 @@ class Closing:
         self._saves.give_up()
         if self._members.of("replica") and self._figures.training_since is None:
             return []  # nothing has changed
+        coordinator = self._members.coordinator
+        if coordinator is not None and not coordinator.farewell:
+            return self._keep_nothing(now)
         actions = self.save(now)
         evaluator = self._members.evaluator
         if (
@@ -92,6 +103,16 @@ class Closing:
             request = self._evaluations.ask(now, whole=True)
             actions.append(Send(receiver=evaluator.name, message=request))
         return actions
+
+    def _keep_nothing(self, now: Seconds) -> list[Action]:
+        """Leave the last snapshot: what the shards hold may be a point on trial."""
+        text = (
+            "the coordinator did not end in order: the run is as its last snapshot "
+            "has it"
+        )
+        if not self._ending.interrupted:
+            self._ending.error = self._ending.error or text
+        return [self._figures.tell(text, now, "warning")]
 
     def _keep(self, now: Seconds) -> list[Action]:
         ending = self._ending

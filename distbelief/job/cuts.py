@@ -13,7 +13,7 @@ Rules:
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, final
@@ -26,6 +26,7 @@ from distbelief.job.jobfile import load_job
 from distbelief.job.run_directory import RunDirectory
 from distbelief.job.sections import Processes
 from distbelief.job.summary import DataFacts, read_summary
+from distbelief.runtime.machine_names import machine_name
 
 
 _FILE: Final = "cut.json"
@@ -40,17 +41,36 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         n_shards: Which together hold the model.
         n_replicas: Among which the data were divided.
+        n_machines: Of each replica, by whose plan they are split; None if they are not.
         train: The training data, as far as anybody looked at them.
     """
 
     n_shards: Processes
     n_replicas: Processes
+    n_machines: Processes | None = None
     train: DataFacts | None = None
 
     @property
-    def numbers(self) -> tuple[int, int]:
-        """Of shards and of replicas."""
-        return self.n_shards, self.n_replicas
+    def numbers(self) -> tuple[int, int, int | None]:
+        """Of shards, of replicas, and of the machines of each."""
+        return self.n_shards, self.n_replicas, self.n_machines
+
+    @property
+    def replicas(self) -> list[str]:
+        """The names of the roles that lead a replica, or are one."""
+        if self.n_machines is None:
+            return [f"replica-{r}" for r in range(self.n_replicas)]
+        return [machine_name(r, 0) for r in range(self.n_replicas)]
+
+    def clients(self, places: Mapping[str, int]) -> dict[str, int]:
+        """Return the place of each client, given that of each of `replicas`."""
+        if self.n_machines is None:
+            return dict(places)
+        return {
+            machine_name(r, machine): places[name]
+            for r, name in enumerate(self.replicas)
+            for machine in range(self.n_machines)
+        }
 
 
 def newest_cut(run: RunDirectory) -> tuple[Path, Cut | None]:

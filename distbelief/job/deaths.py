@@ -64,7 +64,7 @@ class Deaths:
         ending = self._ending
         if ending.interrupted or ending.stage >= Stage.CLOSE:
             return self._lives.finished(record, now)
-        if record.kind == "replica" and ending.stage is not Stage.RUN:
+        if record.trains and ending.stage is not Stage.RUN:
             text = f"{record.label} {why} while it was stopping"
             said = self._figures.tell(text, now, "warning")
             return [
@@ -78,11 +78,15 @@ class Deaths:
             actions += self.replace(record, why, now, led=led)
         if not record.is_alive:
             self.await_nothing(record)
+        if record.kind == "coordinator" and not record.is_alive:
+            often = self._lives.so_often(record)
+            error = f"the coordinator cannot be kept alive{often}: it {why}"
+            self._ending.begin(error, now, error=error)
         return actions
 
     def await_nothing(self, record: RoleRecord) -> None:
         """Wait for no answer of a role that is gone for good."""
-        if record.kind == "evaluator":
+        if record.kind in {"evaluator", "machine"} and not record.trains:
             self._evaluations.give_up()
         if not any(copy.is_alive for copy in self._pairs.copies(record.shard)):
             self._saves.forget(record.shard)

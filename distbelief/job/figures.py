@@ -122,13 +122,17 @@ class Figures:
     # -------------------------------------------------------------------- events
 
     def progress(self, record: RoleRecord, message: Progress, now: Seconds) -> None:
-        """A replica has taken steps."""
+        """A replica has taken steps, or a coordinator an iteration."""
         if self.training_since is None:
             began = now - message.seconds_computing - message.seconds_waiting
             self.training_since = max(began, self.started_at)
         before = self._samples.get(record.name, 0)
         n_new = message.samples - before if record.progressed else 0
         weight = max(n_new, 1)
+        if record.kind == "coordinator":  # its loss is of the whole batch, and its
+            self._loss_sum, self._n_in_sum = 0.0, 0  # figures are of all lives
+            self.loss = message.loss if math.isfinite(message.loss) else self.loss
+            self.step = record.step = message.step
         if math.isfinite(message.loss):  # else nothing of it was learnt, either
             self._loss_sum += weight * message.loss
             self._n_in_sum += weight

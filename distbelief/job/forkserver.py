@@ -14,6 +14,7 @@ One JSON object a line. Rules:
   terminal sends to everybody: ending the job is the supervisor's business.
 * Nobody is left behind: a child ends with this process (where the kernel offers that:
   Linux), and this process, having ended its children, with the one that writes to it.
+* Nor is the memory that they shared, should that one have had no time to remove it.
 """
 
 import ctypes
@@ -112,13 +113,18 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     parent = int(sys.argv[1])
-    die_with_parent(parent)
+    end_with_parent(parent, signal.SIGTERM)  # which `serve` takes as a request to end
     for module in MODULES:
         importlib.import_module(module)
     # What exists by now stays shared with the children: the collector leaves it alone.
     gc.collect()
     gc.freeze()
     ForkServer(requests=0, reports=1).serve()
+    if os.getppid() != parent:
+        # Imported long ago, here; whoever only launches does without.
+        from distbelief.transport.shared_memory import FileMemory  # noqa: PLC0415
+
+        FileMemory.sweep()
 
 
 class ForkServer:
@@ -137,12 +143,16 @@ class ForkServer:
         self._decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 
     def serve(self) -> None:
-        """Do what is asked until nobody can ask any more; then end every child."""
+        """Do what is asked until nobody can ask any more; then end every child.
+
+        SIGTERM says so too, which the kernel sends when the parent is gone.
+        """
         bell, ringer = socket.socketpair()
         bell.settimeout(0)
         ringer.settimeout(0)
-        signal.signal(signal.SIGCHLD, _ignore)
         signal.set_wakeup_fd(ringer.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, _ignore)
         selector = selectors.DefaultSelector()
         selector.register(self._requests, selectors.EVENT_READ)
         selector.register(bell, selectors.EVENT_READ)
@@ -150,7 +160,8 @@ class ForkServer:
             while True:
                 ready = {key.fd for key, _ in selector.select()}
                 if bell.fileno() in ready:
-                    bell.recv(4096)
+                    if signal.SIGTERM in bell.recv(4096):
+                        return
                     self._reap()
                 if self._requests in ready and not self._read():
                     return
@@ -217,10 +228,10 @@ class ForkServer:
             line = line[os.write(self._reports, line) :]
 
 
-def die_with_parent(parent: int) -> None:
-    """End by force when `parent` does, where the kernel can do that."""
+def end_with_parent(parent: int, number: signal.Signals) -> None:
+    """Be sent this signal when `parent` ends, where the kernel can do that."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it has ended before we could ask
         os._exit(1)
 
@@ -234,8 +245,9 @@ def _run(start: Start, *, parent: int) -> NoReturn:
     status = 1
     try:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        die_with_parent(parent)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        end_with_parent(parent, signal.SIGKILL)
         _redirect(start.log)
         status = _program(start.program)(start.name, start.incarnation, start.spec)
     except SystemExit as ending:

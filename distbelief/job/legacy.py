@@ -17,6 +17,7 @@ from distbelief.job.store import SnapshotStore
 from distbelief.job.view import SupervisorView
 from distbelief.parameter_server.copies import shard_of
 from distbelief.roles import Snapshot
+from distbelief.runtime.machine_names import member_name, place_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,22 @@ class _Client(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
 
 
-def read_legacy(run: RunDirectory, store: SnapshotStore, *, n_shards: int) -> Legacy:
-    """Return what the lives before left in this run directory."""
-    incarnation, label = 1, 1
+def read_legacy(
+    run: RunDirectory,
+    store: SnapshotStore,
+    *,
+    n_shards: int,
+    coordinator: str | None = None,
+) -> Legacy:
+    """Return what the lives before left in this run directory.
+
+    Args:
+        run: The run.
+        store: The snapshots of its shards.
+        n_shards: How many these are.
+        coordinator: The role that drives them, if one does: it counts the samples.
+    """
+    incarnation, label = _of_coordinator(store, coordinator), 1
     restored: dict[str, str] = {}
     missing: list[str] = []
     clocks: dict[str, int] = {}
@@ -68,21 +82,40 @@ def read_legacy(run: RunDirectory, store: SnapshotStore, *, n_shards: int) -> Le
         lives.append(int(snapshot.facts.get("incarnation", "0")))
         incarnation = max([incarnation, *(life + 1 for life in lives)])
     known = [{name: c.samples for name, c in of_one.items()} for of_one in clients]
-    replicas = {
-        name for of_one in known for name in of_one if name.startswith("replica-")
-    }
+    replicas = {_replica(name) for of_one in known for name in of_one}
     samples = {
-        name: 0 if missing else min(of_one.get(name, 0) for of_one in known)
-        for name in sorted(replicas)
+        name: 0 if missing else min(_place(of_one, name) for of_one in known)
+        for name in sorted(replicas - {""})
     }
+    if coordinator is not None:
+        samples = {coordinator: 0 if missing else _samples_seen(run)}
     return Legacy(
         before=_before(run, samples, clocks, n_shards=n_shards),
         incarnation=incarnation,
         label=label,
         restored=restored,
         missing=tuple(missing),
-        trained=any(n for of_one in known for n in of_one.values()),
+        trained=any(n for of_one in known for n in of_one.values())
+        or (coordinator is not None and bool(restored)),
     )
+
+
+def _of_coordinator(store: SnapshotStore, coordinator: str | None) -> int:
+    """Return a life above all that a coordinator has written of."""
+    snapshot = None if coordinator is None else store.newest(coordinator)
+    return 1 if snapshot is None else 1 + int(snapshot.facts.get("incarnation", "0"))
+
+
+def _samples_seen(run: RunDirectory) -> int:
+    """Return how many samples there were, as far as was shown.
+
+    The coordinator itself knows better, and says so when it begins.
+    """
+    try:
+        status = run.read_status()
+    except StorageError:
+        return 0
+    return 0 if status is None else status.view.samples
 
 
 def _before(
@@ -137,6 +170,23 @@ def _newly_lost(
     if len(shards) != n_shards:
         return 0
     return max(0, view.pushes_applied - sum(clocks.values()))
+
+
+def _replica(client: str) -> str:
+    """Return the role that leads the replica which this client is of; "" if none."""
+    place = place_of(client)
+    if place is None:
+        return client if client.startswith("replica-") else ""
+    return member_name(place.group, 0) if place.replica is not None else ""
+
+
+def _place(samples: Mapping[str, int], replica: str) -> int:
+    """Return where in its data a replica is, as far as one shard knows.
+
+    Not every shard has something of every machine, but something of every replica.
+    """
+    known = [n for client, n in samples.items() if _replica(client) == replica]
+    return min(known, default=0)
 
 
 def _clock(snapshot: Snapshot) -> int:

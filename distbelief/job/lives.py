@@ -89,6 +89,9 @@ class Lives:
             applied = message.counters.get("pushes_applied")
             if applied is not None:
                 record.rate.add(now, applied)
+        elif record.kind == "replica" and self._members.coordinator is not None:
+            # Who is driven by a coordinator does not report its progress itself.
+            record.rate.add(now, message.counters.get("samples", 0.0))
         if not record.has_joined:
             return []
         actions: list[Action] = [
@@ -151,7 +154,7 @@ class Lives:
     def _is_past_mending(self, record: RoleRecord) -> bool:
         """Whether it has died too often, and each time too soon."""
         settled = record.has_settled(self._config.settled_seconds)
-        bound = self._config.restarts_max(record.kind)
+        bound = self._config.restarts_max(record.kind, trains=record.trains)
         return record.in_a_row >= bound and not (settled and bound)
 
     def so_often(self, record: RoleRecord) -> str:
@@ -162,13 +165,19 @@ class Lives:
         return f"{text}{self._config.settled_seconds:g} s" if n else ""
 
     def leave_out(self, record: RoleRecord, why: str, now: Seconds) -> list[Action]:
-        """Go on without it."""
-        record.presence = Presence.LEFT_OUT
-        return [
-            self._figures.tell(f"{record.label} {why}", now, "error"),
-            Terminate(name=record.name),
-            *self._tell_others(record, now),
+        """Go on without it, and without machines that compute nothing without it."""
+        actions: list[Action] = [
+            self._figures.tell(f"{record.label} {why}", now, "error")
         ]
+        group = [r for r in self._members.machines_with(record) if r.is_alive]
+        if group:
+            names = ", ".join(other.label for other in group)
+            text = f"{names} left out with {record.label}: they are of one model"
+            actions.append(self._figures.tell(text, now, "error"))
+        for each in (record, *group):
+            each.presence = Presence.LEFT_OUT
+            actions += [Terminate(name=each.name), *self._tell_others(each, now)]
+        return actions
 
     def finished(self, record: RoleRecord, now: Seconds) -> list[Action]:
         """It has ended as planned."""
@@ -197,6 +206,10 @@ class Lives:
 
     def _plan_without(self, record: RoleRecord, now: Seconds) -> str:
         """Return what is done where no other copy has what this one had."""
+        coordinator = self._members.coordinator
+        if coordinator is not None:
+            point = self._saves.describe(coordinator.name, now)
+            return f"restarting it from {point}; the run goes on from there"
         text = f"restarting it from {self._saves.describe(record.shard, now)}"
         if not self._pairs.leads(record):
             return text

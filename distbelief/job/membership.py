@@ -8,7 +8,10 @@
                                +-------------------> left out   it died too often
 
 Clients (replicas, the evaluator, guests) need the shards, and the shards need all
-clients; no shard needs another (DB-5), but the two copies of one shard do.
+clients; no shard needs another (DB-5), but the two copies of one shard do, and so do
+the machines of one model replica, or those that evaluate together. Machine 0 of these
+leads: it is the "replica" or "evaluator" here, the others are its "machine"s. Where
+there is a coordinator, it and the replicas need each other.
 """
 
 from collections import deque
@@ -20,9 +23,10 @@ from typing import Literal, final
 from distbelief.messages import Join, PeerEntry
 from distbelief.parameter_server.copies import shard_of
 from distbelief.roles import Address, Seconds
+from distbelief.runtime.machine_names import place_of
 
 
-Kind = Literal["shard", "replica", "evaluator", "guest"]
+Kind = Literal["shard", "replica", "evaluator", "machine", "coordinator", "guest"]
 
 N_GUESTS_MAX = 4096
 RATE_SECONDS = 5.0
@@ -94,10 +98,12 @@ class RoleRecord:
     failure: str | None = None  # its own last words
     end: str | None = None  # how its process ended, as soon as that is known
     entry: PeerEntry | None = None  # once it has joined
+    pid: int | None = None  # likewise
     rate: Rate = field(default_factory=Rate)
     introduced_at: Seconds | None = None  # when it was last told of its peers
     stopped: bool = False  # it was told to end
-    begun: bool = False  # a replica: it was told to begin
+    farewell: bool = False  # it said itself that it has ended
+    begun: bool = False  # a replica, or a coordinator: it was told to begin
     progressed: bool = False  # and has
     step: int = 0
 
@@ -106,12 +112,26 @@ class RoleRecord:
         """The shard that this is a copy of."""
         return shard_of(self.name)
 
+    @property
+    def group(self) -> str:
+        """What compute one model together: "replica-3" of all its machines."""
+        place = place_of(self.name)
+        return self.name if place is None else place.group
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is a model replica, a machine of one, or drives them."""
+        of_replica = self.kind == "machine" and self.group.startswith("replica")
+        return of_replica or self.kind in {"replica", "coordinator"}
+
     def needs(self, other: "RoleRecord") -> bool:
         """Whether these two have to be able to speak to each other."""
         if (self.kind == "shard") != (other.kind == "shard"):
             return True
-        same = self.kind == "shard" and self.shard == other.shard
-        return same and self.name != other.name
+        if {self.kind, other.kind} == {"coordinator", "replica"}:
+            return True
+        of_one = self.group == other.group or self.shard == other.shard
+        return of_one and self.name != other.name
 
     @property
     def label(self) -> str:
@@ -152,7 +172,7 @@ class RoleRecord:
             host=message.host,
         )
         news = entry != self.entry
-        self.entry = entry
+        self.entry, self.pid = entry, message.pid
         return news
 
     def has_settled(self, settled_seconds: Seconds) -> bool:
@@ -171,8 +191,8 @@ class RoleRecord:
         self.launched_at = self.heard_at = now
         self.state, self.counters = "", {}
         self.silence_named = self.begun = self.progressed = False
-        self.failure = self.end = self.entry = self.introduced_at = None
-        self.stopped = False
+        self.failure = self.end = self.entry = self.introduced_at = self.pid = None
+        self.stopped = self.farewell = False
         self.step = 0
         self.rate = Rate()
 
@@ -211,9 +231,27 @@ class Membership:
         return [record for record in self if record.kind == kind]
 
     @property
+    def training(self) -> list[RoleRecord]:
+        """All model replicas, each of their machines."""
+        return [record for record in self if record.trains]
+
+    def machines_with(self, record: RoleRecord) -> list[RoleRecord]:
+        """Return the other machines of its group."""
+        return [
+            other
+            for other in self
+            if other is not record and other.group == record.group
+        ]
+
+    @property
     def evaluator(self) -> RoleRecord | None:
         """The evaluator, if the job has one."""
         return next(iter(self.of("evaluator")), None)
+
+    @property
+    def coordinator(self) -> RoleRecord | None:
+        """The coordinator, if the job has one."""
+        return next(iter(self.of("coordinator")), None)
 
     def admit(self, name: Address, incarnation: int, now: Seconds) -> RoleRecord | None:
         """Return the record of a guest, made now if it may come; else None."""

@@ -35,6 +35,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
         staleness_max: The stalest.
         bytes_in: Received by all shards, in total.
         bytes_out: Sent by all shards, in total.
+        figures: What else the algorithm counts, by name.
     """
 
     time: float
@@ -50,6 +51,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: float | None = None
     bytes_in: int = 0
     bytes_out: int = 0
+    figures: dict[str, float] = {}
 
     @classmethod
     def of(cls, view: SupervisorView) -> Self:
@@ -68,6 +70,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
             staleness_max=view.staleness_max,
             bytes_in=view.bytes_in,
             bytes_out=view.bytes_out,
+            figures=view.figures,
         )
 
 

@@ -159,7 +159,9 @@ class Pairs:
     def joined(self, record: RoleRecord, now: Seconds) -> Sequence[Send]:
         """A life of this role can be spoken to from now on."""
         pairing = self._pairings.get(record.shard)
-        return [] if pairing is None else pairing.joined(record.name, now).sends
+        if pairing is None:
+            return []
+        return pairing.joined(record.name, record.incarnation, now).sends
 
     def beaten(self, record: RoleRecord, now: Seconds) -> Sequence[Send]:
         """It says that it lives, and by its counters which words have reached it."""

@@ -14,6 +14,7 @@ from typing import Final, final
 import msgspec
 import torch
 
+from distbelief.allocator import KEPT_BYTES_MAX, keep_memory
 from distbelief.errors import DistBeliefError
 from distbelief.job import algorithms
 from distbelief.job.jobfile import job_from_json
@@ -27,8 +28,8 @@ from distbelief.parameter_server.copies import shard_of
 from distbelief.parameter_server.initial import Initial
 from distbelief.parameter_server.layout import Layout, LayoutSpec
 from distbelief.roles import SUPERVISOR, Address, Role, Snapshot
+from distbelief.runtime.samples import Sample
 from distbelief.runtime.task import BuildContext
-from distbelief.transport.allocator import KEPT_BYTES_MAX, keep_memory
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.transport.zmq_transport import ZmqTransport
 
@@ -48,6 +49,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         layout: Of the model's tensors on the shards.
         initials: How each tensor is drawn, if the shards draw.
         initial_file: Else the file that has the initial values.
+        plan: By which replicas are split over machines; None if they are not.
+        sample: What the data are like, for that plan.
+        n_train: Training samples.
     """
 
     job: msgspec.Raw
@@ -58,6 +62,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     layout: LayoutSpec
     initials: dict[str, Initial]
     initial_file: str | None
+    plan: str | None = None
+    sample: Sample | None = None
+    n_train: int | None = None
 
 
 @final
@@ -153,6 +160,10 @@ def _build(name: str, job: Job, spec: Spec, memory: Memory) -> Role:
         evaluation_subset=job.evaluation.subset,
         threads=job.cluster.threads,
         shard_copies=job.cluster.shard_copies,
+        plan=spec.plan,
+        sample=spec.sample,
+        device=job.cluster.device,
+        n_train=spec.n_train,
     )
     try:
         return algorithm.build(name, config=job.algorithm, context=context)

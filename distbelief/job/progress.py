@@ -123,6 +123,7 @@ class Progress:
         if view.staleness_mean is not None:
             staleness = words.staleness(view.staleness_mean, view.staleness_p95)
             parts.append(f"staleness {staleness}")
+        parts += words.named(view.figures)
         parts.append(left(view))
         return Text("  ".join(part for part in parts if part))
 

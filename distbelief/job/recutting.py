@@ -22,6 +22,7 @@ from distbelief.parameter_server.snapshots import (
     restore,
     take,
 )
+from distbelief.parameter_server.steps import Steps
 from distbelief.parameter_server.update_rules import UpdateRule
 from distbelief.roles import Address, Snapshot
 from distbelief.vectors import Vector
@@ -63,10 +64,13 @@ class Recutting:
         clients = tuple(self._client(name, n) for name, n in samples.items())
         resharding = Resharding(self.old, self.new)
         checked = [self._check(k) for k in range(self.old.n_shards)]
-        clocks = [clock for _, clock in checked]
-        with _reader([label for label, _ in checked], self.source) as read:
+        clocks = [clock for _, clock, _ in checked]
+        steps = [steps for _, _, steps in checked]
+        with _reader([label for label, _, _ in checked], self.source) as read:
             for k in range(self.new.n_shards):
-                content = resharding.shard(k, rule=self.rule, clocks=clocks, read=read)
+                content = resharding.shard(
+                    k, rule=self.rule, clocks=clocks, steps=steps, read=read
+                )
                 snapshot = self._snapshot(k, content, label=label, clients=clients)
                 target.save(_shard(k), snapshot)
                 del content, snapshot  # before the next one is made
@@ -80,6 +84,7 @@ class Recutting:
             values=content.values,
             state=content.state,
             clients=clients,
+            steps=content.steps,
         )
         identity = ShardIdentity(index=k, layout=self.new, rule=self.rule)
         return take(label, state, identity=identity)
@@ -90,14 +95,14 @@ class Recutting:
             name=Address(name), incarnation=self.incarnation - 1, samples=samples
         )
 
-    def _check(self, k: int) -> tuple[str, int]:
-        """Return label and clock of shard k's snapshot, if all of it is right."""
+    def _check(self, k: int) -> tuple[str, int, Steps]:
+        """Return label, clock and steps of shard k's snapshot, if all is right."""
         snapshot = self.source.newest(_shard(k))
         if snapshot is None:
             raise StorageError(f"{self.source.directory} has no whole {_shard(k)}")
         identity = ShardIdentity(index=k, layout=self.old, rule=self.rule)
         state = restore(snapshot, identity=identity, incarnation=self.incarnation)
-        return snapshot.label, state.clock
+        return snapshot.label, state.clock, state.steps
 
 
 @contextmanager

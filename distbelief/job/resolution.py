@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from distbelief.errors import JobFileError
+from distbelief.errors import JobError, JobFileError
 from distbelief.job import algorithms, tables, toml_text
 from distbelief.job.sections import (
     QUANTITIES,
@@ -44,10 +44,6 @@ _TABLES: Final = (
     "output",
     "source",
 )
-_NOT_YET: Final = {
-    "plan": "not yet; a replica runs in one process, so leave it out",
-    "device": "not yet; roles compute on the CPU, so leave it out",
-}
 
 
 def resolve(content: dict[str, object], *, file: str) -> Job:
@@ -58,18 +54,17 @@ def resolve(content: dict[str, object], *, file: str) -> Job:
     """
     tables.check_known(content, ("name", *_TABLES), ())
     given = {name: tables.as_table(content.get(name, {}), (name,)) for name in _TABLES}
-    for name in ("model", "data", "algorithm", "stop"):
+    for name in ("model", "data", "algorithm"):
         if name not in content:
             raise Mistake((name,), f"there is no table [{name}]: add one")
     source = _source(given["source"], file=file)
-    cluster = tables.decode(
-        given["cluster"], ClusterTable, path=("cluster",), not_yet=_NOT_YET
-    )
+    cluster = _cluster(given["cluster"], base=Path(source.file).parent)
     evaluation = _decode(given["evaluation"], EvaluationTable, "evaluation")
     stop = _stop(given["stop"])
     output = _output(given["output"], file=source.file)
     name = _name(content, output)
     point = _algorithm(given["algorithm"])
+    _check_end(stop, point, is_there="stop" in content)
     # From here on torch is needed.
     base = Path(source.file).parent
     job = Job(
@@ -104,12 +99,35 @@ def _source(table: dict[str, object], *, file: str) -> SourceTable:
     return SourceTable(file=file, import_paths=(str((here / file).parent), str(here)))
 
 
+def _cluster(table: dict[str, object], *, base: Path) -> ClusterTable:
+    cluster = _decode(table, ClusterTable, "cluster")
+    if cluster.plan is not None:
+        cluster = msgspec.structs.replace(cluster, plan=_from(base, cluster.plan))
+    if cluster.machines.endswith(".toml"):
+        found = _from(base, cluster.machines)
+        cluster = msgspec.structs.replace(cluster, machines=found)
+    return cluster
+
+
 def _stop(table: dict[str, object]) -> StopTable:
     """The key `seconds` names its unit, so it alone may also be a bare number."""
     seconds = table.get("seconds")
     if isinstance(seconds, int | float) and not isinstance(seconds, bool):
         table = table | {"seconds": f"{seconds!r} s"}
     return _decode(table, StopTable, "stop")
+
+
+def _check_end(stop: StopTable, point: EntryPoint, *, is_there: bool) -> None:
+    """Refuse a job without end."""
+    if not stop.is_empty or algorithms.ends_by_itself(point):
+        return
+    if not is_there:
+        raise Mistake(("stop",), "there is no table [stop]: add one")
+    raise Mistake(
+        ("stop",),
+        "[stop] has no rule, so the job would never end: add epochs = 1, or another of "
+        f"{', '.join(stop.__struct_fields__)}",
+    )
 
 
 def _output(table: dict[str, object], *, file: str) -> OutputTable:
@@ -187,6 +205,10 @@ def _check_together(job: Job) -> None:
             f"[stop] accuracy = {job.stop.accuracy:g} needs held-out data: add a table "
             "[data.test]",
         )
+    try:
+        algorithms.check_cluster(job)
+    except JobError as error:
+        raise Mistake(("cluster",), str(error)) from None
 
 
 def _check_plain(value: object, path: tables.Path) -> None:

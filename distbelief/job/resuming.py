@@ -18,6 +18,8 @@ import msgspec
 from distbelief.data.subset import fresh_positions
 from distbelief.errors import JobError, StorageError
 from distbelief.job import toml_text
+from distbelief.job.agreement import set_aside
+from distbelief.job.algorithms import coordinator_of
 from distbelief.job.cuts import Cut, making_cut, newest_cut, write_cut
 from distbelief.job.jobfile import load_job
 from distbelief.job.legacy import Legacy, read_legacy
@@ -71,7 +73,13 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
 
 
 def take_up(
-    job: Job, run: RunDirectory, *, layout: Layout, train: DataFacts, report: Report
+    job: Job,
+    run: RunDirectory,
+    *,
+    layout: Layout,
+    train: DataFacts,
+    report: Report,
+    n_machines: int | None = None,
 ) -> Resumed:
     """Make this run, new or not, one that the job can go on with.
 
@@ -81,18 +89,29 @@ def take_up(
         layout: Of the model on the job's shards.
         train: The training data.
         report: Told of each damaged snapshot.
+        n_machines: Of each replica, by whose plan they are split; None if they are not.
 
     Raises:
         JobError: the data are others, or what would have to be cut anew is not there.
         StorageError: the run's files cannot be read or written; it is as it was.
     """
     directory, was = newest_cut(run)
-    now = Cut(n_shards=job.cluster.shards, n_replicas=job.cluster.replicas, train=train)
+    now = Cut(
+        n_shards=job.cluster.shards,
+        n_replicas=job.cluster.replicas,
+        n_machines=n_machines,
+        train=train,
+    )
     was = was or now
     store = SnapshotStore(directory, report=report)
-    legacy = read_legacy(run, store, n_shards=was.n_shards)
+    coordinator = coordinator_of(job)
+    if coordinator is not None:
+        set_aside(store, [f"shard-{k}" for k in range(was.n_shards)])
+    legacy = read_legacy(run, store, n_shards=was.n_shards, coordinator=coordinator)
     if legacy.trained:
         _check_data(job, run, was=was.train, now=train)
+    if coordinator is not None and was.n_shards == now.n_shards:
+        was = now  # replicas that are driven have no places of their own
     if was.numbers != now.numbers:
         if any(store.labels(f"shard-{k}") for k in range(was.n_shards)):
             change = _Change(
@@ -100,16 +119,16 @@ def take_up(
             )
             return change.recut(legacy, store, layout=layout, report=report)
         # Of what was never saved, anything can be made.
-        legacy = read_legacy(run, store, n_shards=now.n_shards)
+        legacy = read_legacy(run, store, n_shards=now.n_shards, coordinator=coordinator)
     write_cut(directory, now)
-    told: tuple[str, ...] = ()
+    told = tuple(_told_of_seed(job, run)) if legacy.trained else ()
     if legacy.restored and legacy.missing:
         names = ", ".join(legacy.missing)
         line = (
             f"{names}: no whole snapshot in {directory}, so it begins anew, and every "
             "replica at the beginning of its data"
         )
-        told = (line,)
+        told = (*told, line)
     return Resumed(legacy=legacy, store=store, told=told)
 
 
@@ -146,7 +165,8 @@ class _Change:
         places = self._places(legacy.before.samples)
         with making_cut(self.run, legacy.label, self.now) as (written, kept):
             fresh = SnapshotStore(written, report=report)
-            recutting.write(fresh, label=f"{legacy.label:05d}", samples=places)
+            clients = self.now.clients(places)
+            recutting.write(fresh, label=f"{legacy.label:05d}", samples=clients)
             read_back = read_legacy(self.run, fresh, n_shards=self.now.n_shards)
             if read_back.missing or read_back.before.samples != places:
                 raise StorageError(
@@ -176,9 +196,12 @@ class _Change:
     def _places(self, samples: Mapping[str, int]) -> dict[str, int]:
         """Return where each replica begins in its data."""
         n_replicas = self.now.n_replicas
-        names = [f"replica-{r}" for r in range(n_replicas)]
+        names = self.now.replicas
         if self.was.n_replicas == n_replicas:
-            return {name: samples.get(name, 0) for name in names}
+            return {
+                name: samples.get(former, 0)
+                for name, former in zip(names, self.was.replicas, strict=True)
+            }
         positions = fresh_positions(
             sum(samples.values()), n_samples=self.n_samples, n_replicas=n_replicas
         )
@@ -191,12 +214,19 @@ class _Change:
                 f"shards: {was.n_shards} before, {now.n_shards} now; snapshots are cut "
                 f"anew in {directory}, and the old ones stay where they are"
             )
+        if was.n_machines != now.n_machines:
+            yield (
+                f"machines of each replica: {was.n_machines or 1} before, "
+                f"{now.n_machines or 1} now; each goes on where it was in its data"
+            )
         if was.n_replicas != now.n_replicas:
             yield (
                 f"replicas: {was.n_replicas} before, {now.n_replicas} now; of the "
                 f"{samples:,} samples so far each counts its share as read in its new "
                 "part of the data, so in this pass some are read twice and some not"
             )
+        elif samples:
+            yield from _told_of_seed(self.job, self.run)
 
 
 def _check_data(
@@ -224,6 +254,18 @@ def _check_data(
         )
 
 
+def _told_of_seed(job: Job, run: RunDirectory) -> Iterator[str]:
+    """Tell of another order in which each replica reads its part of the data."""
+    earlier = load_job(run.job_file)
+    was, now = (getattr(of.algorithm, "seed", None) for of in (earlier, job))
+    if was != now:
+        yield (
+            f"[algorithm] seed: {was} before, {now} now; replicas keep their places in "
+            "another order of the samples, so in this pass some are read twice and "
+            "some not"
+        )
+
+
 def _shown(part: object) -> str:
     if isinstance(part, str):
         return part
@@ -231,7 +273,8 @@ def _shown(part: object) -> str:
 
 
 def _numbers(cut: Cut) -> str:
-    return f"{cut.n_shards} shards and {cut.n_replicas} replicas"
+    machines = f" of {cut.n_machines} machines" if cut.n_machines else ""
+    return f"{cut.n_shards} shards and {cut.n_replicas} replicas{machines}"
 
 
 def _of(job: Job, key: str) -> object:

@@ -1,6 +1,8 @@
 """The run directory: all that a job leaves behind, and the lock of who may write it.
 
     job.toml            the job as it ran
+    plan.json           which machine computes what, where replicas are split
+    plan.png            the same, drawn
     status.json         what every role is doing, once a second (a `Status`)
     metrics.jsonl       the curve, line by line
     curve.png           the curve, drawn
@@ -122,6 +124,11 @@ class RunDirectory:
     def job_file(self) -> Path:
         """The job as it ran."""
         return self.path / "job.toml"
+
+    @property
+    def plan_file(self) -> Path:
+        """Which machine computes what; its picture has the suffix .png."""
+        return self.path / "plan.json"
 
     @property
     def status_file(self) -> Path:

@@ -151,6 +151,7 @@ def _figures(view: SupervisorView, width: int) -> list[Text]:
         )
     if view.pushes_lost:
         parts.append(f"{view.pushes_lost:,} pushes lost")
+    parts += words.named(view.figures)
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 3 + len(part) <= width:

@@ -34,6 +34,7 @@ Processes = Annotated[int, msgspec.Meta(ge=1, le=4096)]  # of one machine
 Copies = Annotated[int, msgspec.Meta(ge=1, le=2)]  # one leads, one is its second
 Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]  # OpenMP crashes at too many
 Positive = Annotated[float, msgspec.Meta(gt=0)]
+DEVICES: Final = ("cpu", "cuda")
 
 
 class ClusterTable(
@@ -46,8 +47,13 @@ class ClusterTable(
         shards: Parameter server shards.
         shard_copies: Processes that keep each shard: with 2, one takes over at once
             where the other is lost, and nothing acknowledged is lost with it.
-        threads: Of torch, in each replica's process.
-        partitions: Machines per replica.
+        threads: Of torch, in each replica's process, or each of its machines'.
+        partitions: Machines per replica: of more than one, each computes its part of
+            the model. The planner says which part, and plan.json in the run directory.
+        plan: Path of a plan.json to obey exactly, instead of `partitions`.
+        machines: What machines the planner plans for: a ready-made cluster's name, the
+            path of a cluster file, or "here" for machines like this one.
+        device: What replicas compute on: "cpu" or "cuda".
         shared_memory: Whether roles of one host share memory; false sends all values
             as messages, as between hosts.
     """
@@ -56,16 +62,28 @@ class ClusterTable(
     shards: Processes = 1
     shard_copies: Copies = 1
     threads: Threads = 1
-    partitions: AtLeastOne = 1
+    partitions: Processes = 1
+    plan: str | None = None
+    machines: str = "here"
+    device: str = "cpu"
     shared_memory: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what is not built yet."""
-        if self.partitions != 1:
+        """Refuse a plan that is none, and devices that nobody knows."""
+        if self.device not in DEVICES:
             raise JobFileError(
-                f"partitions = {self.partitions}: not yet; a replica runs in one "
-                "process, so leave it out or write partitions = 1"
+                f"device = {self.device!r}: wants {' or '.join(map(repr, DEVICES))}"
             )
+        if self.plan is not None and not self.plan.endswith(".json"):
+            raise JobFileError(
+                f"plan = {self.plan!r}: wants the path of a plan.json, as "
+                "distbelief partition --out plan.json writes it"
+            )
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a replica is made of machines, each of which has a part of it."""
+        return self.plan is not None or self.partitions > 1 or self.device != DEVICES[0]
 
 
 class EvaluationTable(
@@ -91,6 +109,8 @@ class EvaluationTable(
 class StopTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Table [stop]: the job ends by whichever of these comes first.
 
+    At least one is needed, unless the algorithm ends by itself.
+
     Attributes:
         epochs: Passes over the training data, by all replicas together.
         samples: Samples trained on, by all replicas together.
@@ -106,14 +126,14 @@ class StopTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     loss: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a job without end."""
+        """Refuse a loss that nothing can be compared with."""
         if self.loss is not None and not math.isfinite(self.loss):
             raise JobFileError(f"loss = {self.loss}: wants a finite number")
-        if all(getattr(self, name) is None for name in self.__struct_fields__):
-            raise JobFileError(
-                "has no rule, so the job would never end: add epochs = 1, or another "
-                f"of {', '.join(self.__struct_fields__)}"
-            )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no rule at all."""
+        return all(getattr(self, name) is None for name in self.__struct_fields__)
 
 
 class OutputTable(
@@ -202,7 +222,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def batch_size(self) -> int:
-        """[algorithm] batch_size."""
+        """Samples that a replica computes at once: its batch, or a portion of one."""
+        portion: object = getattr(self.algorithm, "portion", None)
+        if isinstance(portion, int):
+            return portion
         return cast("_Learns", self.algorithm).batch_size
 
     def to_tables(self) -> dict[str, object]:

@@ -87,6 +87,15 @@ class SnapshotStore:
                 )
         return None
 
+    def is_whole(self, role: str, label: str) -> bool:
+        """Return whether the snapshot of this label is whole."""
+        path = self.path(role, label)
+        try:
+            _load(path, label)
+        except (OSError, SafetensorError, StorageError):
+            return False
+        return True
+
     def labels(self, role: str) -> list[str]:
         """Return the labels of this role, damaged snapshots' too, oldest first."""
         directory = self.path(role, "any").parent

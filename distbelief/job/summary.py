@@ -50,9 +50,11 @@ class TaskFacts(msgspec.Struct, frozen=True, kw_only=True):
         n_parameters: Of the model.
         train: The training data.
         test: The held-out data, if there are any.
+        n_machines: Of each replica, by whose plan they are split; None if they are not.
     """
 
     n_parameters: int | None = None
+    n_machines: int | None = None
     train: DataFacts | None = None
     test: DataFacts | None = None
 
@@ -68,6 +70,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         n_replicas: Model replicas.
         n_shards: Parameter server shards.
         shard_copies: Processes that keep each of them.
+        n_machines: Of each replica, by whose plan they are split; None if they are not.
         stop_reason: Why the job ended.
         error: Why it failed, if it did.
         model_error: Why no model was written, if none was; one of an earlier life may
@@ -91,6 +94,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         restarts: Of all roles together.
         bytes_in: Received by all shards.
         bytes_out: Sent by all shards.
+        figures: What else the algorithm counts, by name.
         n_parameters: Of the model.
         train: The training data.
         test: The held-out data.
@@ -106,6 +110,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     n_replicas: int
     n_shards: int
     shard_copies: int = 1
+    n_machines: int | None = None
     stop_reason: str | None
     error: str | None = None
     model_error: str | None = None
@@ -128,6 +133,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
     bytes_in: int
     bytes_out: int
+    figures: dict[str, float] = {}
     n_parameters: int | None = None
     train: DataFacts | None = None
     test: DataFacts | None = None
@@ -169,6 +175,7 @@ def summarise(
         n_replicas=job.cluster.replicas,
         n_shards=job.cluster.shards,
         shard_copies=job.cluster.shard_copies,
+        n_machines=task.n_machines,
         stop_reason=view.stop_reason,
         error=error,
         model_error=model_error,
@@ -191,6 +198,7 @@ def summarise(
         restarts=sum(role.restarts for role in view.roles),
         bytes_in=view.bytes_in,
         bytes_out=view.bytes_out,
+        figures=view.figures,
         n_parameters=task.n_parameters,
         train=task.train,
         test=task.test,
@@ -267,6 +275,8 @@ class _Figures:
 
 def _what(summary: Summary) -> str:
     replicas = _number(summary.n_replicas, "replica")
+    if summary.n_machines is not None:
+        replicas += f" of {_number(summary.n_machines, 'machine')}"
     shards = _number(summary.n_shards, "shard")
     if summary.shard_copies > 1:
         shards += f" in {summary.shard_copies} copies"
@@ -313,7 +323,9 @@ def _end(summary: Summary) -> str:
     if summary.staleness_mean is not None:
         staleness = words.staleness(summary.staleness_mean, summary.staleness_p95)
         parts.append(f"staleness {staleness}")
-    if summary.pushes_applied or summary.pushes_lost:
+    parts += words.named(summary.figures)
+    driven = bool(summary.figures)  # by a coordinator, which sees to its sums
+    if (summary.pushes_applied or summary.pushes_lost) and not driven:
         least = "at least " if summary.pushes_lost else ""
         parts.append(f"{least}{summary.pushes_lost:,} pushes lost")
     if summary.pushes_refused:

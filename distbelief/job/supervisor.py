@@ -14,6 +14,9 @@ It never sees a parameter. Rules:
 * Where a shard has two copies, one leads; if it dies, or is silent for a second, the
   other one takes over, if it holds all (`pairs`). Else the shard comes back as if it
   had none.
+* Where there is a coordinator, it begins with the replicas, reports their progress, and
+  saves the shards, for only it knows when they hold a point to go on from. When it has
+  come to its end, so has the job.
 * What is asked of a role is asked again, at its heartbeats, until it is done.
 * Every wait has a bound, and whoever outlasts it is named (`lives`, `ending`).
 """
@@ -92,6 +95,7 @@ class Supervisor:
         self._report_at: Seconds = 0.0
         self._progress_at: Seconds = 0.0
         self._records: list[SupervisorView] = []
+        self._wanted_end: str | None = None
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for."""
@@ -130,6 +134,10 @@ class Supervisor:
     def error(self) -> str | None:
         """Why the job has failed, if it has."""
         return self._ending.error
+
+    def wind_up(self, reason: str) -> None:
+        """End the job in order, from the next moment on."""
+        self._wanted_end = self._wanted_end or reason
 
     def take_records(self) -> list[SupervisorView]:
         """Return the views that belong in the metrics, and forget them."""
@@ -227,6 +235,8 @@ class Supervisor:
         return [self._figures.tell(text, now, "warning")]
 
     def _stop_if_due(self, now: Seconds) -> None:
+        if self._wanted_end is not None:
+            self._ending.begin(self._wanted_end, now)
         if self._config.stop is not None:
             reason = self._config.stop.reason(self._figures.reached(now))
             if reason is not None:
@@ -273,7 +283,10 @@ class Supervisor:
             case Join():
                 return self._lives.joined(record, message, now)
             case Heartbeat():
+                before = record.counters.get("samples", 0.0)
                 beaten = self._lives.beaten(record, message, now)
+                if record.trains and record.counters.get("samples", 0.0) > before:
+                    self._progress_at = now  # in the middle of a large batch, perhaps
                 return [*beaten, *self._ask_again(record, now)]
             case Finished():
                 return self._finished(record, message, now)
@@ -307,14 +320,15 @@ class Supervisor:
             messages.append(self._closing.stop_message())
         elif record.begun and not record.progressed:
             messages.append(Begin())
-        if record.kind == "shard" and self._pairs.leads(record):
+        leads = record.kind == "shard" and self._pairs.leads(record)
+        if leads or record.kind == "coordinator":
             messages.append(self._saves.again(record.shard, now))
         elif record.kind == "evaluator":
             messages.append(self._evaluations.again(now))
         return [Send(receiver=record.name, message=m) for m in messages if m]
 
     def _progressed(self, record: RoleRecord, message: Progress, now: Seconds) -> None:
-        if record.kind != "replica":
+        if record.kind not in {"replica", "coordinator"}:
             raise RemoteProtocolError(
                 f"{record.name} sent Progress, but does not train"
             )
@@ -359,6 +373,7 @@ class Supervisor:
         self, record: RoleRecord, message: Finished, now: Seconds
     ) -> list[Action]:
         record.counters.update(message.counters)
+        record.farewell = True
         self._pairs.count(record)
         return self._lives.finished(record, now)
 
@@ -386,6 +401,7 @@ class Supervisor:
         actions: list[Action] = []
         if ending.stage is Stage.RUN:
             actions += self._warm_start.release()
+            self._follow_coordinator(now)
             self._end_without_replicas(now)
         if ending.stage is not Stage.RUN:
             before = ending.stage
@@ -395,6 +411,20 @@ class Supervisor:
         if Stage.RUN < ending.stage < Stage.OVER:
             actions.append(SetTimer(name=_DEADLINE, at=ending.deadline))
         return actions
+
+    def _follow_coordinator(self, now: Seconds) -> None:
+        """Where there is one, the job begins and ends with it."""
+        coordinator = self._members.coordinator
+        if coordinator is None:
+            return
+        if coordinator.begun and self._figures.training_since is None:
+            self._figures.training_since = self._progress_at = now
+            self._evaluations.begin(now)
+            self._saves.begin(now)
+        if coordinator.farewell:
+            verdict = self._config.verdict(coordinator.counters)
+            error = verdict.reason if verdict.failed else None
+            self._ending.begin(verdict.reason, now, error=error)
 
     def _end_without_replicas(self, now: Seconds) -> None:
         replicas = self._replicas

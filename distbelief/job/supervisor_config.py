@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from distbelief.job.figures import Before
 from distbelief.job.membership import Kind
 from distbelief.job.stop_rules import StopRules
+from distbelief.job.verdicts import Judge, done
 from distbelief.roles import Seconds
 
 
@@ -25,6 +26,8 @@ class SupervisorConfig:
         first_incarnation: Of all roles; above all that a resumed run has used.
         first_label: Number of the first snapshot; likewise.
         before: What former lives of the run came to.
+        fields: Which of a coordinator's counters are shown, by name.
+        verdict: What its end means, by its last counters.
         silent_seconds: Without a sign of life, after which a role is named.
         dead_seconds: Likewise, after which it is taken for dead.
         start_seconds_max: From its launch to a role's first word.
@@ -32,9 +35,10 @@ class SupervisorConfig:
         stall_seconds: Without progress of any replica, after which that is told.
         settled_seconds: Of a life that got past joining, which forgives the deaths
             before it: where machines are taken away now and then, a long run sees many.
-        replica_restarts_max: Of one replica in a row; then it is left out (DB-12).
+        replica_restarts_max: Of one replica in a row, or of one of its machines; then
+            it is left out, with all its machines (DB-12).
         shard_restarts_max: Of one shard's process in a row; with the last of its
-            copies the job fails.
+            copies the job fails. Likewise of the coordinator.
         evaluator_restarts_max: In a row; then nothing is measured any more.
     """
 
@@ -49,6 +53,8 @@ class SupervisorConfig:
     first_incarnation: int = 1
     first_label: int = 1
     before: Before = field(default_factory=Before)
+    fields: tuple[str, ...] = ()
+    verdict: Judge = done
     silent_seconds: Seconds = 3.0
     dead_seconds: Seconds = 10.0
     start_seconds_max: Seconds = 60.0
@@ -84,14 +90,14 @@ class SupervisorConfig:
                 f"{self.silent_seconds}; use more for the first"
             )
 
-    def restarts_max(self, kind: Kind) -> int:
+    def restarts_max(self, kind: Kind, *, trains: bool) -> int:
         """Return how often in a row a role of this kind is restarted."""
         match kind:
-            case "shard":
+            case "shard" | "coordinator":
                 return self.shard_restarts_max
-            case "replica":
-                return self.replica_restarts_max
-            case "evaluator":
+            case "replica" | "evaluator" | "machine":
+                if trains:
+                    return self.replica_restarts_max
                 return self.evaluator_restarts_max
             case "guest":
                 return 0

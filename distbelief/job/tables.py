@@ -60,7 +60,6 @@ def decode(
     *,
     path: Path,
     quantities: Mapping[str, units.Dimension] | None = None,
-    not_yet: Mapping[str, str] | None = None,
 ) -> S:
     """Return the table `value` as a `struct`.
 
@@ -69,15 +68,11 @@ def decode(
         struct: What it is to become.
         path: Where it stands.
         quantities: Which of its keys are written with units.
-        not_yet: Keys that are planned: what to say of them.
 
     Raises:
         Mistake: naming the place, the value and the mend.
     """
     table = as_table(value, path)
-    for key, text in (not_yet or {}).items():
-        if key in table:
-            raise Mistake((*path, key), f"{header(path)} {key}: {text}")
     kind = inspect.type_info(struct)
     _check_keys(table, kind, path)
     try:

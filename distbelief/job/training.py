@@ -17,22 +17,31 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from importlib import import_module
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, final
 
 import msgspec
+import torch
 from rich.console import Console
 
 from distbelief import files
 from distbelief.errors import JobError, StorageError
-from distbelief.job import algorithms
+from distbelief.job.agreement import agreed_label
+from distbelief.job.algorithms import (
+    coordinator_of,
+    fields_of,
+    roster_of,
+    verdict_of,
+)
 from distbelief.job.checking import Answer
 from distbelief.job.jobfile import Job, load_job
 from distbelief.job.launcher import Launcher
 from distbelief.job.legacy import Legacy
 from distbelief.job.metrics import Measurement, MetricsFile, read_metrics
+from distbelief.job.model_file import write_model_file
 from distbelief.job.process import Spec, import_from
 from distbelief.job.progress import Progress
 from distbelief.job.resuming import check_same, take_up
@@ -50,7 +59,6 @@ from distbelief.job.summary import (
 )
 from distbelief.job.supervisor import USER, Supervisor
 from distbelief.job.supervisor_config import SupervisorConfig
-from distbelief.job.trained_model import write_model
 from distbelief.job.trying import CHECK, prepare, try_out
 from distbelief.job.view import SupervisorView
 from distbelief.messages import Stop
@@ -67,6 +75,9 @@ DRAWING_SECONDS: Final = 2.0
 """Of training, after which what draws the curve is imported."""
 
 
+Watch = Callable[[SupervisorView], bool]
+
+
 def train(
     job: Job | str | os.PathLike[str],
     *,
@@ -74,6 +85,7 @@ def train(
     show: bool = True,
     json: bool = False,
     launcher: Launcher | None = None,
+    watch: Watch | None = None,
 ) -> Run:
     """Run a job in processes of this machine, until it ends.
 
@@ -83,6 +95,7 @@ def train(
         show: Whether to show how it goes, on standard output.
         json: Whether to print the summary as JSON at the end.
         launcher: One that was started early, closed at the end; by default a new one.
+        watch: Called with each view of the job; returns whether to end it.
 
     Returns:
         The run. A job that fails after it has started is no exception: see
@@ -113,7 +126,7 @@ def train(
             if is_new:  # a mistake leaves nothing behind
                 shutil.rmtree(run.path, ignore_errors=True)
             raise
-        training.supervise()
+        training.supervise(watch)
         summary = training.conclude()
         if json:
             sys.stdout.write(summary_text(summary))
@@ -198,6 +211,7 @@ class _Training:
                 self._launcher,
                 directory=self._memory.directory,
                 initial_file=self._initial_file,
+                plan=self._run.plan_file,
                 log=self._run.log_file(CHECK),
             )
         if job.cluster.replicas > 1 and self._answer.task.train is not None:
@@ -224,6 +238,7 @@ class _Training:
             layout=self._layout,
             train=self._answer.task.train,
             report=self._warn,
+            n_machines=self._answer.n_machines,
         )
         self._legacy, self._store = resumed.legacy, resumed.store
         for line in resumed.told:
@@ -232,7 +247,7 @@ class _Training:
 
     # ------------------------------------------------------------------ while it
 
-    def supervise(self) -> None:
+    def supervise(self, watch: Watch | None = None) -> None:
         """Run the supervisor until the job ends."""
         console = self._console
         supervisor = Supervisor(self._config())
@@ -265,7 +280,7 @@ class _Training:
                 if console.is_terminal is False:
                     console.print(f"{self._job.name}: {self._run.path}")
                 error = node.run(
-                    on_tick=lambda: self._tick(supervisor, display, metrics)
+                    on_tick=lambda: self._tick(supervisor, display, metrics, watch)
                 )
             self._view = supervisor.view(time.monotonic())
         self._error = None if supervisor.interrupted else error
@@ -276,14 +291,7 @@ class _Training:
 
     def _config(self) -> SupervisorConfig:
         job, answer, legacy = self._job, self._answer, self._legacy
-        algorithm = algorithms.load(algorithms.find(job.algorithm_name))
-        roster = algorithm.roster(
-            job.algorithm,
-            n_replicas=job.cluster.replicas,
-            n_shards=job.cluster.shards,
-            shard_copies=job.cluster.shard_copies,
-            evaluates=job.data.test is not None,
-        )
+        roster = roster_of(job, n_machines=answer.n_machines)
         assert answer.task.train is not None
         return SupervisorConfig(
             roster=tuple((entry.name, entry.kind) for entry in roster),
@@ -301,11 +309,14 @@ class _Training:
             first_incarnation=legacy.incarnation,
             first_label=legacy.label,
             before=legacy.before,
+            fields=fields_of(job),
+            verdict=verdict_of(job),
         )
 
     def _write_spec(self, token: str, endpoint: str) -> None:
         assert self._layout is not None
         shares = self._job.cluster.shared_memory
+        answer, plan = self._answer, self._run.plan_file
         spec = Spec(
             job=msgspec.Raw(self._job.to_json()),
             token=token,
@@ -315,15 +326,24 @@ class _Training:
             layout=self._layout.spec,
             initials=self._answer.initials,
             initial_file=self._answer.initial_file,
+            plan=None if answer.n_machines is None else str(plan.absolute()),
+            sample=answer.sample,
+            n_train=None if answer.task.train is None else answer.task.train.n_samples,
         )
         # In a directory that only its user may enter: the token is in it.
         (self._memory.directory / ".spec.json").write_bytes(msgspec.json.encode(spec))
 
     def _tick(
-        self, supervisor: Supervisor, display: Progress, metrics: MetricsFile
+        self,
+        supervisor: Supervisor,
+        display: Progress,
+        metrics: MetricsFile,
+        watch: Watch | None,
     ) -> None:
         now = time.monotonic()
         view = supervisor.view(now)
+        if watch is not None and watch(view):
+            supervisor.wind_up("it was told to stop")
         with suppress(OSError):  # as in `_say`; what follows needs no screen
             display.update(view)
         try:
@@ -400,23 +420,29 @@ class _Training:
         """Write the model, or raise `StorageError`: why there is none."""
         layout = self._layout
         assert layout is not None
-        newest = {
-            name: self._store.newest(name)
-            for name in (f"shard-{k}" for k in range(layout.n_shards))
-        }
-        snapshots = [s for s in newest.values() if s is not None]
+        shards = [f"shard-{k}" for k in range(layout.n_shards)]
+        newest = {name: self._newest(name) for name in shards}
+        if coordinator_of(self._job) is not None:  # then only one label is one point
+            label = agreed_label(self._store, shards)
+            newest = {
+                name: None if label is None else self._store.path(name, label)
+                for name in shards
+            }
+        snapshots = [path for path in newest.values() if path is not None]
         if len(snapshots) < layout.n_shards:
             names = ", ".join(name for name, found in newest.items() if found is None)
             why = f"there is no whole snapshot of {names} in {self._store.directory}"
             if self._run.model_file.is_file():
                 why += f", and {self._run.model_file} is of an earlier life"
             raise StorageError(why)
-        write_model(
-            self._run.model_file,
-            layout,
-            [snapshot.arrays["values"] for snapshot in snapshots],
-            like=build_model(self._job.model),
-        )
+        with torch.device("meta") if self._job.cluster.is_split else nullcontext():
+            like = build_model(self._job.model)
+        write_model_file(self._run.model_file, layout, snapshots, like=like)
+
+    def _newest(self, shard: str) -> Path | None:
+        """Return where its newest whole snapshot lies; its values are let go again."""
+        snapshot = self._store.newest(shard)
+        return None if snapshot is None else self._store.path(shard, snapshot.label)
 
     def __enter__(self) -> Self:
         """Begin: the supervisor's log."""

@@ -34,7 +34,13 @@ def prepare(spec: DataSpec, *, table: str) -> None:
 
 
 def try_out(
-    job: Job, launcher: Launcher, *, directory: Path, initial_file: Path, log: Path
+    job: Job,
+    launcher: Launcher,
+    *,
+    directory: Path,
+    initial_file: Path,
+    plan: Path,
+    log: Path,
 ) -> Answer:
     """Try model and data out, in a process of its own; return what was found.
 
@@ -43,6 +49,7 @@ def try_out(
         launcher: Starts the process.
         directory: For question and answer.
         initial_file: For the module's initial values, where they are needed.
+        plan: For the plan, where replicas are split over machines.
         log: Where the process writes.
 
     Raises:
@@ -54,6 +61,7 @@ def try_out(
         job=msgspec.Raw(job.to_json()),
         answer=str(answer),
         initial_file=str(initial_file.absolute()),
+        plan=str(plan.absolute()),
     )
     question.write_bytes(msgspec.json.encode(content))
     launcher.check(CHECK, question)

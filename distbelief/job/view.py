@@ -29,6 +29,7 @@ class RoleView:
     rate: float | None = None  # samples/s of a replica, pushes applied/s of a shard
     last_heartbeat_age: Seconds | None = None
     restarts: int = 0
+    pid: int | None = None  # of its process, on its own host; once it has joined
     counters: dict[str, float] = field(default_factory=dict)  # of its heartbeat
 
 
@@ -84,6 +85,7 @@ class SupervisorView:
         pushes_applied: By all shards.
         pushes_refused: By all shards: too late, of an older life, or malformed.
         pushes_lost: Acknowledged, and gone with a shard that had to be restarted.
+        figures: What else the algorithm counts, by name.
         roles: One entry per role, in roster order.
         history: At most `HISTORY_MAX` points, oldest first.
         messages: The latest `MESSAGES_MAX` messages, oldest first.
@@ -114,6 +116,7 @@ class SupervisorView:
     pushes_applied: int = 0
     pushes_refused: int = 0
     pushes_lost: int = 0
+    figures: dict[str, float] = field(default_factory=dict)
     roles: tuple[RoleView, ...] = ()
     history: tuple[Point, ...] = ()
     messages: tuple[Message, ...] = ()

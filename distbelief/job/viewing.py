@@ -1,5 +1,6 @@
 """The supervisor's view of its job, made from all that it knows."""
 
+import math
 from collections.abc import Iterable
 
 from distbelief.job.books import Books
@@ -31,7 +32,9 @@ def role_view(
         rate=record.rate.per_second if record.is_alive else None,
         last_heartbeat_age=max(0.0, now - record.heard_at) if heard else None,
         restarts=restarts_before + record.restarts,
-        counters=dict(record.counters),
+        pid=record.pid if record.is_alive else None,
+        # JSON has no NaN.
+        counters={k: v for k, v in record.counters.items() if math.isfinite(v)},
     )
 
 
@@ -61,6 +64,17 @@ def total(records: Iterable[RoleRecord], counter: str) -> int:
     return int(sum(record.total(counter) for record in records))
 
 
+def figures_of(books: Books) -> dict[str, float]:
+    """Return what the coordinator counts, if there is one, as far as it is shown."""
+    coordinator = books.members.coordinator
+    counters = {} if coordinator is None else coordinator.counters
+    return {
+        name: counters[name]
+        for name in books.config.fields
+        if math.isfinite(counters.get(name, math.nan))
+    }
+
+
 def view_of(books: Books, *, phase: Phase, now: Seconds) -> SupervisorView:
     """Return the whole job at one moment.
 
@@ -73,12 +87,16 @@ def view_of(books: Books, *, phase: Phase, now: Seconds) -> SupervisorView:
     """
     figures, members, pairs = books.figures, books.members, books.pairs
     before = figures.before
-    missed = total(members.of("replica"), "pushes_lost")
+    missed = total(members.training, "pushes_lost")
+    lost = max(missed, pairs.pushes_lost)
+    if members.coordinator is not None:
+        lost = 0  # what was pushed for a sum is pushed again, until the sum is whole
     stop = books.config.stop
     reached = figures.reached(now)
     shards = members.of("shard")
     clients = [record for record in members if record.kind != "shard"]
-    mean, p95, largest = staleness([r for r in shards if pairs.leads(r)])
+    stale = members.coordinator is None  # else every set is of the point asked for
+    mean, p95, largest = staleness([r for r in shards if pairs.leads(r) and stale])
     return SupervisorView(
         now=now,
         seconds=figures.seconds(now),
@@ -104,7 +122,8 @@ def view_of(books: Books, *, phase: Phase, now: Seconds) -> SupervisorView:
         bytes_out=before.bytes_out + total(clients, "bytes_in"),
         pushes_applied=pairs.pushes_applied,
         pushes_refused=before.pushes_refused + total(shards, "pushes_refused"),
-        pushes_lost=before.pushes_lost + max(missed, pairs.pushes_lost),
+        pushes_lost=before.pushes_lost + lost,
+        figures=figures_of(books),
         roles=tuple(
             role_view(
                 record,

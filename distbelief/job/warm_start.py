@@ -36,12 +36,13 @@ class WarmStart:
             self._n_left -= max(0, message.step - record.step)
 
     def release(self) -> list[Action]:
-        """Return what to say to replicas that may begin, and have not been told."""
+        """Return what to say to those who may begin, and have not been told."""
         replicas = self._members.of("replica")
         actions: list[Action] = []
-        for replica in replicas if self.is_over else replicas[:1]:
-            if replica.introduced_at is None or replica.begun or not replica.is_alive:
+        first = self._members.of("coordinator")
+        for record in first + (replicas if self.is_over else replicas[:1]):
+            if record.introduced_at is None or record.begun or not record.is_alive:
                 continue
-            replica.begun = True
-            actions.append(Send(receiver=replica.name, message=Begin()))
+            record.begun = True
+            actions.append(Send(receiver=record.name, message=Begin()))
         return actions

@@ -3,6 +3,7 @@
 What was not measured is a dash, never a zero.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
 
@@ -75,6 +76,16 @@ def size(n_bytes: float | None) -> str:
 def staleness(mean: float | None, p95: float | None) -> str:
     """Return "mean 0.9, p95 2"."""
     return f"mean {DASH if mean is None else f'{mean:.1f}'}, p95 {count(p95)}"
+
+
+def named(figures: Mapping[str, float]) -> list[str]:
+    """Return figures of an algorithm's own: "gradient norm 0.0123", "backups 12"."""
+    shown = []
+    for name, value in figures.items():
+        whole = float(value).is_integer()
+        text = count(value) if whole else figure(value)
+        shown.append(f"{name.replace('_', ' ')} {text}")
+    return shown
 
 
 def role(name: str) -> str:

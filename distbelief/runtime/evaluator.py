@@ -311,6 +311,12 @@ class Evaluator:
         return [self._answer(self._last, request) for request in measurement.requests]
 
 
+def held_out(n_samples: int, config: EvaluatorConfig) -> tuple[Indices, Indices]:
+    """Return the samples of a usual evaluation, and all of them."""
+    indices = np.arange(n_samples, dtype=np.int64)
+    return _subset(indices, config), indices
+
+
 def _subset(indices: Indices, config: EvaluatorConfig) -> Indices:
     """Return the samples of a usual evaluation, in their own order."""
     if config.subset is None or config.subset >= len(indices):

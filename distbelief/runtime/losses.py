@@ -19,6 +19,25 @@ from distbelief.runtime.imports import resolve
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | float]
 
+
+def one_vs_all(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a logistic classifier for each class against all others.
+
+    It is summed over classes, as Dean et al. 2012 (section 5) train their image net.
+
+    Args:
+        outputs: (n_samples, n_classes, ...) scores.
+        targets: (n_samples, ...) labels.
+    """
+    classes = torch.arange(outputs.shape[1], device=outputs.device)
+    classes = classes.view(1, -1, *(1,) * (outputs.ndim - 2))
+    wanted = (targets.unsqueeze(1) == classes).to(outputs.dtype)
+    losses = functional.binary_cross_entropy_with_logits(
+        outputs, wanted, reduction="none"
+    )
+    return losses.sum() / len(outputs)
+
+
 LOSSES: Final[dict[str, Loss]] = {
     "binary_cross_entropy": functional.binary_cross_entropy,
     "binary_cross_entropy_with_logits": functional.binary_cross_entropy_with_logits,
@@ -33,13 +52,17 @@ LOSSES: Final[dict[str, Loss]] = {
     "multilabel_margin": functional.multilabel_margin_loss,
     "multilabel_soft_margin": functional.multilabel_soft_margin_loss,
     "nll": functional.nll_loss,
+    "one_vs_all": one_vs_all,
     "poisson_nll": functional.poisson_nll_loss,
     "smooth_l1": functional.smooth_l1_loss,
     "soft_margin": functional.soft_margin_loss,
 }
-"""torch's losses of two arguments; each may also be written with "_loss" at its end."""
+"""torch's losses of two arguments; each may also be written with "_loss" at its end.
 
-CLASS_LOSSES: Final = frozenset({"cross_entropy", "nll", "multi_margin"})
+And "one_vs_all", which torch has not.
+"""
+
+CLASS_LOSSES: Final = frozenset({"cross_entropy", "nll", "multi_margin", "one_vs_all"})
 """Losses whose targets are class labels, one for each row of outputs."""
 
 

@@ -8,7 +8,7 @@ one sentence: the culprit, its value, the mend.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 import torch
@@ -28,6 +28,10 @@ from distbelief.runtime.losses import (
     metric_function,
     usual_metric,
 )
+
+
+if TYPE_CHECKING:  # it builds tasks
+    from distbelief.runtime.samples import Sample
 
 
 SEED_MAX: Final = 2**63 - 1  # torch takes no more
@@ -101,7 +105,13 @@ class RosterEntry:
     """One role of a job."""
 
     name: str  # "shard-0" (its other copy: "shard-0b"), "replica-1", "evaluator"
-    kind: Literal["shard", "replica", "evaluator"]
+    kind: Literal[
+        "shard",
+        "replica",
+        "evaluator",
+        "machine",  # led by one of the two before
+        "coordinator",
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +136,11 @@ class BuildContext:
         evaluation_subset: Held-out samples of a usual evaluation; None means all.
         threads: Of torch in this process (the process sets them, `build` does not).
         await_begin: Replicas wait for `Begin` (a supervisor sends it to each life).
+        plan: Path of the plan that replicas and evaluator are split by; None if each
+            is one process.
+        sample: What the data are like, for the layer graph of that plan.
+        device: On which machines of such a plan compute.
+        n_train: Training samples, where somebody has counted them.
     """
 
     task: TaskSpec
@@ -140,6 +155,10 @@ class BuildContext:
     threads: int = 1
     shard_copies: int = 1
     await_begin: bool = True
+    plan: str | None = None
+    sample: "Sample | None" = None
+    device: str = "cpu"
+    n_train: int | None = None
 
 
 # -------------------------------------------------------------------- objects

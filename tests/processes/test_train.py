@@ -14,7 +14,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.processes.commands import Command, alive, poll, train, write_job
+from tests.processes.commands import (
+    SHARED_MEMORY,
+    Command,
+    alive,
+    poll,
+    train,
+    write_job,
+)
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -193,13 +200,21 @@ def test_nothing_outlives_a_supervisor_that_is_killed(folder: Path) -> None:
     with train(folder, *LONG) as command:
         poll(command.is_training)
         pids = command.all_pids()
+        assert command.shared_memory()
         command.signal(signal.SIGKILL)
         poll(lambda: not alive(pids), seconds=16.0)
         command.wait()
-        left = command.shared_memory()
-    with train(folder) as command:  # the next run sweeps what it left
+        poll(lambda: not command.shared_memory(), seconds=10.0)
+
+
+def test_what_a_crash_of_all_processes_left_is_swept_by_the_next_run(
+    folder: Path,
+) -> None:
+    left = SHARED_MEMORY / f"distbelief-1-{folder.name}"
+    left.mkdir()
+    with train(folder) as command:
         assert command.wait() == 0, command.output
-    assert not [path for path in left if path.exists()]
+    assert not left.exists()
 
 
 # -------------------------------------------------------------------- the user's code

@@ -135,11 +135,19 @@ def test_a_mistake_in_an_override_blames_the_override() -> None:
         "Did you mean 'n_push'?"
     )
     assert mistake("clutser.replicas=5").startswith("--set clutser.replicas=5: ")
-    assert mistake("cluster.partitions=2").startswith("--set cluster.partitions=2: ")
+    assert mistake("cluster.plan=a.txt").startswith("--set cluster.plan=a.txt: ")
+
+
+def test_a_plan_and_a_cluster_file_are_found_beside_the_job() -> None:
+    text = SPEECH.replace("shards = 2", 'plan = "p/plan.json"\nmachines = "c.toml"')
+    cluster = parse_job(text, path="jobs/speech.toml").cluster
+    assert cluster.plan == str(Path.cwd() / "jobs" / "p" / "plan.json")
+    assert cluster.machines == str(Path.cwd() / "jobs" / "c.toml")
+    assert cluster.is_split
 
 
 def test_an_override_is_not_blamed_for_its_neighbour() -> None:
-    text = SPEECH.replace("shards = 2", "partitions = 2")
+    text = SPEECH.replace("shards = 2", "plan = 'a.txt'")
     assert mistake("cluster.replicas=3", text=text).startswith("speech.toml: ")
 
 
@@ -203,10 +211,10 @@ def test_an_unknown_key_names_the_nearest_known_one() -> None:
         ("model.arguments.width=inf", "[model.arguments] width = inf: wants"),
         ("model.arguments.width=[1, nan]", "[model.arguments] width = nan: wants"),
         ("model.arguments.width=99999999999999999999", "(64 bits)"),
-        # planned
-        ("cluster.partitions=2", "partitions = 2: not yet; a replica runs in one proc"),
-        ("cluster.plan=plan.json", "[cluster] plan: not yet"),
-        ("cluster.device=cuda", "[cluster] device: not yet; roles compute on the CPU"),
+        # machines
+        ("cluster.partitions=0", "[cluster] partitions"),
+        ("cluster.plan=plan.toml", "plan = 'plan.toml': wants the path of a plan.json"),
+        ("cluster.device=tpu", "[cluster] device = 'tpu': wants 'cpu' or 'cuda'"),
         # others
         ("output.directory=", '[output] directory = "": name one, for example'),
         ("model.initial=zeros", "[model] initial"),

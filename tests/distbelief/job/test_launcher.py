@@ -163,6 +163,15 @@ def test_children_end_when_nobody_asks_any_more(
     assert alive(pids) == []
 
 
+def test_children_end_when_the_server_is_told_to(
+    server: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    pids = [start(server, tmp_path, f"shard-{k}") for k in range(2)]
+    server.terminate()
+    assert server.wait(10.0) == 0
+    assert alive(pids) == []
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_children_end_with_the_server_however_it_ends(
     server: "subprocess.Popen[bytes]", tmp_path: Path

@@ -324,6 +324,19 @@ def test_a_second_that_takes_over_loses_nothing_until_it_dies_too(whole: Desk) -
     assert counts(whole) == (0, 100)
 
 
+def test_who_is_to_lead_is_told_as_the_life_that_it_is(whole: Desk) -> None:
+    """What was meant for a life that died may reach the next one."""
+    whole.die("shard-0")
+    actions = whole.join("shard-0")
+    (lead,) = [
+        action.message
+        for action in actions
+        if isinstance(action, Send) and isinstance(action.message, Lead)
+    ]
+    assert (lead.second, lead.second_incarnation) == ("shard-0", 2)
+    assert lead.receiver_incarnation == 1
+
+
 def test_copies_count_their_lives_together(whole: Desk) -> None:
     """A snapshot that one restores is of an earlier life, whoever took it."""
     whole.die("shard-0")

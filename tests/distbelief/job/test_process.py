@@ -221,7 +221,7 @@ def test_a_child_without_room_for_its_last_words_ends_all_the_same(
         return 3
 
     monkeypatch.setattr(os, "_exit", end)
-    monkeypatch.setattr(forkserver, "die_with_parent", lambda _parent: None)
+    monkeypatch.setattr(forkserver, "end_with_parent", lambda _parent, _number: None)
     monkeypatch.setattr(forkserver, "_redirect", lambda _log: None)
     monkeypatch.setattr(forkserver, "_program", lambda _program: run)
     monkeypatch.setattr(sys, "stdout", Full())

@@ -1,5 +1,6 @@
 """A run goes on with other numbers of shards and replicas, or stays as it was."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from distbelief.job.summary import DataFacts
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.slots import Client
 from distbelief.parameter_server.snapshots import ShardIdentity, ShardState, take
+from distbelief.parameter_server.steps import Steps
 from distbelief.parameter_server.update_rules import Adagrad
 from distbelief.roles import Address
 from tests.distbelief.job.jobs import speech
@@ -46,7 +48,9 @@ class Run:
         self.directory = RunDirectory.create(path)
         self.reports: list[str] = []
 
-    def take_up(self, job: Job, *, train: DataFacts = TRAIN) -> Resumed:
+    def take_up(
+        self, job: Job, *, train: DataFacts = TRAIN, n_machines: int | None = None
+    ) -> Resumed:
         """Begin a life, as far as the training does before it begins."""
         resumed = take_up(
             job,
@@ -54,6 +58,7 @@ class Run:
             layout=layout(job.cluster.shards),
             train=train,
             report=self.reports.append,
+            n_machines=n_machines,
         )
         self.directory.write(self.directory.job_file, job.to_toml())
         return resumed
@@ -63,7 +68,14 @@ class Run:
         for k in range(n_shards):
             self.save(resumed, k, *samples, cut=layout(n_shards))
 
-    def save(self, resumed: Resumed, k: int, *samples: int, cut: Layout) -> None:
+    def save(
+        self,
+        resumed: Resumed,
+        k: int,
+        *samples: int,
+        cut: Layout,
+        names: Sequence[str] = (),
+    ) -> None:
         stream = np.random.default_rng(k)
         tensors = [
             torch.arange(1.0, spec.n_elements + 1.0) * (i + 1)
@@ -81,12 +93,13 @@ class Run:
             clients=tuple(
                 # A shard has what others have not, and they meet at the least.
                 Client(
-                    name=Address(f"replica-{r}"),
+                    name=Address(names[r] if names else f"replica-{r}"),
                     incarnation=lives + 1,
                     samples=n + 4 * (k == r),
                 )
                 for r, n in enumerate(samples)
             ),
+            steps=Steps(30 + k),
         )
         identity = ShardIdentity(index=k, layout=cut, rule=RULE)
         label = f"{resumed.legacy.label:05d}"
@@ -139,6 +152,57 @@ def test_the_same_numbers_go_on_from_the_very_files(run: Run) -> None:
     assert run.files() == before
     assert resumed.told == ()
     assert resumed.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
+
+
+def test_a_replica_goes_on_where_it_was_when_it_is_split_otherwise(run: Run) -> None:
+    run.train(run.take_up(job()), 40, 52)
+    before = values(run.take_up(job()).store, 2)
+    split = run.take_up(job(), n_machines=2)
+    assert split.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+    (line,) = split.told
+    assert line.startswith("machines of each replica: 1 before, 2 now; each goes on")
+    assert values(split.store, 2) == before
+    snapshot = split.store.newest("shard-0")
+    assert snapshot is not None
+    for name in ("replica-0.0", "replica-0.1", "replica-1.1"):
+        assert f'"{name}"' in snapshot.facts["clients"]
+    assert run.take_up(job(), n_machines=2).told == ()
+    again = run.take_up(job(), n_machines=3)
+    assert again.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+    whole = run.take_up(job(3, 2))
+    assert whole.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
+
+
+def test_a_machine_that_has_nothing_on_a_shard_is_not_missed(run: Run) -> None:
+    resumed = run.take_up(job(), n_machines=2)
+    cut = layout(2)
+    run.save(resumed, 0, 40, 52, cut=cut, names=("replica-0.0", "replica-0.1"))
+    run.save(resumed, 1, 44, cut=cut, names=("replica-0.1",))
+    resumed = run.take_up(job(), n_machines=2)
+    assert resumed.legacy.before.samples == {"replica-0.0": 44}
+
+
+def test_another_order_of_the_samples_is_told(run: Run) -> None:
+    seed = "algorithm.seed=7"
+    resumed = run.take_up(job(2, 2, seed))
+    assert resumed.told == ()
+    run.train(resumed, 40, 52)
+    line = (
+        "[algorithm] seed: 7 before, 0 now; replicas keep their places in another "
+        "order of the samples, so in this pass some are read twice and some not"
+    )
+    assert run.take_up(job()).told == (line,)
+    assert run.take_up(job()).told == ()
+    line = line.replace("7 before, 0 now", "0 before, 7 now")
+    assert run.take_up(job(3, 2, seed)).told[1:] == (line,)
+
+
+def test_a_seed_that_has_changed_before_anything_was_trained_is_not_told(
+    run: Run,
+) -> None:
+    run.train(run.take_up(job()))  # saved at once
+    assert run.take_up(job(2, 2, "algorithm.seed=7")).told == ()
+    assert len(run.take_up(job(3, 2)).told) == 1
 
 
 def test_other_shards_hold_the_same_and_replicas_keep_their_places(run: Run) -> None:

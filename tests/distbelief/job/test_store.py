@@ -2,18 +2,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, strategies as st
-from safetensors.numpy import load_file
-from torch import nn
+from safetensors.numpy import load_file, save_file
 
 from distbelief import files
 from distbelief.errors import LocalProtocolError, StorageError
 from distbelief.job.store import N_KEPT, SnapshotStore
-from distbelief.job.trained_model import assemble, write_model
-from distbelief.parameter_server.layout import Layout
 from distbelief.roles import Snapshot
-from distbelief.runtime.local_model import LocalModel
 from distbelief.vectors import Vector
 from tests.distbelief.job.limits import largest_file
 
@@ -154,11 +149,8 @@ def test_a_snapshot_moved_to_another_label_is_not_trusted(tmp_path: Path) -> Non
 def test_a_safetensors_file_of_somebody_else_is_passed_over(tmp_path: Path) -> None:
     store, told = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
-    module = nn.Linear(2, 2)
-    layout = Layout.of(LocalModel(module).specs(), n_shards=1)
-    write_model(
-        store.path("shard-0", "00002"), layout, [np.zeros(layout.shard_size(0), "f4")]
-    )
+    other = {"values": np.zeros(4, np.float32)}
+    save_file(other, store.path("shard-0", "00002"))
     assert_same(store.newest("shard-0"), snapshot("00001"))
     assert "it has no checksum" in told[0]
 
@@ -199,85 +191,3 @@ def test_a_label_cannot_lead_out_of_the_directory(tmp_path: Path, label: str) ->
     store, _ = store_at(tmp_path)
     with pytest.raises(LocalProtocolError, match="cannot name a snapshot's file"):
         store.path("shard-0", label)
-
-
-# -------------------------------------------------------------- trained model
-
-
-class Net(nn.Module):
-    """Integers (BatchNorm's counter), a tied tensor, a scalar, an empty buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(33, 20, bias=False)
-        self.norm = nn.BatchNorm1d(20)
-        self.back = nn.Linear(20, 33, bias=False)
-        self.again = self.embed
-        self.scale = nn.Parameter(torch.tensor(3.0))
-        self.register_buffer("seen", torch.tensor([7, 8], dtype=torch.int64))
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)
-
-
-def on_shards(module: nn.Module, n_shards: int) -> tuple[Layout, list[Vector]]:
-    model = LocalModel(module)
-    layout = Layout.of(model.specs(), n_shards=n_shards)
-    values: list[Vector] = []
-    for k in range(n_shards):
-        values.append(np.zeros(layout.shard_size(k), np.float32))
-        layout.gather(k, model.values, values[k])
-    return layout, values
-
-
-@pytest.mark.parametrize("n_shards", [1, 2, 3, 7])
-def test_the_written_model_loads_into_the_plain_module(
-    tmp_path: Path, n_shards: int
-) -> None:
-    from safetensors.torch import load_file as load_torch  # noqa: PLC0415
-
-    torch.manual_seed(n_shards)
-    trained = Net()
-    trained.norm(torch.randn(8, 20))  # moves the statistics and the counter
-    layout, values = on_shards(trained, n_shards)
-    path = tmp_path / "model.safetensors"
-    write_model(path, layout, values, like=Net())
-    fresh = Net()
-    fresh.load_state_dict(load_torch(path), strict=True)
-    for name, tensor in trained.state_dict().items():
-        assert fresh.state_dict()[name].dtype == tensor.dtype
-        torch.testing.assert_close(
-            fresh.state_dict()[name], tensor, rtol=0.0, atol=0.0, msg=name
-        )
-
-
-def test_averaged_counts_are_written_as_the_nearest_integer() -> None:
-    module = Net()
-    layout, values = on_shards(module, 1)
-    shifted = [value + np.float32(0.6) for value in values]
-    tensors = assemble(layout, shifted, like=module)
-    assert tensors["seen"].tolist() == [8, 9]
-
-
-def test_without_a_module_all_tensors_have_the_layouts_type(tmp_path: Path) -> None:
-    module = nn.Linear(5, 3)
-    layout, values = on_shards(module, 2)
-    tensors = write_model(tmp_path / "model.safetensors", layout, values)
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == {
-        "bias": (3,),
-        "weight": (3, 5),
-    }
-    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
-
-
-def test_values_of_too_few_shards_are_refused() -> None:
-    layout, values = on_shards(nn.Linear(5, 3), 2)
-    with pytest.raises(ValueError, match="values of 1 shards for a layout of 2"):
-        assemble(layout, values[:1])
-
-
-def test_a_model_without_room_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"old")
-    layout, values = on_shards(nn.Linear(100, 100), 1)
-    with largest_file(4096), pytest.raises(StorageError, match=str(path)):
-        write_model(path, layout, values)
-    assert path.read_bytes() == b"old"

@@ -181,6 +181,22 @@ def test_a_role_that_joins_again_is_introduced_again(desk: Desk) -> None:
     assert not [action for action in actions if isinstance(action, Connect)]
 
 
+def test_the_process_of_a_role_is_shown_as_long_as_it_may_run(desk: Desk) -> None:
+    def pid() -> int | None:
+        return desk.supervisor.view(desk.now).roles[0].pid
+
+    assert pid() is None
+    join = Join(endpoint="here", host="h", pid=4711)
+    desk.hear("shard-0", join)
+    assert pid() == 4711
+    desk.die("shard-0")
+    assert pid() is None
+    desk.join("shard-0")
+    assert pid() == 1
+    desk.hear("shard-0", Finished(counters={}))
+    assert pid() is None
+
+
 def test_a_heartbeat_is_answered(desk: Desk) -> None:
     desk.join()
     assert sent(desk.beat("shard-0"), Alive) == ["shard-0"]

@@ -1,0 +1,376 @@
+"""What a machine of a model replica computes for: Algorithm 1.1, on its own regions.
+
+Of the tensors a machine keeps it fetches, steps and pushes its part; others hear of it
+by messages of the program. So fetches, local steps and pushes are as in `replica`, one
+for each machine, and the machines meet in the step alone. Whose shards have the most
+samples after a life was given up pushes nothing until the others have as many: each
+gradient is applied once (`pushed`).
+
+If a push follows every step its gradients are laid into the slots while the backward
+pass of earlier layers still runs.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, assert_never, final
+
+import torch
+
+from distbelief.downpour.config import DownpourConfig
+from distbelief.downpour.tally import Tally
+from distbelief.errors import LocalProtocolError
+from distbelief.messages import Begin, Evaluate, Progress, Stop
+from distbelief.parameter_server.client import ParameterClient, Staged
+from distbelief.parameter_server.staging import Draft
+from distbelief.roles import (
+    SUPERVISOR,
+    Action,
+    Compute,
+    Computed,
+    Cost,
+    Seconds,
+    Send,
+)
+from distbelief.runtime.course import Chosen
+from distbelief.runtime.execution import Found, Put
+from distbelief.runtime.leading import Done, Leader, Outgoing
+from distbelief.runtime.portions import Portion
+
+
+PUSH: Final = "machine:push"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """What was done in the compute lane at the end of a step.
+
+    Attributes:
+        is_finite: Whether its gradient is, as far as that was looked at.
+        staged: What lies in the slots, if anything was laid there.
+    """
+
+    is_finite: bool
+    staged: Staged | None = None
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """The step under way.
+
+    Attributes:
+        number: In this life.
+        stop: Samples up to and with it.
+        counts: Whether its gradient is wanted: the shards do not have it already.
+        draft: Where it is laid at once.
+        gradients: Where it is kept otherwise, by item.
+    """
+
+    number: int
+    stop: int
+    counts: bool
+    draft: Draft | None
+    gradients: dict[int, torch.Tensor]
+
+
+@final
+class Training:
+    """Trains; see `runtime.machine.Duty`.
+
+    Args:
+        config: How.
+        client: Of the shards.
+        sizes: Elements of each item.
+        trained: Items that have a gradient; the others are pushed as they are.
+        dtype: Of all of them.
+        await_begin: The leader waits for `Begin`.
+
+    Attributes:
+        values: Flat, one per item.
+    """
+
+    def __init__(
+        self,
+        config: DownpourConfig,
+        *,
+        client: ParameterClient,
+        sizes: Sequence[int],
+        trained: frozenset[int],
+        dtype: torch.dtype,
+        await_begin: bool,
+    ) -> None:
+        self.values = [torch.zeros(size, dtype=dtype) for size in sizes]
+        self._config = config
+        self._client = client
+        self._trained = trained
+        self._tally = Tally(config)
+        self._begun = not await_begin
+        self._accrued: list[torch.Tensor | None] = [None] * len(sizes)
+        self._owned: set[int] = set()  # accrued sums that are nobody else's memory
+        self._n_accrued = 0
+        self._accrued_clocks: tuple[int, ...] = ()  # when the oldest was computed
+        self._accrued_stop = 0  # samples up to and with the newest
+        self._pushed = 0  # samples of what was pushed last
+        self._clock = 0
+        self._begun_at: Seconds = 0.0
+        self._step: _Step | None = None
+        self._push_due = False
+        self._staging = False
+        self._told: _Told = _Told()
+
+    # ------------------------------------------------------------------------ the life
+
+    @property
+    def pushed(self) -> int | None:
+        """Samples of what the shards have from it; None if it pushes nothing."""
+        if not self.values:
+            return None
+        return max(self._pushed, self._client.samples)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing that it pushed is under way."""
+        return not (self._staging or self._client.unacknowledged)
+
+    def may_fetch(self, *, ahead: bool) -> bool:
+        """Return whether a fetch may begin now (DB-11)."""
+        return not (self._config.blocking and (ahead or self._client.unacknowledged))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a push waits for a slot."""
+        return self._push_due
+
+    def begin(self, position: int, now: Seconds) -> None:
+        """Begin a life there in the data."""
+        self._pushed = self.pushed or 0
+        if not self._tally.position:
+            self._begun_at = now
+        self._tally.begin(position, now)
+
+    def drop(self) -> None:
+        """Give up the step under way, and what has accrued.
+
+        It is computed again: a life begins where the shards' knowledge ends.
+        """
+        step, self._step = self._step, None
+        if step is not None and step.draft is not None:
+            self._client.abandon()
+        self._drop_accrued()
+        self._push_due = False
+
+    def fetches_at(self, step: int) -> bool:
+        """Return whether this step begins with a fetch (DB-6)."""
+        return self._config.fetches_at(step)
+
+    def fetched(self, seconds: Seconds) -> None:
+        """A fetch was installed."""
+        self._tally.seconds_computing += seconds
+        self._tally.counters.fetches += 1
+        self._clock = max(self._client.clocks, default=0)
+
+    # ------------------------------------------------------------------------ the step
+
+    def open(self, step: int, chosen: Chosen, portion: Portion) -> Put:
+        """Begin a step; return what takes its gradients."""
+        del portion
+        config = self._config
+        counts = bool(self.values) and chosen.stop > self._pushed
+        at_once = counts and not config.checks_every_gradient and not self._n_accrued
+        draft = self._client.draft() if at_once and self._client.can_push else None
+        gradients: dict[int, torch.Tensor] = {}
+        self._step = _Step(
+            number=step,
+            stop=chosen.stop,
+            counts=counts,
+            draft=draft,
+            gradients=gradients,
+        )
+        return gradients.__setitem__ if draft is None else draft.put
+
+    def close(self, found: Found) -> Closed:
+        """Step locally and accrue, or complete the slots. Work."""
+        step = self._step
+        assert step is not None
+        for item, value in found.averages.items():
+            self.values[item].copy_(value.reshape(-1))
+        if step.draft is not None:
+            for item, value in enumerate(self.values):
+                if item not in self._trained:
+                    step.draft.put(item, value)
+            return Closed(is_finite=True, staged=step.draft.finish())
+        gradients = step.gradients
+        is_finite = not self._config.checks_every_gradient or _is_finite(gradients)
+        if is_finite and step.counts:
+            self._accrue(step)
+        return Closed(is_finite=is_finite)
+
+    def _accrue(self, step: _Step) -> None:
+        rate = self._config.local_rate(step.number, clock=self._clock)
+        for item, gradient in step.gradients.items():
+            if rate is not None:
+                self.values[item].add_(gradient, alpha=-rate)
+            accrued = self._accrued[item]
+            if accrued is None:
+                self._accrued[item] = gradient
+            elif item in self._owned:
+                accrued.add_(gradient)
+            else:
+                # The first may share memory with another gradient: added to a copy.
+                self._accrued[item] = accrued + gradient
+                self._owned.add(item)
+        step.gradients.clear()
+
+    def closed(
+        self, result: object, found: Found, chosen: Chosen, now: Seconds
+    ) -> Sequence[Action]:
+        """Account for a step; push what was laid into the slots."""
+        assert isinstance(result, Closed), result
+        step, self._step = self._step, None
+        assert step is not None
+        n = len(chosen.indices)
+        loss = math.nan if found.loss is None else found.loss / n
+        self._tally.stepped(n_samples=n, loss=loss)
+        if not step.counts:
+            return []
+        if not result.is_finite:
+            return self._tally.skip()
+        counters = self._tally.counters
+        counters.gradients += 1
+        if step.draft is not None:
+            assert result.staged is not None
+            return self._staged(result.staged, n_gradients=1, stop=step.stop, now=now)
+        if not self._n_accrued:
+            self._accrued_clocks = self._client.clocks
+        self._n_accrued += 1
+        self._accrued_stop = step.stop
+        rate = self._config.local_rate(step.number, clock=self._clock)
+        counters.local_steps += rate is not None
+        if self._config.checks_every_gradient:
+            self._tally.good()
+        self._push_due = self._config.pushes_at(step.number)
+        return []
+
+    # ------------------------------------------------------------------------ the push
+
+    def work(self, *, final: bool) -> Sequence[Action]:
+        """Stage what has accrued, once there is a free slot on every shard."""
+        self._push_due |= final and self._n_accrued > 0
+        if not (self._push_due and self._client.ready and self._client.can_push):
+            return []
+        self._push_due, self._staging = False, True
+        # A shard that has restarted since counts from an older clock again.
+        oldest = map(min, self._accrued_clocks, self._client.clocks)
+        stage = self._client.stage(
+            self._accrued, self.values, fetched_clocks=tuple(oldest)
+        )
+        n_bytes = 2.0 * sum(value.nbytes for value in self.values)
+        return [Compute(name=PUSH, work=stage, cost=Cost(n_bytes=n_bytes))]
+
+    def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+        """Send what lies in the slots now; or, if it is not finite, forget it."""
+        if event.name != PUSH:
+            raise LocalProtocolError(f"nobody asked for {event.name!r}")
+        result = event.result
+        assert isinstance(result, Staged), result
+        self._staging = False
+        n_gradients, stop = self._n_accrued, self._accrued_stop
+        self._drop_accrued()
+        return self._staged(result, n_gradients=n_gradients, stop=stop, now=now)
+
+    def _staged(
+        self, staged: Staged, *, n_gradients: int, stop: int, now: Seconds
+    ) -> Sequence[Action]:
+        actions = self._client.staged(
+            staged, n_gradients=n_gradients, samples=stop, now=now
+        )
+        if not staged.finite:  # the client's report names the tensors
+            return self._tally.bad(n_gradients, actions)
+        self._pushed = max(self._pushed, stop)
+        self._tally.counters.pushes += 1
+        self._tally.counters.gradients_pushed += n_gradients
+        self._tally.good()
+        return actions
+
+    def _drop_accrued(self) -> None:
+        self._accrued[:] = [None] * len(self._accrued)
+        self._owned.clear()
+        self._n_accrued = 0
+
+    # ---------------------------------------------------------------------- the leader
+
+    def command(
+        self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds
+    ) -> Outgoing:
+        """Obey the supervisor, if this machine leads."""
+        match message:
+            case Begin():
+                return leader.begin(now)
+            case Stop():
+                return leader.stop(now)
+            case Evaluate():
+                return []  # the evaluators are asked
+            case _:
+                assert_never(message)
+
+    def report(
+        self, leader: Leader, now: Seconds, *, final: bool
+    ) -> tuple[Sequence[Action], Outgoing]:
+        """Report to the supervisor, unless that was done a moment ago."""
+        done = leader.life_done()
+        told = self._told
+        if told.life != leader.life:
+            told = self._told = _Told(life=leader.life, at=told.at, steps=told.steps)
+        n_new = done.samples + done.no_loss - told.done.samples - told.done.no_loss
+        due = final or now - told.at >= self._config.progress_seconds
+        if not due or n_new <= 0:
+            return [], []
+        n_of_loss = done.samples - told.done.samples
+        loss = (done.loss - told.done.loss) / n_of_loss if n_of_loss else math.nan
+        steps = told.steps + max(done.steps - told.done.steps, 0)
+        computing = self._tally.seconds_computing
+        message = Progress(
+            step=steps,
+            samples=done.position + done.samples + done.no_loss,
+            loss=loss,
+            seconds_computing=computing,
+            seconds_waiting=max(now - self._begun_at - computing, 0.0),
+        )
+        self._told = _Told(life=leader.life, at=now, steps=steps, done=done)
+        return [Send(receiver=SUPERVISOR, message=message)], []
+
+    @property
+    def clock(self) -> float | None:
+        """Mean clock of the values in use; None if it keeps none."""
+        clocks = self._client.clocks
+        return sum(clocks) / len(clocks) if clocks else None
+
+    def figures(self) -> Mapping[str, float]:
+        """Return counters."""
+        return self._tally.figures()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What the supervisor was told last.
+
+    Attributes:
+        life: Of the group.
+        at: When.
+        steps: Of all lives.
+        done: Of this life.
+    """
+
+    life: int = 0
+    at: Seconds = -math.inf
+    steps: int = 0
+    done: Done = field(default_factory=Done)
+
+
+def _is_finite(gradients: Mapping[int, torch.Tensor]) -> bool:
+    """Return whether all are, by their sums; see `LocalModel.is_finite`."""
+    sums = [gradient.sum() for gradient in gradients.values()]
+    return not sums or bool(torch.stack(sums).sum().isfinite())

@@ -1,0 +1,130 @@
+"""The roles that every algorithm with a parameter server has: shards, an evaluator."""
+
+from collections.abc import Callable
+
+from distbelief.errors import JobError, LocalProtocolError
+from distbelief.parameter_server.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.copies import copies_of_all, copy_names, shard_of
+from distbelief.parameter_server.initial import shard_values, shard_values_from
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
+from distbelief.parameter_server.update_rules import UpdateRule
+from distbelief.roles import Address, Role
+from distbelief.runtime import trial
+from distbelief.runtime.evaluator import Evaluator, EvaluatorConfig
+from distbelief.runtime.local_model import LocalModel
+from distbelief.runtime.task import (
+    BuildContext,
+    RosterEntry,
+    build_dataset,
+    build_loss,
+    build_metric,
+    build_model,
+    metric_name,
+)
+from distbelief.runtime.weights import reader
+from distbelief.vectors import Vector
+
+
+def shard_entries(n_shards: int, shard_copies: int = 1) -> list[RosterEntry]:
+    """Return the shards' part of a roster."""
+    return [
+        RosterEntry(name=name, kind="shard")
+        for k in range(n_shards)
+        for name in copy_names(k, shard_copies)
+    ]
+
+
+def shard_names(context: BuildContext) -> set[Address]:
+    """Return the names of all copies of all shards."""
+    shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
+    return {*shards, *second_copies}
+
+
+def build_shard(name: str, *, rule: UpdateRule, context: BuildContext) -> Role:
+    """Return the shard of this name."""
+    layout = layout_of(context)
+    index = int(shard_of(name).removeprefix("shard-"))
+    return ParameterServerShard(
+        ShardConfig(
+            index=index,
+            layout=layout,
+            rule=rule,
+            name=name,
+            waits_for_lead=context.shard_copies > 1,
+        ),
+        memory=context.memory,
+        initialise=_initialise(index, layout, context),
+    )
+
+
+def _initialise(
+    index: int, layout: Layout, context: BuildContext
+) -> Callable[[], Vector]:
+    path, initials, seed = (
+        context.initial_file,
+        context.initials,
+        context.task.model.seed,
+    )
+
+    def initialise() -> Vector:
+        if path is not None:
+            return shard_values_from(layout, index, reader(path, layout))
+        return shard_values(layout, index, initials, seed=seed)
+
+    return initialise
+
+
+def build_evaluator(context: BuildContext) -> Role:
+    """Return the evaluator.
+
+    Raises:
+        JobError: there is nothing to evaluate on.
+    """
+    task = context.task
+    if task.test is None:
+        raise JobError(
+            "an evaluator needs held-out data: give [data.test], or do without it"
+        )
+    return Evaluator(
+        EvaluatorConfig(subset=context.evaluation_subset, seed=context.seed),
+        client=build_client(context, pushes=False),
+        model=LocalModel(build_model(task.model)),
+        dataset=build_dataset(task.test, table="data.test"),
+        loss=build_loss(task),
+        metric=build_metric(task),
+        names=trial.Names(
+            model=task.model.factory,
+            loss=task.loss,
+            data="data.test",
+            metric=metric_name(task),
+        ),
+    )
+
+
+def build_client(context: BuildContext, *, pushes: bool) -> ParameterClient:
+    """Return a client of all shards."""
+    shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
+    return ParameterClient(
+        ClientConfig(pushes=pushes),
+        layout=layout_of(context),
+        shards=shards,
+        memory=context.memory,
+        second_copies=second_copies,
+    )
+
+
+def layout_of(context: BuildContext) -> Layout:
+    """Return the layout of the parameters on the shards.
+
+    Raises:
+        LocalProtocolError: there is none, or it is of another number of shards.
+    """
+    if context.layout is None:
+        raise LocalProtocolError("these roles need the layout of the parameters")
+    if context.layout.n_shards != context.n_shards:
+        raise LocalProtocolError(
+            f"a layout of {context.layout.n_shards} shards in a job of "
+            f"{context.n_shards}"
+        )
+    return context.layout

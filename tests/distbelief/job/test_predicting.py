@@ -1,0 +1,145 @@
+"""Prediction in one process, and what is refused; by machines: `tests/processes`."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file as load_arrays, save_file as save_arrays
+from safetensors.torch import save_file
+from torch import nn
+from typer.testing import CliRunner
+
+from distbelief.cli import app
+from distbelief.errors import JobError, StorageError
+from distbelief.job import predicting
+from distbelief.job.predicting import predict
+from distbelief.job.run_directory import RunDirectory
+
+
+HERE = __name__
+
+JOB = f"""
+[model]
+factory = "{HERE}:net"
+
+[data.train]
+factory = "{HERE}:net"
+
+[algorithm]
+name = "downpour"
+loss = "cross_entropy"
+batch_size = 8
+rule = {{ name = "sgd", learning_rate = 0.1 }}
+
+[stop]
+epochs = 1
+"""
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory.create(tmp_path / "run")
+    run.write(run.job_file, JOB)
+    torch.manual_seed(3)
+    save_file(net().state_dict(), run.model_file)
+    return run
+
+
+def inputs_at(path: Path, *, n: int = 300) -> NDArray[np.float32]:
+    inputs = np.random.default_rng(0).random((n, 5), np.float32)
+    if path.suffix == ".npy":
+        np.save(path, inputs)
+    else:
+        save_arrays({"anything": inputs}, path)
+    return inputs
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
+def test_outputs_are_those_of_the_plain_module(
+    suffix: str, run: RunDirectory, tmp_path: Path
+) -> None:
+    source = tmp_path / f"in{suffix}"
+    inputs = inputs_at(source)
+    done = predict(run.path, source)
+    assert done.out == tmp_path / f"in.outputs{suffix}"
+    assert (done.shape, done.n_machines) == ((300, 3), 1)
+    torch.manual_seed(3)
+    expected = net().eval()(torch.from_numpy(inputs)).detach().numpy()
+    found = np.load(done.out) if suffix == ".npy" else load_arrays(done.out)["outputs"]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert done.labels == tuple(expected[:10].argmax(1))
+    said = predicting.text(done)
+    assert said.startswith(f"{done.out}: outputs 300 x 3, by one process, in ")
+    assert '"shape":[300,3]' in predicting.as_json(done)
+
+
+def test_the_inputs_may_be_of_another_precision(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "in.npy", np.ones((2, 5)))
+    assert predict(run.path, tmp_path / "in.npy", out=tmp_path / "o.npy").out.is_file()
+
+
+def test_a_run_without_a_model_is_told_how_to_go_on(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    run.model_file.unlink()
+    inputs_at(tmp_path / "in.npy")
+    with pytest.raises(JobError, match=r"does not exist: .*--resume"):
+        predict(run.path, tmp_path / "in.npy")
+
+
+def test_other_kinds_of_files_are_refused(run: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"in\.csv: use a file \.npy or \.safetensors"):
+        predict(run.path, tmp_path / "in.csv")
+    inputs_at(tmp_path / "in.npy")
+    with pytest.raises(JobError, match=r"out\.txt: use a file"):
+        predict(run.path, tmp_path / "in.npy", out=tmp_path / "out.txt")
+
+
+def test_what_is_no_input_is_refused(run: RunDirectory, tmp_path: Path) -> None:
+    path = tmp_path / "in.npy"
+    with pytest.raises(StorageError, match=r"cannot read .*in\.npy"):
+        predict(run.path, path)
+    path.write_bytes(b"no array")
+    with pytest.raises(JobError, match="holds no plain array"):
+        predict(run.path, path)
+    for empty in (np.float32(1.0), np.zeros((0, 5), np.float32)):
+        np.save(path, empty)
+        with pytest.raises(JobError, match="one sample at least"):
+            predict(run.path, path)
+    np.save(path, np.ones((2, 4), np.float32))
+    with pytest.raises(JobError, match=r"does not take inputs of shape \[2, 4\]"):
+        predict(run.path, path)
+    several = tmp_path / "in.safetensors"
+    save_arrays({"a": np.ones(2), "b": np.ones(2)}, several)
+    with pytest.raises(JobError, match="has tensors a, b: give a file with one"):
+        predict(run.path, several)
+
+
+def test_an_array_of_objects_is_not_unpickled(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "in.npy", np.array([{}], object), allow_pickle=True)
+    with pytest.raises(JobError, match="holds no plain array"):
+        predict(run.path, tmp_path / "in.npy")
+
+
+def test_the_command_line_tells_a_mistake_in_a_sentence(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    inputs_at(tmp_path / "in.npy", n=2)
+    words = ["predict", str(run.path), str(tmp_path / "in.npy")]
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["shape"] == [2, 3]
+    failed = CliRunner().invoke(app, ["predict", str(tmp_path), words[2]])
+    assert failed.exit_code == 2
+    assert "is not a run directory" in failed.stderr

@@ -1,0 +1,186 @@
+"""The supervisor of a job whose replicas are split over machines."""
+
+import pytest
+
+from distbelief.errors import RemoteProtocolError
+from distbelief.job.membership import Kind, RoleRecord
+from distbelief.job.sections import StopTable
+from distbelief.job.stop_rules import StopRules
+from distbelief.job.supervisor_config import SupervisorConfig
+from distbelief.messages import Begin, Failed, Finished, Peers, Progress, Save, Stop
+from distbelief.roles import Address, Launch, Send, Terminate
+from tests.distbelief.job.test_supervisor import Desk, sent
+
+
+ROSTER: tuple[tuple[str, Kind], ...] = (
+    ("shard-0", "shard"),
+    ("replica-0.0", "replica"),
+    ("replica-0.1", "machine"),
+    ("replica-1.0", "replica"),
+    ("replica-1.1", "machine"),
+    ("evaluator", "evaluator"),
+    ("evaluator.1", "machine"),
+)
+EVERYBODY = [name for name, _ in ROSTER]
+
+
+@pytest.fixture
+def desk() -> Desk:
+    stop = StopRules(StopTable(epochs=1000), n_train=100)
+    return Desk(SupervisorConfig(roster=ROSTER, stop=stop))
+
+
+def peers_of(desk: Desk, name: str) -> set[str]:
+    actions = desk.join()
+    return {
+        entry.name
+        for action in actions
+        if isinstance(action, Send)
+        and isinstance(action.message, Peers)
+        and action.receiver == name
+        for entry in action.message.entries
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "peers"),
+    [
+        ("replica-0.0", {"shard-0", "replica-0.1"}),
+        ("replica-1.1", {"shard-0", "replica-1.0"}),
+        ("evaluator.1", {"shard-0", "evaluator"}),
+        ("shard-0", set(EVERYBODY) - {"shard-0"}),
+    ],
+)
+def test_machines_need_their_group_and_the_shards(
+    desk: Desk, name: str, peers: set[str]
+) -> None:
+    assert peers_of(desk, name) == peers
+
+
+def test_only_the_leader_is_told_to_begin_and_to_stop(desk: Desk) -> None:
+    assert sent(desk.join(), Begin) == ["replica-0.0", "replica-1.0"]
+    desk.progress("replica-0.0")
+    actions = desk.hear("user", Stop(reason="enough"))
+    assert set(sent(actions, Stop)) == {"replica-0.0", "replica-1.0", "evaluator"}
+
+
+def test_a_machine_that_leads_nobody_reports_no_progress(desk: Desk) -> None:
+    desk.join()
+    with pytest.raises(RemoteProtocolError, match=r"replica-0\.1 sent Progress"):
+        desk.progress("replica-0.1")
+
+
+def test_a_dead_machine_alone_is_started_again(desk: Desk) -> None:
+    desk.join()
+    actions = desk.die("replica-0.1")
+    launched = [action.name for action in actions if isinstance(action, Launch)]
+    assert launched == ["replica-0.1"]
+    assert sent(actions, Peers) == ["shard-0", "replica-0.0"]
+    assert desk.told[-1] == "replica 0.1 was ended by signal SIGKILL: restarting it"
+
+
+def test_a_replica_without_one_of_its_machines_is_left_out_whole(desk: Desk) -> None:
+    desk.join()
+    desk.progress("replica-1.0")
+    ended: list[str] = []
+    for _ in range(4):
+        actions = desk.die("replica-0.1")
+        desk.join("replica-0.1")
+        ended = [action.name for action in actions if isinstance(action, Terminate)]
+    assert ended == ["replica-0.1", "replica-0.0"]
+    assert desk.told[-1] == (
+        "replica 0.0 left out with replica 0.1: they are of one model"
+    )
+    view = desk.supervisor.view(desk.now)
+    states = {role.name: role.state for role in view.roles}
+    assert states["replica-0.0"] == states["replica-0.1"] == "lost, left out"
+    assert view.phase == "training"  # the other one goes on
+
+
+def test_without_any_whole_replica_the_job_fails(desk: Desk) -> None:
+    desk.join()
+    for replica in (0, 1):
+        for _ in range(4):
+            desk.die(f"replica-{replica}.1")
+            desk.join(f"replica-{replica}.1")
+    assert desk.supervisor.error is not None
+    assert desk.supervisor.error.startswith("every replica is lost")
+
+
+def test_evaluators_are_left_out_together_and_the_job_goes_on(desk: Desk) -> None:
+    desk.join()
+    desk.progress("replica-0.0")
+    for _ in range(3):
+        desk.die("evaluator.1")
+        desk.join("evaluator.1")
+    states = {r.name: r.state for r in desk.supervisor.view(desk.now).roles}
+    assert states["evaluator"] == states["evaluator.1"] == "lost, left out"
+    assert desk.supervisor.error is None
+
+
+def test_the_end_waits_for_every_machine(desk: Desk) -> None:
+    desk.join()
+    desk.progress("replica-0.0")
+    failed = Failed(error="no such column", culprit_is_job=True)
+    desk.hear("replica-1.1", failed)  # so the job is to end
+    assert desk.supervisor.view(desk.now).phase == "stopping"
+    desk.hear("replica-0.0", Finished(counters={}))
+    assert desk.supervisor.status()[0] == "stopping"
+    actions = desk.hear("replica-0.1", Finished(counters={}))
+    assert sent(actions, Save) == ["shard-0"]  # the next stage
+
+
+def test_a_machine_that_dies_at_the_end_is_not_restarted(desk: Desk) -> None:
+    desk.join()
+    desk.progress("replica-0.0")
+    desk.hear("replica-1.0", Failed(error="x", culprit_is_job=True))
+    actions = desk.die("replica-0.1")
+    assert not [action for action in actions if isinstance(action, Launch)]
+    assert "while it was stopping" in desk.told[-1]
+
+
+def test_warm_start_counts_steps_of_the_first_replica() -> None:
+    stop = StopRules(StopTable(epochs=1000), n_train=100)
+    config = SupervisorConfig(roster=ROSTER, stop=stop, warm_start_steps=5)
+    desk = Desk(config)
+    assert sent(desk.join(), Begin) == ["replica-0.0"]
+    desk.progress("replica-0.0", 1)
+    assert sent(desk.progress("replica-0.0", 6), Begin) == ["replica-1.0"]
+
+
+def test_pushes_that_any_machine_misses_are_counted(desk: Desk) -> None:
+    desk.join()
+    desk.beat("replica-0.1", pushes_lost=3)
+    assert desk.supervisor.view(desk.now).pushes_lost == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "group", "trains"),
+    [
+        ("replica-2", "replica", "replica-2", True),
+        ("replica-2.0", "replica", "replica-2", True),
+        ("replica-2.3", "machine", "replica-2", True),
+        ("evaluator", "evaluator", "evaluator", False),
+        ("evaluator.1", "machine", "evaluator", False),
+        ("shard-0b", "shard", "shard-0b", False),
+        ("guest-7", "guest", "guest-7", False),
+    ],
+)
+def test_groups(
+    name: str,
+    kind: Kind,
+    group: str,
+    trains: bool,  # noqa: FBT001 -- of the table above
+) -> None:
+    record = RoleRecord(name=Address(name), kind=kind, index=0, incarnation=1)
+    assert record.group == group
+    assert record.trains is trains
+
+
+def test_progress_is_of_the_whole_replica(desk: Desk) -> None:
+    desk.join()
+    message = Progress(
+        step=3, samples=96, loss=0.5, seconds_computing=0.0, seconds_waiting=0.0
+    )
+    desk.hear("replica-1.0", message)
+    assert desk.supervisor.view(desk.now).samples == 96

@@ -1,0 +1,251 @@
+"""Replicas that are split over machines, each a process: as a user runs them."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import experiments.digits
+from distbelief.program.plan import load
+from experiments.digits.digits import images, net
+from tests.processes.commands import COMMAND, Command, alive, poll, train
+
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
+
+EXAMPLE = Path(experiments.digits.__path__[0])
+SPLIT = ("--set", "cluster.partitions=2", "--set", "model.initial=seed")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("digits.py", "digits.toml"):
+        shutil.copy(EXAMPLE / name, tmp_path / name)
+    return tmp_path
+
+
+def digits(folder: Path, *arguments: str) -> AbstractContextManager[Command]:
+    return train(folder, *arguments, run="digits", job=("digits.toml",))
+
+
+def summary_of(command: Command) -> dict[str, object]:
+    text = (command.run / "summary.json").read_bytes()
+    return cast("dict[str, object]", json.loads(text))
+
+
+def test_two_replicas_of_two_machines_learn_and_predict(folder: Path) -> None:
+    soon = ("--set", "stop.accuracy=0.96", "--set", "evaluation.every=1 s")
+    with digits(folder, *SPLIT, *soon) as command:
+        assert command.wait(seconds=400.0) == 0, command.output
+        pids = command.all_pids()
+    summary = summary_of(command)
+    assert cast("float", summary["metric"]) >= 0.95, command.output
+    assert summary["pushes_lost"] == 0
+    names = {f"replica-{r}.{m}" for r in range(2) for m in range(2)}
+    assert names | {"shard-0", "shard-1", "evaluator", "evaluator.1"} == set(
+        command.roles()
+    )
+    # What it leaves behind: the plan, its picture, a plain model; nothing else.
+    plan = load(command.run / "plan.json")
+    assert (plan.cluster.n_machines, plan.batch, plan.machines) == (2, 32, [0, 1])
+    assert (command.run / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert not alive(pids)
+    assert not command.shared_memory()
+    module = net()
+    module.load_state_dict(load_file(command.run / "model.safetensors"))
+    held_out = images("test")
+    with torch.no_grad():
+        expected = module.eval()(held_out.tensors[0])
+    np.save(folder / "scans.npy", held_out.tensors[0].numpy())
+    for extra in ([], ["--whole"]):
+        done = subprocess.run(
+            [COMMAND, "predict", command.run, "scans.npy", "--json", *extra],
+            cwd=folder,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        said = json.loads(done.stdout)
+        assert said["machines"] == (1 if extra else 2)
+        assert said["shape"] == [360, 10]
+        outputs = np.load(folder / "scans.outputs.npy")
+        np.testing.assert_allclose(outputs, expected.numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_killed_machine_costs_its_replica_a_step_and_nobody_else(
+    folder: Path,
+) -> None:
+    lasting = ("--set", "stop.epochs=100000", "--set", "algorithm.warm_start_steps=0")
+    with digits(folder, *SPLIT, *lasting) as command:
+        poll(command.is_training, seconds=400.0)
+        poll(lambda: "replica-0.1" in command.roles(), seconds=60.0)
+        (victim,) = command.pids("replica-0.1")
+        others = {
+            name: command.pids(name)
+            for name in ("replica-0.0", "replica-1.0", "replica-1.1", "shard-0")
+        }
+        os.kill(victim, signal.SIGKILL)
+        poll(lambda: len(command.pids("replica-0.1")) == 2, seconds=60.0)
+        before = rate_of(command, "replica-0.0")
+        poll(lambda: rate_of(command, "replica-0.0") > before, seconds=120.0)
+        assert {name: command.pids(name) for name in others} == others
+        command.signal(signal.SIGINT)
+        assert command.wait(seconds=60.0) == 130, command.output
+    assert said_to_restart(command, "replica 0.1")
+    assert not alive(command.all_pids())
+
+
+def said_to_restart(command: Command, label: str) -> bool:
+    """Return whether this role alone was killed and started again."""
+    found = re.findall(
+        r"(\S+ \S+) was ended by signal SIGKILL.*: restarting", command.output
+    )
+    return found == [label]
+
+
+def rate_of(command: Command, name: str) -> float:
+    """Return the steps that this role has taken, by its own word."""
+    counters = cast("dict[str, float]", command.roles()[name]["counters"])
+    return counters.get("steps", 0.0)
+
+
+WIDE = '''
+import torch
+from torch import nn
+
+
+class Waves:
+    """Random numbers, and which half of them is larger."""
+
+    def __init__(self, n, width):
+        self.inputs = torch.randn(n, width, generator=torch.Generator().manual_seed(0))
+        first, second = self.inputs.chunk(2, dim=1)
+        self.targets = (first.sum(1) < second.sum(1)).to(torch.int64)
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index], self.targets[index]
+
+
+def waves(n=64, width=2000):
+    return Waves(n, width)
+
+
+def net(width=2000, hidden=20000):
+    return nn.Sequential(
+        nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width), nn.ReLU(),
+        nn.Linear(width, 2),
+    )
+'''
+
+WIDE_JOB = """
+[model]
+factory = "wide:net"
+initial = "seed"
+
+[data.train]
+factory = "wide:waves"
+
+[algorithm]
+name = "downpour"
+loss = "cross_entropy"
+batch_size = 16
+rule = { name = "sgd", learning_rate = 0.001 }
+
+[cluster]
+replicas = 1
+shards = 6
+
+[stop]
+samples = 64
+
+[output]
+directory = "runs/wide"
+snapshot_every = "1 h"
+"""
+
+MODEL_BYTES = 4 * (2000 * 20000 + 20000 + 20000 * 2000 + 2000 + 2000 * 2 + 2)  # 320 MB
+CAP_BYTES = 240_000_000
+"""Of a process's private memory, beyond what it has without any model to speak of."""
+
+
+def write_wide(folder: Path) -> None:
+    (folder / "wide.py").write_text(WIDE)
+    (folder / "wide.toml").write_text(WIDE_JOB)
+
+
+def private_bytes(pid: int) -> int:
+    """Return what RLIMIT_DATA counts: private writable memory, used or not."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+def with_limit(n_bytes: int, arguments: list[str], folder: Path) -> tuple[int, str]:
+    """Run a command of which no process may have more private memory."""
+    program = f"ulimit -d {n_bytes // 1024}; exec {COMMAND} {' '.join(arguments)}"
+    done = subprocess.run(
+        ["bash", "-c", program],
+        cwd=folder,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2400)
+def test_a_model_that_no_process_could_hold_trains(tmp_path: Path) -> None:
+    """RLIMIT_DATA for every process: 240 MB beyond that of an empty role; 320 MB."""
+    write_wide(tmp_path)
+    small = ["--set", "model.arguments.hidden=10", "--set", "stop.samples=1000000"]
+    split = ["--set", "cluster.partitions=4"]
+    with train(tmp_path, *small, *split, run="wide", job=("wide.toml",)) as command:
+        poll(command.is_training, seconds=300.0)
+        empty = max(private_bytes(pid) for pid in alive(command.all_pids()))
+        command.signal(signal.SIGINT)
+        command.wait(seconds=60.0)
+    cap = empty + CAP_BYTES
+    assert cap - empty < MODEL_BYTES
+    directory = ["--set", "output.directory=runs/large"]
+    code, said = with_limit(cap, ["train", "wide.toml", *split, *directory], tmp_path)
+    assert code == 0, said
+    summary = json.loads((tmp_path / "runs" / "large" / "summary.json").read_bytes())
+    assert summary["samples"] >= 64
+    model = tmp_path / "runs" / "large" / "model.safetensors"
+    assert model.stat().st_size > MODEL_BYTES
+    # The same limit ends a job whose replica is one process.
+    directory = ["--set", "output.directory=runs/whole"]
+    code, said = with_limit(cap, ["train", "wide.toml", *directory], tmp_path)
+    assert code != 0, said
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2400)
+def test_sixteen_machines_learn_and_one_may_be_killed(folder: Path) -> None:
+    many = ("--set", "cluster.partitions=16", "--set", "model.initial=seed")
+    one = ("--set", "cluster.replicas=1", "--set", "model.arguments.channels=32")
+    with digits(folder, *many, *one, "--set", "stop.epochs=12") as command:
+        poll(command.is_training, seconds=900.0)
+        (victim,) = command.pids("replica-0.7")
+        os.kill(victim, signal.SIGKILL)
+        assert command.wait(seconds=1200.0) == 0, command.output
+    assert said_to_restart(command, "replica 0.7")
+    assert cast("float", summary_of(command)["metric"]) >= 0.95
+    assert not alive(command.all_pids())

@@ -1,0 +1,217 @@
+"""Sandblaster on real processes: jobs, `minimize`, and what goes wrong with them."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy.optimize import minimize as scipy_minimize
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import sandblaster
+from distbelief.errors import JobError
+from sandblaster.reasons import Reason
+from tests.processes.commands import MODULE, poll, train
+
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
+
+JOB = """
+[model]
+factory = "tiny:net"
+
+[data.train]
+factory = "tiny:frames"
+
+[data.test]
+factory = "tiny:frames"
+[data.test.arguments]
+n = 500
+seed = 7
+
+[algorithm]
+name = "sandblaster"
+loss = "cross_entropy"
+l2 = 1e-3
+portion = 250
+tolerance = 5e-3
+
+[cluster]
+replicas = 2
+shards = 2
+
+[evaluation]
+every = "500 ms"
+
+[output]
+directory = "runs/tiny"
+report_every = "500 ms"
+snapshot_every = "500 ms"
+"""
+
+LOSSES = '''
+
+def nan(outputs, targets):
+    """Is no number in replicas, but was when it was tried out."""
+    loss = nn.functional.cross_entropy(outputs, targets)
+    return loss * float("nan") if "replica" in os.readlink("/proc/self/fd/1") else loss
+
+
+def slow(n=2000, seed=0):
+    import time
+
+    class Slow(Frames):
+        def __getitems__(self, indices):
+            time.sleep(0.03)
+            return super().__getitems__(indices)
+
+    return Slow(n, seed)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.py").write_text(MODULE + LOSSES)
+    (tmp_path / "tiny.toml").write_text(JOB)
+    return tmp_path
+
+
+def summary(folder: Path) -> dict[str, object]:
+    text = (folder / "runs" / "tiny" / "summary.json").read_text()
+    found: dict[str, object] = json.loads(text)
+    return found
+
+
+def objective(folder: Path) -> float:
+    """Return the loss of the model that a run has left, in one plain process."""
+    tiny: dict[str, object] = {}
+    exec((folder / "tiny.py").read_text(), tiny)
+    net, frames = tiny["net"](), tiny["frames"]()  # type: ignore[operator]
+    net.load_state_dict(load_file(folder / "runs" / "tiny" / "model.safetensors"))
+    with torch.no_grad():
+        loss = nn.functional.cross_entropy(net(frames.inputs), frames.targets)
+        square = sum((p**2).sum() for p in net.parameters())
+    return float(loss + 0.5e-3 * square)
+
+
+def test_whoever_is_killed_the_run_goes_on_to_the_same_end(folder: Path) -> None:
+    slow = "data.train.factory=tiny:slow"
+    with train(folder, "--set", slow, "--set", "algorithm.max_iterations=20") as run:
+        for role in ("coordinator", "replica-1", "shard-0"):
+            before = run.samples()
+            poll(lambda b=before: run.samples() > b, seconds=120)  # type: ignore[misc]
+            os.kill(run.pids(role)[-1], signal.SIGKILL)
+            poll(lambda r=role: len(run.pids(r)) > 1, seconds=60)  # type: ignore[misc]
+        assert run.wait(seconds=240) == 0, run.output
+    found = summary(folder)
+    assert found["restarts"] == 3
+    assert found["stop_reason"] in {
+        Reason.MAX_ITERATIONS.sentence,
+        Reason.CONVERGED_GRADIENT.sentence,
+    }
+    assert found["loss"] == pytest.approx(objective(folder), rel=1e-5)
+
+
+def test_an_interrupted_run_keeps_its_best_point_and_goes_on(folder: Path) -> None:
+    slow = ("--set", "data.train.factory=tiny:slow")
+    with train(folder, *slow) as first:
+        poll(lambda: first.samples() > 20_000, seconds=120)
+        first.signal(signal.SIGINT)
+        assert first.wait(seconds=60) == 130, first.output
+    before = summary(folder)
+    at_stop = objective(folder)
+    assert before["loss"] == pytest.approx(at_stop, rel=1e-5)
+    with train(folder, "--resume", "runs/tiny", *slow) as second:
+        assert second.wait(seconds=240) == 0, second.output
+    after = summary(folder)
+    assert after["stop_reason"] == Reason.CONVERGED_GRADIENT.sentence
+    assert after["loss"] == pytest.approx(objective(folder), rel=1e-5)
+    assert objective(folder) < at_stop
+    figures = after["figures"]
+    assert isinstance(figures, dict)
+    assert figures["gradient_norm"] <= 5e-3
+    assert figures["iteration"] == after["step"]
+    assert isinstance(before["step"], int)
+    assert figures["iteration"] > before["step"]  # it goes on counting
+    assert isinstance(after["metric"], float)
+    assert after["metric"] > 0.9
+    lines = (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()
+    losses = [loss for line in lines if (loss := json.loads(line)["loss"]) is not None]
+    assert losses == sorted(losses, reverse=True)  # accepted points only
+    assert "gradient norm" in second.output
+    assert "pushes lost" not in second.output
+
+
+def test_a_loss_that_is_no_number_is_told_and_nothing_has_converged(
+    folder: Path,
+) -> None:
+    with train(folder, "--set", "algorithm.loss=tiny:nan") as run:
+        assert run.wait(seconds=120) == 1, run.output
+    assert summary(folder)["error"] == Reason.NOT_FINITE.sentence
+    assert Reason.NOT_FINITE.sentence in " ".join(run.output.split())
+
+
+def test_minimize_finds_what_scipy_finds(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 6, dtype=torch.float64, generator=generator)
+    y = (x[:, 0] + 0.5 * torch.randn(400, generator=generator) > 0).long()
+    model = nn.Linear(6, 2).double()
+    initial = parameters_to_vector(model.parameters()).detach().numpy().copy()
+
+    def function(point: np.ndarray) -> tuple[float, np.ndarray]:
+        plain = nn.Linear(6, 2).double()
+        vector_to_parameters(torch.from_numpy(point), plain.parameters())
+        loss = nn.functional.cross_entropy(plain(x), y)
+        loss = loss + 0.05 * sum((p**2).sum() for p in plain.parameters())
+        loss.backward()
+        gradient = [p.grad.reshape(-1) for p in plain.parameters()]  # type: ignore[union-attr]
+        return loss.item(), torch.cat(gradient).numpy()
+
+    best = scipy_minimize(function, initial, jac=True, tol=1e-10)
+    seen: list[object] = []
+    result = sandblaster.minimize(
+        model,
+        "cross_entropy",
+        (x, y),
+        replicas=2,
+        shards=2,
+        l2=0.1,
+        portion=50,
+        callback=seen.append,
+        directory=tmp_path / "run",
+    )
+    assert result.success, result.message
+    assert result.reason is Reason.CONVERGED_GRADIENT
+    assert result.fun == pytest.approx(best.fun, rel=1e-8)
+    np.testing.assert_allclose(result.x, best.x, atol=1e-4)
+    own = parameters_to_vector(model.parameters()).detach().numpy()
+    np.testing.assert_array_equal(own, result.x)
+    assert result.model is model
+    assert result.nfev >= result.nit > 0
+    assert seen
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def test_minimize_ends_when_its_callback_says_so(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)  # where the others find the factories, too
+        result = sandblaster.minimize(
+            "tiny:net", "cross_entropy", "tiny:slow", callback=lambda _: True
+        )
+    assert not result.success
+    assert result.reason is Reason.STOPPED
+    assert result.message == "it was told to stop"
+
+
+def test_minimize_raises_what_fails_in_its_processes(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        with pytest.raises(JobError, match="the disk with the data is gone"):
+            sandblaster.minimize(
+                "tiny:net", "cross_entropy", "tiny:fragile", replicas=2
+            )

@@ -1,0 +1,83 @@
+"""A plan run on processes of this host, as `distbelief partition --verify` does it."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from distbelief.errors import DistBeliefError, JobError
+from distbelief.job.rehearsal import Rehearsal, rehearse
+from distbelief.runtime.samples import Sample
+from distbelief.runtime.task import DataSpec, ModelSpec, TaskSpec
+from tests.processes.commands import COMMAND
+
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
+
+MODEL = """
+from torch import nn
+
+
+def net():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(64, 5),
+    )
+"""
+
+
+def test_a_plan_computes_what_one_process_does(tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(MODEL)
+    words = ["partition", "tiny:net", "--input", "1x8x8", "--batch", "6"]
+    words += ["--loss", "cross_entropy", "--machines", "3", "--exactly", "--verify"]
+    done = subprocess.run(
+        [COMMAND, *words, "--cluster", "rack-1g", "--json"],
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)["verified"]
+    assert found["passed"]
+    assert found["machines"] == 3
+    assert {"outputs", "loss", "0.weight", "1.weight", "5.bias"} <= set(found["errors"])
+    assert all(each["plan"] < 1e-4 for each in found["errors"].values())
+    assert sum(link["sent_bytes"] for link in found["links"]) > 0
+    for link in found["links"]:
+        assert link["sent_bytes"] == link["predicted_bytes"]
+    assert found["measured_seconds"] > 0
+
+
+def rehearsal(folder: Path, *, factory: str) -> Rehearsal:
+    return Rehearsal(
+        folder=str(folder),
+        token="t" * 32,
+        task=TaskSpec(
+            model=ModelSpec(factory=factory),
+            train=DataSpec(factory="none:none"),
+            loss="mse",
+        ),
+        sample=Sample(
+            input_shape=(1, 8, 8),
+            input_is_integer=False,
+            target_shape=(),
+            target_is_integer=False,
+        ),
+        plan=str(folder / "no-plan.json"),
+        weights="",
+        inputs="",
+        n_samples=1,
+        n_steps=1,
+        import_paths=(str(folder),),
+    )
+
+
+def test_a_machine_that_cannot_begin_ends_all_and_is_told(tmp_path: Path) -> None:
+    said = r"(?s)machine \d .*no-plan\.json"
+    with pytest.raises(DistBeliefError, match=said) as caught:
+        rehearse(rehearsal(tmp_path, factory="tiny:net"), n_machines=2)
+    assert not isinstance(caught.value, JobError)
+    assert not list(tmp_path.glob("*.json.tmp"))
