@@ -14,6 +14,7 @@ the module is in evaluation mode while the model is not, which freezes it.
 """
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ assert kinds.KINDS  # importing these registers
 assert translations.__all__
 
 BATCHES: Final = (1009, 1013)
+N_ELEMENTS_MAX: Final = 10**12
+"""Of a sample of an input: layers are larger, and torch counts in 64 bits."""
+
 _DROPOUTS: Final = (
     functional.dropout,
     functional.dropout1d,
@@ -70,6 +74,7 @@ def capture(module: nn.Module, inputs: Sequence[InputSpec]) -> LayerGraph:
     Raises:
         GraphError: it cannot be traced, takes other inputs, or loses the batch.
     """
+    _check_sizes(inputs)
     names = _names(module, inputs)
     specs = dict(zip(names, inputs, strict=True))
     with _in_mode(module, training=True):
@@ -189,6 +194,16 @@ def _in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+def _check_sizes(inputs: Sequence[InputSpec]) -> None:
+    """Check that torch can count what a batch of each input takes."""
+    for spec in inputs:
+        if math.prod(spec.shape) > N_ELEMENTS_MAX:
+            raise GraphError(
+                f"an input of shape {'x'.join(map(str, spec.shape))} has more than "
+                f"{N_ELEMENTS_MAX:.0e} numbers a sample: use a smaller one"
+            )
 
 
 def _names(module: nn.Module, inputs: Sequence[InputSpec]) -> list[str]:

@@ -115,7 +115,9 @@ def append_loss(
             f"{list(targets)}"
         )
     target = builder.input(
-        builder.free_name("targets"), targets or wanted, is_integer=labels
+        builder.free_name("targets"),
+        wanted if targets is None else targets,
+        is_integer=labels,
     )
     last = builder.extend(
         _layers(
@@ -138,8 +140,13 @@ def _output(graph: LayerGraph, output: str | None) -> str:
         return graph.outputs[0]
     if output not in graph.outputs:
         raise GraphError(
-            f"the model has outputs {', '.join(graph.outputs)}: say by output= which "
-            f"one the loss is of (it is {output!r})"
+            f"the model has outputs {', '.join(map(repr, graph.outputs))}, and the "
+            f"loss is of {output!r}: name one of them, or let the forward return the "
+            "one that the loss is of"
+            if output is not None
+            else f"the model has {len(graph.outputs)} outputs "
+            f"({', '.join(graph.outputs)}), and a loss is of one: let the forward "
+            "return that one, or plan without a loss"
         )
     return output
 

@@ -10,7 +10,7 @@ What is known of a node's result stands in its `meta`:
 
 import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, final
@@ -178,6 +178,7 @@ class Tracer(fx.Tracer):
         if tensors and is_like_input(module):
             return torch.empty_like(tensors[0])
         try:
+            _check_numbers(module, tensors)
             return run_without_memory(module, args, kwargs)
         except Exception as error:  # noqa: BLE001 -- whatever a module raises on tensors without values
             batch = next(iter(self._inputs.values())).shape[0]
@@ -188,12 +189,47 @@ class Tracer(fx.Tracer):
                     "[" + ", ".join(["batch", *map(str, value.shape[1:])]) + "]"
                     for value in tensors
                 ]
-                reason = second if isinstance(second, GraphError) else error
-                why = explained(reason).replace(str(batch), "batch")
+                # Where values were missing, the second reason says why there are none.
+                missing = isinstance(error, NotImplementedError) or "meta" in str(error)
+                given = isinstance(second, GraphError) and missing
+                reason = second if given else error
+                why = explained(reason).replace(str(batch), "batch").rstrip(".")
                 raise GraphError(
                     f"{node.target} ({type(module).__name__}) cannot be run on "
-                    f"{', '.join(shapes)}: {why}"
+                    f"{', '.join(shapes)}: {why}{_hint(module, tensors)}"
                 ) from error
+
+
+def _check_numbers(module: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+    """Check that a layer of torch's does not compute with whole numbers.
+
+    On the meta device torch lets some pass that no other device would.
+
+    Raises:
+        TypeError: it does.
+    """
+    own = list(module.parameters(recurse=False))
+    looks_up = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    if not own or looks_up or not type(module).__module__.startswith("torch."):
+        return
+    if tensors and not tensors[0].is_floating_point():
+        raise TypeError(f"its tensors are {own[0].dtype}, its input {tensors[0].dtype}")
+
+
+def _hint(module: nn.Module, tensors: Sequence[torch.Tensor]) -> str:
+    """Return what may be the matter: the sort of numbers, or the shape of an input."""
+    wants_words = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    if wants_words and any(tensor.is_floating_point() for tensor in tensors):
+        return (
+            ". It reads floating point numbers where whole ones are looked up: say how "
+            "many there are (--input 128:30000), or give an example of whole numbers"
+        )
+    if not wants_words and any(not tensor.is_floating_point() for tensor in tensors):
+        return (
+            ". It reads whole numbers: embed them first, or give the input as floating "
+            "point"
+        )
+    return ". Is the shape of the input right?"
 
 
 def _place() -> str:

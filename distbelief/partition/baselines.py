@@ -29,13 +29,23 @@ def even(graph: LayerGraph, cluster: Cluster) -> dict[str, Placement]:
 
 
 def whole_layers(
-    graph: LayerGraph, cluster: Cluster, *, costs: Costs
+    graph: LayerGraph,
+    cluster: Cluster,
+    *,
+    costs: Costs,
+    machines: Sequence[int] | None = None,
 ) -> dict[str, Placement]:
     """Return runs of whole layers, one per machine, the longest as short as can be.
 
-    Layers are in their order in the graph, machines in theirs; those that follow
-    another stay with it.
+    Layers are in their order in the graph, those that follow another stay with it.
+
+    Args:
+        graph: What is to be placed.
+        cluster: With all machines.
+        costs: Of computing.
+        machines: Which are used, in this order; by default all as they stand.
     """
+    machines = machines or range(len(cluster))
     found = groups(graph)
     seconds = [
         [
@@ -46,11 +56,11 @@ def whole_layers(
             )
             for group in found
         ]
-        for machine in range(len(cluster))
+        for machine in machines
     ]
     placed: dict[str, Placement] = {}
-    for group, machine in zip(found, _balanced(seconds), strict=True):
-        placed |= group.placements(whole(group.root, machine).placement)
+    for group, place in zip(found, _balanced(seconds), strict=True):
+        placed |= group.placements(whole(group.root, machines[place]).placement)
     return placed
 
 

@@ -26,7 +26,7 @@ from distbelief.partition.candidates import Candidate, candidates
 from distbelief.partition.costs import AnalyticCosts, single_sample
 from distbelief.partition.grouping import Group, groups
 from distbelief.partition.pins import check_pins, pinned
-from distbelief.partition.problem import Problem
+from distbelief.partition.solvers.problem import Problem
 from distbelief.partition.tables import Tables
 from distbelief.partition.transfer import Floats
 from distbelief.program.cluster import UNLIMITED, Cluster
@@ -61,6 +61,17 @@ class Decoder:
             placed |= node.group.placements(node.candidates[index].placement)
         return placed
 
+    def choice(self, placements: Mapping[str, Placement]) -> tuple[int, ...] | None:
+        """Return the choice that means this plan, or None if none does."""
+        chosen: list[int] = []
+        for node in self.nodes:
+            placement = placements[node.group.root.name]
+            ways = [candidate.placement for candidate in node.candidates]
+            if placement not in ways:
+                return None
+            chosen.append(ways.index(placement))
+        return tuple(chosen) if self(chosen) == placements else None
+
     def labels(self, choice: Sequence[int]) -> dict[str, str]:
         """Return what the placement of each root is called."""
         pairs = zip(self.nodes, choice, strict=True)
@@ -69,13 +80,15 @@ class Decoder:
         }
 
 
-def build(
+def build(  # noqa: PLR0913 -- all that a choice depends on
     graph: LayerGraph,
     cluster: Cluster,
     *,
     batch: int,
     costs: Costs | None = None,
     pins: Mapping[str, str] | None = None,
+    machines: Sequence[int] | None = None,
+    also: Sequence[Mapping[str, Placement]] = (),
 ) -> tuple[Problem, Decoder]:
     """Return the choice to be made, and what it means.
 
@@ -85,6 +98,8 @@ def build(
         batch: Samples of a step.
         costs: Of computing; by default from the machines' figures.
         pins: Per layer what it is pinned to: "rows:4"; see `pins`.
+        machines: All of them in the order in which they are used.
+        also: Plans whose placements are candidates too, so that they can be chosen.
 
     Raises:
         GraphError: a pin is impossible.
@@ -95,10 +110,12 @@ def build(
     found = groups(graph, pinned=pins)
     nodes = []
     for group in found:
-        if group.root.name in pins:
-            ways = [pinned(group.root, cluster, pins[group.root.name])]
+        root = group.root
+        if root.name in pins:
+            ways = [pinned(root, cluster, pins[root.name], machines=machines)]
         else:
-            ways = candidates(group.root, cluster)
+            ways = candidates(root, cluster, machines=machines)
+            ways += _missing(ways, [plan[root.name] for plan in also])
         nodes.append(Node(group, tuple(ways)))
     tables = Tables(graph, cluster, batch=batch, costs=costs)
     for node in nodes:
@@ -117,3 +134,12 @@ def build(
         ),
         Decoder(tuple(nodes)),
     )
+
+
+def _missing(
+    ways: Sequence[Candidate], placements: Sequence[Placement]
+) -> list[Candidate]:
+    """Return those placements that are no candidates yet."""
+    known = {candidate.placement for candidate in ways}
+    wanted = dict.fromkeys(p for p in placements if p not in known)
+    return [Candidate(placement, str(placement)) for placement in wanted]

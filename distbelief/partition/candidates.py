@@ -6,8 +6,9 @@
     inputs 4    partial sums over 4 parts of the first input, combined by the same 4
 
 Region i is on machine i, and k regions are on the first k machines, so that layers that
-are cut alike exchange little. Extents are in proportion to the machines' speeds. Equal
-machines are interchangeable: whole layers go to the first one, unless memory is short.
+are cut alike exchange little; which machines are the first is for the caller to say
+(see `arrangements`). Extents are in proportion to the machines' speeds. Equal machines
+are interchangeable: whole layers go to the first one, unless memory is short.
 """
 
 import math
@@ -59,15 +60,20 @@ class Candidate(NamedTuple):
     label: str
 
 
-def candidates(layer: Layer, cluster: Cluster) -> list[Candidate]:
+def candidates(
+    layer: Layer, cluster: Cluster, *, machines: Sequence[int] | None = None
+) -> list[Candidate]:
     """Return the ways to place a layer, whole ones first: at most `N_CANDIDATES_MAX`.
 
     Args:
         layer: Not an input.
         cluster: Machines, fastest first.
+        machines: All of them in the order in which they are used; by default as they
+            stand in the cluster.
     """
-    wholes = [whole(layer, machine) for machine in _whole_machines(cluster)]
-    splits = [] if layer.whole else list(_families(layer, cluster))
+    machines = machines or range(len(cluster))
+    wholes = [whole(layer, machine) for machine in _whole_machines(cluster, machines)]
+    splits = [] if layer.whole else list(_families(layer, cluster, machines))
     return [*wholes, *_thinned(splits, N_CANDIDATES_MAX - len(wholes))]
 
 
@@ -77,20 +83,33 @@ def whole(layer: Layer, machine: int) -> Candidate:
     return Candidate(Placement.whole(len(layer.shape), machine), label)
 
 
-def split(layer: Layer, cluster: Cluster, parts: Sequence[int]) -> Candidate | None:
+def split(
+    layer: Layer,
+    cluster: Cluster,
+    parts: Sequence[int],
+    *,
+    machines: Sequence[int] | None = None,
+) -> Candidate | None:
     """Return a layer's output cut into so many parts along each dimension.
+
+    Args:
+        layer: Whose output.
+        cluster: With all machines.
+        parts: Of each dimension.
+        machines: In the order in which they are used.
 
     Returns:
         None if it cannot be cut so, or there are too few machines.
     """
     cuts = () if layer.whole else kind_of(layer).cuts(layer)
-    placement = _cut(layer.shape, cuts, cluster, parts)
+    machines = machines or range(len(cluster))
+    placement = _cut(layer.shape, cuts, cluster, parts, machines)
     if placement is None:
         return None
     words = dimension_words(layer)
     in_two = [dim for dim, n_parts in enumerate(parts) if n_parts > 1]
     if not in_two:
-        return whole(layer, 0)
+        return whole(layer, machines[0])
     if len(in_two) == 1:
         label = f"{words[in_two[0]]} {parts[in_two[0]]}"
     elif min(in_two) >= len(parts) - 2:
@@ -101,7 +120,12 @@ def split(layer: Layer, cluster: Cluster, parts: Sequence[int]) -> Candidate | N
 
 
 def partial_sums(
-    layer: Layer, cluster: Cluster, n_parts: int, *, dim: int
+    layer: Layer,
+    cluster: Cluster,
+    n_parts: int,
+    *,
+    dim: int,
+    machines: Sequence[int] | None = None,
 ) -> Candidate | None:
     """Return a layer as partial sums over parts of dimension `dim` of its first input.
 
@@ -115,20 +139,21 @@ def partial_sums(
         return None
     partial = kind_of(layer).partial
     assert partial is not None, layer.name
+    machines = machines or range(len(cluster))
     shape = layer.input_shapes[0]
     parts = [n_parts if other == dim else 1 for other in range(len(shape))]
-    placement = _cut(shape, partial.cuts(layer), cluster, parts)
+    placement = _cut(shape, partial.cuts(layer), cluster, parts, machines)
     if placement is None:
         return None
     combine: Placement | None = None
     if layer.region.n_elements >= _N_COMBINED_MIN * n_parts:
         longest = max(range(len(layer.shape)), key=lambda other: layer.shape[other])
         parts = [n_parts if o == longest else 1 for o in range(len(layer.shape))]
-        combine = _cut(layer.shape, (Cut(longest),), cluster, parts)
+        combine = _cut(layer.shape, (Cut(longest),), cluster, parts, machines)
     combined = Placement(
         cuts=placement.cuts,
         machines=placement.machines,
-        combine=combine or Placement.whole(len(layer.shape), 0),
+        combine=combine or Placement.whole(len(layer.shape), machines[0]),
     )
     place = "" if dim == summed_dims(layer)[0] else f" of dimension {dim}"
     return Candidate(combined, f"inputs {n_parts}{place}")
@@ -168,21 +193,22 @@ def sizes(n_machines: int) -> list[int]:
     return sorted(k for k in powers | divisors if k <= n_machines)
 
 
-def _whole_machines(cluster: Cluster) -> list[int]:
+def _whole_machines(cluster: Cluster, machines: Sequence[int]) -> list[int]:
     """Return which machines may have a whole layer: some of each sort."""
-    n_machines = len(cluster)
     if any(machine.memory < UNLIMITED for machine in cluster.machines):
-        return list(range(min(n_machines, _N_WHOLE_MAX)))
+        return list(machines[:_N_WHOLE_MAX])
     first_of_sort: dict[object, int] = {}
-    for index, machine in enumerate(cluster.machines):
-        first_of_sort.setdefault(machine, index)
+    for index in machines:
+        first_of_sort.setdefault(cluster.machines[index], index)
     chosen = set(first_of_sort.values())
     if not cluster.is_uniform:
-        chosen.update(range(min(n_machines, 2)))
-    return sorted(chosen)[:_N_WHOLE_MAX]
+        chosen.update(machines[:2])
+    return [index for index in machines if index in chosen][:_N_WHOLE_MAX]
 
 
-def _families(layer: Layer, cluster: Cluster) -> Iterator[list[Candidate]]:
+def _families(
+    layer: Layer, cluster: Cluster, machines: Sequence[int]
+) -> Iterator[list[Candidate]]:
     """Yield candidates of each sort, in order of their number of parts."""
     n_dims = len(layer.shape)
     cuttable = [cut.dim for cut in kind_of(layer).cuts(layer)]
@@ -197,10 +223,12 @@ def _families(layer: Layer, cluster: Cluster) -> Iterator[list[Candidate]]:
     if n_dims >= 3 and {0, n_dims - 2} <= set(cuttable):
         tried.append(_grids(layer.shape, 0, n_dims - 2, counts, n_each=1))
     for family in tried:
-        found = [split(layer, cluster, parts) for parts in family]
+        found = [split(layer, cluster, parts, machines=machines) for parts in family]
         yield [candidate for candidate in found if candidate is not None]
     for dim in summed_dims(layer):
-        found = [partial_sums(layer, cluster, k, dim=dim) for k in counts]
+        found = [
+            partial_sums(layer, cluster, k, dim=dim, machines=machines) for k in counts
+        ]
         yield [candidate for candidate in found if candidate is not None]
 
 
@@ -229,7 +257,11 @@ def _grids(
 
 
 def _cut(
-    shape: Shape, cuts: Sequence[Cut], cluster: Cluster, parts: Sequence[int]
+    shape: Shape,
+    cuts: Sequence[Cut],
+    cluster: Cluster,
+    parts: Sequence[int],
+    machines: Sequence[int],
 ) -> Placement | None:
     """Return the first machines' cells, as large as their machines are fast."""
     units = {cut.dim: cut.unit for cut in cuts}
@@ -239,11 +271,12 @@ def _cut(
     for dim, (extent, n_parts) in enumerate(zip(shape, parts, strict=True)):
         if n_parts > 1 and (dim not in units or n_parts * units[dim] > extent):
             return None
-    speeds = np.array(weights(cluster.machines[:n_cells])).reshape(tuple(parts))
+    used = [cluster.machines[index] for index in machines[:n_cells]]
+    speeds = np.array(weights(used)).reshape(tuple(parts))
     dims = range(len(shape))
     shares = [speeds.sum(tuple(o for o in dims if o != dim)).tolist() for dim in dims]
     return grid(
-        shape, shares, range(n_cells), units=[units.get(dim, 1) for dim in dims]
+        shape, shares, machines[:n_cells], units=[units.get(dim, 1) for dim in dims]
     )
 
 

@@ -1,11 +1,13 @@
 """What `distbelief partition` does: plan, print, and write what was asked for."""
 
 import json
+import math
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final, Protocol, final
 
 import torch
 from rich.console import Console
@@ -13,15 +15,18 @@ from rich.markup import escape
 from rich.status import Status
 from torch import nn
 
+from distbelief.errors import StorageError
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.layer import GraphError
-from distbelief.partition import differing
 from distbelief.partition.ordering import order_of
-from distbelief.partition.outlook import WIDTH, outlook_of
-from distbelief.program.plan import load
+from distbelief.partition.outlook import WIDTH, Outlook, outlook_of
+from distbelief.partition.reports import differing, explaining
+from distbelief.program.plan import Plan, load
 
 
 DEFAULT_CLUSTER: Final = "rack-10g"
+
+_TELL_EVERY_SECONDS: Final = 2.0
 
 
 @final
@@ -63,12 +68,35 @@ class Request:
     as_json: bool = False
 
 
-def run(request: Request, make: Callable[[], object]) -> bool:
+class Trial(Protocol):
+    """What came of running a plan."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all is as it should be."""
+        ...
+
+    def plain(self) -> Mapping[str, object]:
+        """Return all of it as JSON has it."""
+        ...
+
+    def show(self, console: Console) -> None:
+        """Print it."""
+        ...
+
+
+def run(
+    request: Request,
+    make: Callable[[], object],
+    *,
+    verify: Callable[[Outlook], Trial] | None = None,
+) -> bool:
     """Plan and print; return whether the plan for the most machines fits.
 
     Args:
         request: What is asked.
         make: Makes the model; called on the meta device, so that it has no memory.
+        verify: Runs that plan. If what comes of it is wrong, the plan does not fit.
 
     Raises:
         GraphError: the model cannot be captured, a pin is impossible, a count too high.
@@ -90,19 +118,19 @@ def run(request: Request, make: Callable[[], object]) -> bool:
             profile=request.profile,
             tell=lambda what: status.update(escape(what)),
         )
+    for layer in request.explain:
+        explaining.check(order.graph, layer)
     with console.status("planning") as status:
         outlook = outlook_of(
             order,
             request.counts,
             model=request.model,
             loss=request.loss,
-            tell=lambda what: _tell(console, status, f"planning: {what}"),
+            tell=_Teller(console, status).tell,
         )
     explained = [outlook.explain(layer) for layer in request.explain]
-    if request.as_json:
-        print(json.dumps(outlook.plain()))  # noqa: T201 -- what was asked for
-    else:
-        outlook.show(console)
+    trial = _tried(outlook, verify, console)
+    _print(outlook, trial, console, as_json=request.as_json)
     for table in explained:
         console.print(table)
     if request.out is not None:
@@ -111,16 +139,38 @@ def run(request: Request, make: Callable[[], object]) -> bool:
         outlook.trace(request.timeline)
     if request.picture is not None:
         outlook.draw(request.picture)
-    return outlook.fits
+    return outlook.fits and (trial is None or trial.passed)
+
+
+def _tried(
+    outlook: Outlook, verify: Callable[[Outlook], Trial] | None, console: Console
+) -> Trial | None:
+    """Run the plan, if that was asked for."""
+    if verify is None:
+        return None
+    with console.status("running the plan"):
+        return verify(outlook)
+
+
+def _print(
+    outlook: Outlook, trial: Trial | None, console: Console, *, as_json: bool
+) -> None:
+    if as_json:
+        tried = {} if trial is None else {"verified": trial.plain()}
+        print(json.dumps({**outlook.plain(), **tried}))  # noqa: T201 -- was asked for
+        return
+    outlook.show(console)
+    if trial is not None:
+        trial.show(console)
 
 
 def compare(one: Path, other: Path, *, as_json: bool) -> bool:
     """Print where two plan files differ; return whether they do not.
 
     Raises:
-        GraphError: one of them is no plan.
+        GraphError: one of them is no plan, or there is no such file.
     """
-    first, second = load(one), load(other)
+    first, second = _plan_in(one), _plan_in(other)
     if as_json:
         rows = differing.differences(first, second)
         print(json.dumps(rows))  # noqa: T201 -- what was asked for
@@ -128,6 +178,13 @@ def compare(one: Path, other: Path, *, as_json: bool) -> bool:
         names = (str(one), str(other))
         _console().print(differing.show(first, second, names=names))
     return first == second
+
+
+def _plan_in(path: Path) -> Plan:
+    try:
+        return load(path)
+    except StorageError as error:
+        raise GraphError(f"{error}: name a file that --out has written") from error
 
 
 def _check_place(path: Path | None) -> None:
@@ -140,12 +197,31 @@ def _check_place(path: Path | None) -> None:
         raise GraphError(f"{path}: there is no directory {path.parent}: make it first")
 
 
-def _tell(console: Console, status: Status, what: str) -> None:
-    """Show what is being done; where nothing can be replaced, line by line."""
-    if console.is_terminal:
-        status.update(what)
-    else:
-        print(what, file=sys.stderr)  # noqa: T201 -- progress
+@final
+class _Teller:
+    """Shows what is being done; where nothing can be replaced, line by line.
+
+    Lines are for those who wait, and for logs: one every few seconds is enough.
+
+    Args:
+        console: Where to.
+        status: What is replaced if that is a terminal.
+    """
+
+    def __init__(self, console: Console, status: Status) -> None:
+        self._console = console
+        self._status = status
+        self._told = -math.inf
+
+    def tell(self, what: str) -> None:
+        """Show it, or not."""
+        if self._console.is_terminal:
+            self._status.update(escape(f"planning: {what}"))
+            return
+        now = time.monotonic()
+        if now - self._told >= _TELL_EVERY_SECONDS:
+            self._told = now
+            print(f"planning: {what}", file=sys.stderr)  # noqa: T201 -- progress
 
 
 def _made(request: Request, make: Callable[[], object]) -> nn.Module:

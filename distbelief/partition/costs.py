@@ -10,10 +10,11 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.graph.kind import Work, joined, kind_of
+from distbelief.graph.kind import joined, kind_of
 from distbelief.graph.layer import INPUT, Layer, LayerGraph
 from distbelief.graph.region import Region
 from distbelief.program.cluster import Cluster, Machine
+from distbelief.program.tasks import work_of
 
 
 N_BYTES: Final = 4
@@ -80,10 +81,12 @@ class AnalyticCosts:
     ) -> None:
         self.batch = batch
         self._machines = cluster.machines
+        # Equal machines by the first of them: a number is quicker to look up.
+        self._first = [cluster.machines.index(machine) for machine in cluster.machines]
         self._single = single
         self._signatures = Signatures()
         self._known: dict[
-            tuple[Signature, Region, Machine, bool, bool], tuple[float, float]
+            tuple[Signature, int, bool, bool], dict[Region, tuple[float, float]]
         ] = {}
 
     def forward(
@@ -103,31 +106,15 @@ class AnalyticCosts:
     ) -> tuple[float, float]:
         if layer.kind == INPUT or not region.n_elements:
             return (0.0, 0.0)
-        figures = self._machines[machine]
-        single = layer.name in self._single
-        key = (self._signatures.of(layer), region, figures, partial, single)
-        known = self._known.get(key)
-        if known is None:
-            n_samples = 1 if single else self.batch
-            known = _roofline(layer, region, figures, n_samples, partial=partial)
-            self._known[key] = known
-        return known
-
-
-def work_of(layer: Layer, region: Region, *, partial: bool) -> Work:
-    """Return what a sample costs, also of a part of the first input."""
-    kind = kind_of(layer)
-    if not partial:
-        return kind.work(layer, region)
-    assert kind.partial is not None, layer.name
-    whole = kind.work(layer, layer.region)
-    share = region.n_elements / max(1, Region.of(*layer.input_shapes[0]).n_elements)
-    written = kind.partial.writes(layer, region).n_elements
-    return Work(
-        forward=share * whole.forward,
-        backward=share * whole.backward,
-        n_elements=share * whole.n_elements + written,
-    )
+        first, single = self._first[machine], layer.name in self._single
+        key = (self._signatures.of(layer), first, partial, single)
+        known = self._known.setdefault(key, {})
+        seconds = known.get(region)
+        if seconds is None:
+            figures, n_samples = self._machines[first], 1 if single else self.batch
+            seconds = _roofline(layer, region, figures, n_samples, partial=partial)
+            known[region] = seconds
+        return seconds
 
 
 def tensor_bytes(layer: Layer, region: Region, *, partial: bool) -> tuple[float, float]:

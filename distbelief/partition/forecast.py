@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
+from distbelief.partition.playing import Way
+from distbelief.program.cluster import Cluster
 from distbelief.program.placement import Placement
 
 
@@ -90,3 +92,46 @@ class Forecast:
     def fits(self) -> bool:
         """Whether every machine has memory enough."""
         return not self.offenders
+
+
+def forecast_of(
+    way: Way, cluster: Cluster, *, alone: float, model_bound: float, lower_bound: float
+) -> Forecast:
+    """Return what is to be expected of a way.
+
+    Args:
+        way: Played through.
+        cluster: The machines that there may be.
+        alone: Seconds of a step on the first machine alone.
+        model_bound: No plan of the candidates costs less in the solver's model.
+        lower_bound: No plan at all takes less.
+    """
+    done = way.price
+    used = tuple(sorted(done.compiled.order))
+    step = max(done.step_seconds, 1e-300) * len(used)
+    rows = [done.seconds[machine] for machine in used]
+    return Forecast(
+        n_machines=len(cluster),
+        used=used,
+        placements=way.placements,
+        method=way.method,
+        seconds=way.seconds,
+        one_machine_seconds=alone,
+        shares=Shares(
+            compute=sum(row.compute for row in rows) / step,
+            communication=sum(row.communication for row in rows) / step,
+            sync=sum(row.sync for row in rows) / step,
+            wait=sum(row.wait for row in rows) / step,
+        ),
+        memory=tuple(map(float, done.memory_bytes)),
+        offenders=tuple(
+            index
+            for index, machine in enumerate(cluster.machines)
+            if done.memory_bytes[index] > machine.memory
+        ),
+        link_bytes=done.link_bytes,
+        micro_batches=way.micro_batches,
+        model_seconds=way.model_seconds,
+        model_bound=model_bound,
+        lower_bound=lower_bound,
+    )

@@ -40,6 +40,7 @@ class Jitter:
         self._layers = {layer.name: index for index, layer in enumerate(graph.layers)}
         self._sigmas = np.array([machine.jitter for machine in cluster.machines])
         self._seed = seed
+        self._drawn: dict[tuple[int, bool], Floats] = {}
 
     def quantiles(
         self, price: Price, quantiles: Sequence[float] = QUANTILES
@@ -67,6 +68,11 @@ class Jitter:
 
     def _factors(self, layer: int, *, backward: bool) -> Floats:
         """Return the draws of a phase, (N_DRAWS, n_machines), the first ones shared."""
+        if (layer, backward) not in self._drawn:
+            self._drawn[layer, backward] = self._draw(layer, backward=backward)
+        return self._drawn[layer, backward]
+
+    def _draw(self, layer: int, *, backward: bool) -> Floats:
         generator = np.random.default_rng((self._seed, layer, int(backward)))
         # One row per machine: those of fewer machines are the first rows of more.
         half = generator.standard_normal((len(self._sigmas), N_DRAWS // 2)).T

@@ -7,22 +7,29 @@ another     yes        the same, times measured / arithmetic on this machine
 """
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from torch import nn
 
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.layer import LayerGraph
+from distbelief.graph.layer import GraphError, LayerGraph
 from distbelief.graph.losses import append_loss, whole_loss
 from distbelief.partition.costs import AnalyticCosts, single_sample
-from distbelief.partition.host import HERE, here
-from distbelief.partition.measuring import profiled
 from distbelief.partition.planning import Order, Told
-from distbelief.partition.profiled_costs import ProfiledCosts
+from distbelief.partition.profiling.host import HERE, here
+from distbelief.partition.profiling.measuring import profiled
+from distbelief.partition.profiling.probing import recheck
+from distbelief.partition.profiling.profiled_costs import ProfiledCosts
 from distbelief.program.cluster import Cluster
 from distbelief.program.cluster_file import load_cluster
+
+
+_N_BYTES_MAX: Final = 1 << 50
+"""Of one layer, a petabyte: beyond, sums over layers and machines might overflow."""
 
 
 def order_of(  # noqa: PLR0913 -- all that a plan depends on
@@ -62,6 +69,8 @@ def order_of(  # noqa: PLR0913 -- all that a plan depends on
     graph = capture(model, inputs)
     if loss:
         graph = append_loss(graph, loss)
+    _check_sizes(graph, batch)
+    slower = recheck(tell) if is_here or profile else 1.0
     if machines is None:
         tell("measuring this machine")
         machines = here(max([1, *counts]))
@@ -88,9 +97,31 @@ def order_of(  # noqa: PLR0913 -- all that a plan depends on
 
     modules = _modules(model, graph, loss=loss)
     measured = profiled(graph, batch=batch, modules=modules, progress=progress)
-    profiled_costs = ProfiledCosts(measured, machines=costs, host=host)
+    profiled_costs = ProfiledCosts(measured, machines=costs, host=host, slower=slower)
     # Nobody measured fewer samples, for micro-batches.
     return replace(order, costs=profiled_costs, costs_for=None)
+
+
+def _check_sizes(graph: LayerGraph, batch: int) -> None:
+    """Check that bytes can be counted.
+
+    Raises:
+        GraphError: a layer of so many samples is larger than anything there is.
+    """
+    for layer in graph.layers:
+        n_bytes = 8 * batch * math.prod(layer.shape)
+        if n_bytes > _N_BYTES_MAX:
+            raise GraphError(
+                f"layer {layer.name!r} of shape {list(layer.shape)} takes "
+                f"{n_bytes:.2g} bytes with a batch of {batch:.3g}: use fewer samples, "
+                "or a smaller input"
+            )
+    for name, use in graph.tensors.items():
+        if 8 * math.prod(use.shape) > _N_BYTES_MAX:
+            raise GraphError(
+                f"tensor {name!r} of shape {list(use.shape)} is larger than anything "
+                "there is: use a smaller model"
+            )
 
 
 def _named(cluster: str | Path | Cluster, counts: Sequence[int]) -> Cluster:

@@ -21,12 +21,17 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief import files
-from distbelief.graph.capture import InputSpec
-from distbelief.graph.layer import GraphError
-from distbelief.partition import explaining, origin, report
+from distbelief.partition.arguments import (
+    check_model,
+    check_words,
+    counts_of,
+    examples_of,
+    spec_of,
+)
 from distbelief.partition.ordering import order_of
-from distbelief.partition.picture import draw_plan
 from distbelief.partition.planning import Order, Planned, Told, plan as plan_order
+from distbelief.partition.reports import explaining, origin, report
+from distbelief.partition.reports.picture import draw_plan
 from distbelief.program.cluster import Cluster
 from distbelief.program.plan import Plan, Prediction, plan_for
 from distbelief.program.timeline import chrome_trace
@@ -223,7 +228,7 @@ def plan(  # noqa: PLR0913 -- all that a plan depends on
         machines: How many there may be; a row for each number.
         cluster: A ready-made one's name, the path of a file, or a cluster; or "here":
             machines like this one, whose network nobody has measured. For another
-            network give `distbelief.partition.host.here(n, network=...)`.
+            network give `distbelief.partition.profiling.host.here(n, network=...)`.
         pins: Per layer how it must be split: {"conv1": "grid:3x3"}.
         exactly: Use all machines, even if fewer were faster.
         profile: What layers take longer here than by arithmetic, they do on machines of
@@ -233,16 +238,18 @@ def plan(  # noqa: PLR0913 -- all that a plan depends on
         GraphError: the model cannot be captured, a pin is impossible, the cluster has
             fewer machines.
     """
-    examples = [example] if isinstance(example, torch.Tensor) else list(example)
-    if not examples or not all(x.ndim and len(x) == len(examples[0]) for x in examples):
-        raise GraphError(
-            "the example is no batch: give a tensor (batch, *shape), or one per input, "
-            f"not {[list(x.shape) for x in examples]}"
-        )
-    counts = [machines] if isinstance(machines, int) else machines
+    check_model(model)
+    examples = examples_of(example)
+    counts = counts_of(machines)
+    check_words(
+        loss=loss,
+        cluster=cluster,
+        pins=pins or {},
+        flags={"exactly": exactly, "profile": profile},
+    )
     order = order_of(
         model,
-        [_spec(x) for x in examples],
+        [spec_of(x) for x in examples],
         batch=len(examples[0]),
         loss=loss,
         counts=counts,
@@ -267,10 +274,3 @@ def outlook_of(
     done = {each.forecast.n_machines for each in planned}
     skipped = sorted(set(counts) - done)
     return Outlook(order, planned, model=model, loss=loss, skipped=skipped)
-
-
-def _spec(example: torch.Tensor) -> InputSpec:
-    n_values = None
-    if not example.is_floating_point():
-        n_values = int(example.max()) + 1 if not example.is_meta else 1
-    return InputSpec(shape=tuple(example.shape[1:]), n_values=n_values)

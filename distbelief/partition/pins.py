@@ -6,7 +6,7 @@ the number of machines, allow.
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from distbelief.graph.kind import kind_of
@@ -26,8 +26,15 @@ _WHOLE: Final = re.compile(r"whole(?:@(\d+))?")
 _SPLIT: Final = re.compile(r"(\w+)[: ](\d+(?:x\d+)*)")
 
 
-def check_pins(graph: LayerGraph, pins: Mapping[str, str]) -> None:
+def check_pins(
+    graph: LayerGraph, pins: Mapping[str, str], cluster: Cluster | None = None
+) -> None:
     """Check that pins are of layers that are computed.
+
+    Args:
+        graph: Whose layers.
+        pins: Per layer its split.
+        cluster: Machines on which each has to be possible, if that is to be checked.
 
     Raises:
         GraphError: one is not.
@@ -35,22 +42,43 @@ def check_pins(graph: LayerGraph, pins: Mapping[str, str]) -> None:
     for name in pins:
         if name not in graph.by_name:
             near = difflib.get_close_matches(name, list(graph.by_name), n=3)
-            hint = f": do you mean {' or '.join(map(repr, near))}?" if near else ""
+            few = [x.name for x in graph.layers if x.kind != INPUT][:8]
+            hint = (
+                f": do you mean {' or '.join(map(repr, near))}?"
+                if near
+                else f" (there are {', '.join(few)}, ...)"
+            )
             raise GraphError(f"{name!r} is pinned, but there is no such layer{hint}")
         if graph[name].kind == INPUT:
             raise GraphError(
                 f"{name!r} is pinned, but it is an input: every machine reads what it "
-                "needs of it"
+                "needs of it; pin the layers that read it instead"
             )
+        if cluster is not None:
+            pinned(graph[name], cluster, pins[name])
 
 
-def pinned(layer: Layer, cluster: Cluster, pin: str) -> Candidate:
+def pinned(
+    layer: Layer,
+    cluster: Cluster,
+    pin: str,
+    *,
+    machines: Sequence[int] | None = None,
+) -> Candidate:
     """Return the candidate that a pin means.
+
+    Args:
+        layer: Which is pinned.
+        cluster: With all machines.
+        pin: What to.
+        machines: In the order in which they are used.
 
     Raises:
         GraphError: the layer cannot be placed so; lists what is possible.
     """
-    found = _whole(layer, cluster, pin) or _split(layer, cluster, pin)
+    found = _whole(layer, cluster, pin) or _split(
+        layer, cluster, pin, machines=machines
+    )
     if found is None:
         raise GraphError(
             f"{layer.name!r} cannot be pinned to {pin!r} on {len(cluster)} machines; "
@@ -92,7 +120,9 @@ def _whole(layer: Layer, cluster: Cluster, pin: str) -> Candidate | None:
     return whole(layer, machine) if machine < len(cluster) else None
 
 
-def _split(layer: Layer, cluster: Cluster, pin: str) -> Candidate | None:
+def _split(
+    layer: Layer, cluster: Cluster, pin: str, *, machines: Sequence[int] | None
+) -> Candidate | None:
     match = _SPLIT.fullmatch(pin)
     if match is None:
         return None
@@ -101,9 +131,11 @@ def _split(layer: Layer, cluster: Cluster, pin: str) -> Candidate | None:
         return None
     if word == "inputs" and len(numbers) == 1:
         dims = summed_dims(layer)
-        return partial_sums(layer, cluster, numbers[0], dim=dims[0]) if dims else None
+        if not dims:
+            return None
+        return partial_sums(layer, cluster, numbers[0], dim=dims[0], machines=machines)
     parts = _parts(layer, word, numbers)
-    return split(layer, cluster, parts) if parts else None
+    return split(layer, cluster, parts, machines=machines) if parts else None
 
 
 def _parts(layer: Layer, word: str, numbers: list[int]) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from distbelief.partition.problem import Choice, Problem
+from distbelief.partition.solvers.problem import Choice, Problem
 
 
 TRIES_MAX: Final = 300

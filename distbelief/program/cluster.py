@@ -27,6 +27,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         flops: Floating point operations per second in a large matrix product.
         memory_rate: Bytes per second to and from memory.
+        message_rate: Bytes per second of messages, sent or received, that would keep
+            its processors busy; what it computes meanwhile takes longer.
         memory: Bytes that parameters, gradients and activations may take.
         overhead: Seconds that each layer costs, however small.
         jitter: Standard deviation of the logarithm of its compute times: 0.1 is a
@@ -36,13 +38,14 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     flops: float
     memory_rate: float
+    message_rate: float = UNLIMITED
     memory: float = UNLIMITED
     overhead: float = 0.0
     jitter: float = 0.0
     bandwidth: float
 
     def __post_init__(self) -> None:
-        for name in ("flops", "memory_rate", "memory", "bandwidth"):
+        for name in ("flops", "memory_rate", "message_rate", "memory", "bandwidth"):
             if not getattr(self, name) > 0:
                 raise GraphError(
                     f"a machine's {name} is {getattr(self, name)}; use a number above 0"

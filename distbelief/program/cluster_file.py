@@ -9,6 +9,7 @@
     memory_rate = "30 GB/s"
     bandwidth = "1 Gbit/s"
     memory = "16 GiB"               # from here on may be left out
+    message_rate = "4 GB/s"
     overhead = "50 us"
     jitter = 0.1
 
@@ -55,9 +56,14 @@ _QUANTITIES: Final[Mapping[str, Dimension]] = {
     "memory_rate": "rate",
     "bandwidth": "rate",
     "memory": "bytes",
+    "message_rate": "rate",
     "overhead": "time",
 }
-_DEFAULTS: Final = {"memory": UNLIMITED, "overhead": 0.0}
+_DEFAULTS: Final = {
+    "memory": UNLIMITED,
+    "message_rate": UNLIMITED,
+    "overhead": 0.0,
+}
 _ENDS: Final = re.compile(r"(0|[1-9][0-9]{0,5})-(0|[1-9][0-9]{0,5})")
 
 

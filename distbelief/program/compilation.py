@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import final
 
+from distbelief.graph.kinds.normalisation import running_averages
 from distbelief.graph.layer import INPUT, LayerGraph
-from distbelief.program.demands import Demands, check, demands
+from distbelief.graph.region import Region
+from distbelief.program.demands import Demands, KnownDemands, check, demands
 from distbelief.program.gradients import with_gradient
 from distbelief.program.instructions import Message, Program
+from distbelief.program.parts import Parts
 from distbelief.program.placement import Placement
 from distbelief.program.replication import pieces
 from distbelief.program.routing import Kept, route
@@ -71,12 +74,31 @@ class Compiled:
         )
 
 
+@final
+class Known:
+    """What is alike in plans of one graph and batch, kept for whoever compiles many.
+
+    Args:
+        graph: Of all plans.
+        n_plans: So many that have nothing in common can be kept.
+    """
+
+    def __init__(self, graph: LayerGraph, *, n_plans: int = 4) -> None:
+        n_parts = n_plans * (2 * len(graph.layers) + len(graph.tensors))
+        self.checked = Parts[None](n_parts)
+        self.demands = KnownDemands(n_parts)
+        self.pieces = Parts[list[tuple[int, Region]]](n_parts)
+        self.traffic = Parts[Traffic](n_parts)
+        self.gradients = with_gradient(graph)
+
+
 def compile_plan(
     graph: LayerGraph,
     placements: Mapping[str, Placement],
     *,
     batch: int,
     n_machines: int,
+    known: Known | None = None,
 ) -> Compiled:
     """Return who computes and sends what.
 
@@ -85,22 +107,31 @@ def compile_plan(
         placements: Of every layer except inputs.
         batch: Samples of a step.
         n_machines: They are counted from 0.
+        known: Of other plans of this graph and batch.
 
     Raises:
         GraphError: a layer has no place, cannot be computed there, or is unknown.
     """
-    check(graph, placements, n_machines=n_machines)
+    known = known or Known(graph, n_plans=1)
+    check(graph, placements, n_machines=n_machines, known=known.checked)
     order = _order(graph, placements)
-    gradients = with_gradient(graph)
-    needs = demands(graph, placements, batch=batch, gradients=gradients)
-    kept = {
-        name: pieces(
-            # In the order of the plan, so that machines' numbers do not matter.
-            {machine: users[machine] for machine in order if machine in users},
-            n_dims=len(graph.tensors[name].shape),
+    gradients = known.gradients
+    needs = demands(
+        graph, placements, batch=batch, gradients=gradients, known=known.demands
+    )
+    kept = {}
+    averages = running_averages(graph)
+    for name, by_machine in needs.tensors.items():
+        if name in averages:  # who computes a new running statistic keeps it
+            layer = graph[averages[name]]
+            kept[name] = placements[layer.name].owners(layer)
+            continue
+        # In the order of the plan, so that machines' numbers do not matter.
+        users = {m: by_machine[m] for m in order if m in by_machine}
+        n_dims = len(graph.tensors[name].shape)
+        kept[name] = known.pieces.get(
+            (name, tuple(users.items())), partial(pieces, users, n_dims=n_dims)
         )
-        for name, users in needs.tensors.items()
-    }
     return Compiled(
         graph=graph,
         placements=placements,
@@ -110,7 +141,15 @@ def compile_plan(
         gradients=gradients,
         demands=needs,
         kept=kept,
-        traffic=route(graph, placements, needs, kept, batch=batch, gradients=gradients),
+        traffic=route(
+            graph,
+            placements,
+            needs,
+            kept,
+            batch=batch,
+            gradients=gradients,
+            known=known.traffic,
+        ),
     )
 
 

@@ -1,15 +1,17 @@
 """What every machine computes, and what it needs for that: states, tensors, sums."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, final, get_args
 
 from distbelief.graph.kind import joined
-from distbelief.graph.layer import INPUT, GraphError, LayerGraph
+from distbelief.graph.layer import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.region import Region
 from distbelief.program.boxes import disjoint
+from distbelief.program.parts import Parts
 from distbelief.program.placement import Placement
-from distbelief.program.tasks import Needed, Task, backward_of, needed, tasks_of
+from distbelief.program.tasks import Task, backward_of, needed, tasks_of
 
 
 Needs = Mapping[str, Mapping[int, tuple[Region, ...]]]
@@ -36,9 +38,19 @@ class Demands:
 
 
 def check(
-    graph: LayerGraph, placements: Mapping[str, Placement], *, n_machines: int
+    graph: LayerGraph,
+    placements: Mapping[str, Placement],
+    *,
+    n_machines: int,
+    known: Parts[None],
 ) -> None:
     """Check that every layer has a place where it can be computed.
+
+    Args:
+        graph: What is computed.
+        placements: Where.
+        n_machines: They are counted from 0.
+        known: Layers, their placements and numbers of machines that are in order.
 
     Raises:
         GraphError: one has not, or there is a place for no layer.
@@ -64,7 +76,35 @@ def check(
             "layer needs one, except inputs"
         )
     for name, placement in placements.items():
-        placement.check(graph[name], n_machines=n_machines)
+        check_one = partial(placement.check, graph[name], n_machines=n_machines)
+        known.get((name, placement, n_machines), check_one)
+
+
+_Found = dict[str, dict[int, set[Region]]]
+_Sort = Literal["states", "tensors", "contributions"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Entered:
+    """A layer by itself: its tasks, and what they need."""
+
+    forward: tuple[Task, ...]
+    backward: tuple[Task, ...]  # the last cell first
+    needs: Mapping[_Sort, _Found]
+
+
+@final
+class KnownDemands:
+    """What has been worked out for one graph and batch, whatever the plan.
+
+    Args:
+        n_max: Parts of each sort that are kept.
+    """
+
+    def __init__(self, n_max: int) -> None:
+        self.layers = Parts[_Entered](n_max)
+        self.unions = Parts[Mapping[int, tuple[Region, ...]]](n_max)
 
 
 def demands(
@@ -73,6 +113,7 @@ def demands(
     *,
     batch: int,
     gradients: frozenset[str],
+    known: KnownDemands,
 ) -> Demands:
     """Return what machines compute and need.
 
@@ -81,54 +122,53 @@ def demands(
         placements: Checked.
         batch: Samples of a step.
         gradients: Layers with a backward pass.
+        known: Of plans of the same graph, batch and gradients.
     """
-    forward: list[Task] = []
-    backward: list[Task] = []
-    books = _Books()
+    entered: dict[str, _Entered] = {}
     once = joined(graph)
     for layer in graph.layers:
         if layer.kind == INPUT:
             continue
+        name = layer.name
         # A statistic of the batch is one sample, but reads all of them.
-        n_samples = 1 if once.issuperset((layer.name, *layer.inputs)) else batch
-        tasks = list(tasks_of(layer, placements[layer.name], batch=n_samples))
-        for task in tasks:
-            if task.phase != "combine":
-                books.enter(task, needed(layer, task.region, partial=task.is_partial))
-        forward += tasks
-        if layer.name in gradients:
-            # Turned around as a whole at the end, so cells too come last first.
-            backward += [
-                backward_of(task, layer, batch=n_samples)
-                for task in tasks
-                if task.phase != "combine"
-            ]
+        n_samples = 1 if once.issuperset((name, *layer.inputs)) else batch
+        enter = partial(
+            _entered,
+            layer,
+            placements[name],
+            batch=n_samples,
+            backward=name in gradients,
+        )
+        entered[name] = known.layers.get((name, placements[name]), enter)
+    united = {
+        sort: _united(entered, sort, placements, known=known)
+        for sort in get_args(_Sort)
+    }
     return Demands(
-        forward=tuple(forward),
-        backward=tuple(reversed(backward)),
-        states=_disjoint(books.states),
-        tensors=_disjoint(books.tensors),
-        contributions=_disjoint(books.contributions),
+        forward=tuple(task for each in entered.values() for task in each.forward),
+        backward=tuple(
+            task for each in reversed(entered.values()) for task in each.backward
+        ),
+        **united,
     )
 
 
-_Found = dict[str, dict[int, set[Region]]]
-
-
-@final
-@dataclass(slots=True)
-class _Books:
-    states: _Found = field(default_factory=dict)
-    tensors: _Found = field(default_factory=dict)
-    contributions: _Found = field(default_factory=dict)
-
-    def enter(self, task: Task, needs: Needed) -> None:
-        for name, region in needs.reads:
-            _add(self.states, name, task.machine, region)
-        for name, region in needs.uses:
-            _add(self.tensors, name, task.machine, region)
-        if needs.writes is not None:
-            _add(self.contributions, task.layer, task.machine, needs.writes)
+def _entered(
+    layer: Layer, placement: Placement, *, batch: int, backward: bool
+) -> _Entered:
+    tasks = list(tasks_of(layer, placement, batch=batch))
+    computing = [task for task in tasks if task.phase != "combine"]
+    needs: dict[_Sort, _Found] = {"states": {}, "tensors": {}, "contributions": {}}
+    for task in computing:
+        found = needed(layer, task.region, partial=task.is_partial)
+        for name, region in found.reads:
+            _add(needs["states"], name, task.machine, region)
+        for name, region in found.uses:
+            _add(needs["tensors"], name, task.machine, region)
+        if found.writes is not None:
+            _add(needs["contributions"], task.layer, task.machine, found.writes)
+    back = [backward_of(task, layer, batch=batch) for task in computing]
+    return _Entered(tuple(tasks), tuple(reversed(back)) if backward else (), needs)
 
 
 def _add(found: _Found, name: str, machine: int, region: Region) -> None:
@@ -136,8 +176,30 @@ def _add(found: _Found, name: str, machine: int, region: Region) -> None:
         found.setdefault(name, {}).setdefault(machine, set()).add(region)
 
 
-def _disjoint(found: _Found) -> Needs:
+def _united(
+    entered: Mapping[str, _Entered],
+    sort: _Sort,
+    placements: Mapping[str, Placement],
+    *,
+    known: KnownDemands,
+) -> Needs:
+    """Return, by name, what each machine needs for all layers together."""
+    users: dict[str, list[str]] = {}
+    for layer, each in entered.items():
+        for name in each.needs[sort]:
+            users.setdefault(name, []).append(layer)
+
+    def union(name: str, layers: Sequence[str]) -> dict[int, tuple[Region, ...]]:
+        found: dict[int, set[Region]] = {}
+        for layer in layers:
+            for machine, regions in entered[layer].needs[sort][name].items():
+                found.setdefault(machine, set()).update(regions)
+        return {machine: disjoint(regions) for machine, regions in found.items()}
+
     return {
-        name: {machine: disjoint(regions) for machine, regions in by_machine.items()}
-        for name, by_machine in found.items()
+        name: known.unions.get(
+            (sort, name, tuple((layer, placements[layer]) for layer in layers)),
+            partial(union, name, layers),
+        )
+        for name, layers in users.items()
     }

@@ -97,10 +97,11 @@ class _Builder:
         for layer in reversed(compiled.graph.layers):
             if layer.name in backward:
                 self._backward(layer, backward[layer.name])
+        users = self._users()
         for (kind, name), nodes in self._sending.items():
             if kind == "parameter_gradient":
                 for machine, node in nodes.items():
-                    self._wait(node, self._gone_back, self._users(name), machine)
+                    self._wait(node, self._gone_back, users[name], machine)
         return self._nodes
 
     def _forward(self, layer: Layer, tasks: list[tuple[int, Task]]) -> None:
@@ -148,12 +149,13 @@ class _Builder:
                 self._wait_for_arrival(node, "partial_gradient", [name], machine)
             self._gone_back[name][machine] = self._gate(nodes)
 
-    def _users(self, tensor: str) -> list[str]:
-        return [
-            layer.name
-            for layer in self._compiled.graph.layers
-            if any(use.name == tensor for use in layer.tensors.values())
-        ]
+    def _users(self) -> dict[str, dict[str, None]]:
+        """Return the layers that use each tensor, in their order, each once."""
+        found: dict[str, dict[str, None]] = {}
+        for layer in self._compiled.graph.layers:
+            for use in layer.tensors.values():
+                found.setdefault(use.name, {})[layer.name] = None
+        return found
 
     def _gate(self, others: Iterable[int]) -> int:
         node = self._nodes.new()

@@ -1,14 +1,14 @@
 """What a compiled plan costs on a cluster: seconds, bytes and memory.
 
-Seconds of tasks are somebody else's business (`Costs`); of messages, the cluster's. Put
-together by playing the step through (`queues`). The parameter server is not part of it:
+Seconds of tasks are somebody else's business (`Costs`); of messages, and of adding up
+what they bring, the cluster's. Put together by playing the step through (`queues`). The parameter server is not part of it:
 fetches and pushes go on beside the steps of Downpour SGD.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, final
+from typing import Final, Protocol, final
 
 import numpy as np
 
@@ -22,6 +22,10 @@ from distbelief.program.schedule import schedule
 from distbelief.program.shares import Seconds, shares
 from distbelief.program.tasks import Task
 from distbelief.program.traffic import Traffic
+
+
+_ADDING: Final = 3
+"""Bytes moved for each that is added to a sum: it is read, and the sum, and written."""
 
 
 class Costs(Protocol):
@@ -55,7 +59,6 @@ class Price:
         traffic: Its messages.
         step_seconds: Until the last machine is done.
         played: When what happened.
-        latency: Seconds that messages arrive after they are sent.
     """
 
     compiled: Compiled
@@ -64,7 +67,6 @@ class Price:
     traffic: tuple[Traffic, ...]
     step_seconds: float
     played: Played
-    latency: float
 
     @cached_property
     def seconds(self) -> tuple[Seconds, ...]:
@@ -116,7 +118,8 @@ def price(
         )
     place = {machine: index for index, machine in enumerate(compiled.order)}
     step = schedule(compiled, micro_batches=micro_batches)
-    seconds = [_seconds(task, compiled, costs) for task in compiled.tasks]
+    seconds = [_seconds(task, compiled, cluster, costs) for task in compiled.tasks]
+    machines = [cluster.machines[p] for p in compiled.order]
     played = Queues(
         step.nodes,
         machines=compiled.order,
@@ -126,21 +129,20 @@ def price(
         rates=_rates(cluster, compiled.order),
         latency=cluster.latency,
         overhead=cluster.message_overhead,
+        handling=[1.0 / machine.message_rate for machine in machines],
+        adding=[_ADDING / machine.memory_rate for machine in machines],
     ).play()
-    arrivals = played.ends.copy()
-    arrivals[played.n_tasks :] += cluster.latency
     return Price(
         compiled=compiled,
         micro_batches=micro_batches,
         tasks=step.tasks,
         traffic=step.traffic,
-        step_seconds=float(arrivals.max(initial=0.0)),
+        step_seconds=float(played.arrivals.max(initial=0.0)),
         played=played,
-        latency=cluster.latency,
     )
 
 
-def _seconds(task: Task, compiled: Compiled, costs: Costs) -> float:
+def _seconds(task: Task, compiled: Compiled, cluster: Cluster, costs: Costs) -> float:
     layer, machine = compiled.graph[task.layer], task.machine
     match task.phase:
         case "forward" | "partial":
@@ -148,7 +150,8 @@ def _seconds(task: Task, compiled: Compiled, costs: Costs) -> float:
         case "backward" | "partial_backward":
             return costs.backward(layer, task.region, machine, partial=task.is_partial)
         case "combine":
-            return 0.0  # a few additions per number that was sent
+            figures = cluster.machines[machine]
+            return figures.overhead + task.n_bytes / figures.memory_rate
 
 
 def _rates(cluster: Cluster, machines: Sequence[int]) -> FloatArray:

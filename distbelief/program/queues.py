@@ -2,7 +2,9 @@
 
 Every machine computes one task at a time, the first of the plan's order that can begin;
 it sends one message at a time and receives one at a time. A message holds both ends
-until it is sent, and is there `latency` later. Nothing waits on purpose: what can begin
+until it is sent, and is there `latency` later; what is added up, once it is. Messages
+take the time of processors too: what a machine computes when one begins, or ends, takes
+longer by half of what handling it takes. Who waits has time for it. Nothing waits on purpose: what can begin
 does, the most urgent first, then the next machine. Ties depend on places in the plan,
 not on machines' numbers.
 
@@ -28,6 +30,10 @@ FloatArray = npt.NDArray[np.float64]
 
 NOTHING: Final = -1
 
+_SUMS: Final = frozenset({"gradient", "parameter_gradient"})
+"""Kinds of messages that are added to what their receiver has. Partial outputs are too,
+but by a task of their own."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,6 +43,7 @@ class Played:
     Attributes:
         starts: (n_events,) seconds.
         ends: (n_events,) of sending, for messages, which arrive later.
+        arrivals: (n_events,) when what came of it can be used.
         causes: (n_events,) the event after which each could begin; -1 for none.
         n_tasks: How many events are tasks.
         ways: (n_messages,) index of the traffic, for messages.
@@ -46,6 +53,7 @@ class Played:
 
     starts: FloatArray
     ends: FloatArray
+    arrivals: FloatArray
     causes: IntArray
     n_tasks: int
     ways: IntArray
@@ -61,6 +69,7 @@ class _Batch:
     way: int
     receivers: int  # bits
     seconds: dict[int, float]  # by receiver
+    sizes: dict[int, int]  # likewise, bytes
     since: float
     cause: int
 
@@ -78,6 +87,8 @@ class Queues:
         rates: (n_machines, n_machines) bytes per second, in this order.
         latency: Seconds from the end of sending to arrival.
         overhead: Seconds of each message, beside its bytes.
+        handling: Per machine, seconds that a byte keeps its processors.
+        adding: Per machine, seconds until a byte is added to a sum.
     """
 
     def __init__(  # noqa: PLR0913 -- tasks, messages, machines and network
@@ -91,6 +102,8 @@ class Queues:
         rates: FloatArray,
         latency: float,
         overhead: float,
+        handling: Sequence[float],
+        adding: Sequence[float],
     ) -> None:
         n = len(machines)
         place = {machine: index for index, machine in enumerate(machines)}
@@ -98,11 +111,14 @@ class Queues:
         self._place = place
         self._nodes = nodes
         self._places = places
-        self._seconds = seconds
+        self._seconds = list(seconds)
         self._traffic = traffic
         self._rates = rates
         self._latency = latency
         self._overhead = overhead
+        self._handling = handling
+        self._handles = any(handling)
+        self._adding = [dict[int, float]() for _ in traffic]
         self._sending = {
             node: (way, place[machine])
             for (way, machine), node in nodes.sending.items()
@@ -111,13 +127,18 @@ class Queues:
         self._missing = [[0] * n for _ in traffic]
         for (way, machine), node in nodes.arrival.items():
             self._arrival[way][place[machine]] = node
-            count = len(traffic[way].receiving[machine])
-            self._missing[way][place[machine]] = count
+            received = traffic[way].receiving[machine]
+            self._missing[way][place[machine]] = len(received)
+            if traffic[way].kind in _SUMS:
+                n_bytes = int(traffic[way].n_bytes[received].sum())
+                delay = n_bytes * adding[place[machine]]
+                self._adding[way][place[machine]] = delay
         self._agenda: list[tuple[float, int]] = []  # time; node, or beyond: message
         # Computing.
         self._ready: list[list[int]] = [[] for _ in range(n)]
         self._last_task = [NOTHING] * n
         self._is_busy = [False] * n
+        self._owed = [0.0] * n  # seconds that messages took of what is computed now
         self._woken: set[int] = set()
         n_tasks = nodes.n_tasks
         self._task_starts = [0.0] * n_tasks
@@ -133,6 +154,8 @@ class Queues:
         # Messages in the order of their start.
         self._starts: list[float] = []
         self._ends: list[float] = []
+        self._arrivals: list[float] = []
+        self._sizes: list[int] = []
         self._ways: list[int] = []
         self._senders: list[int] = []
         self._receivers: list[int] = []
@@ -197,6 +220,12 @@ class Queues:
 
     def _end_task(self, task: int, now: float) -> None:
         place = self._places[task]
+        owed = self._owed[place]
+        if owed:
+            self._owed[place] = 0.0
+            self._seconds[task] += owed
+            heapq.heappush(self._agenda, (now + owed, task))
+            return
         self._is_busy[place] = False
         self._woken.add(place)
         self._follow(task, now, task)
@@ -216,6 +245,7 @@ class Queues:
             way=way,
             receivers=bits,
             seconds=dict(zip(receivers, seconds.tolist(), strict=True)),
+            sizes=dict(zip(receivers, sizes.tolist(), strict=True)),
             since=now,
             cause=cause,
         )
@@ -269,10 +299,21 @@ class Queues:
         end = now + batch.seconds[receiver]
         self._starts.append(now)
         self._ends.append(end)
+        self._arrivals.append(end + self._latency)
+        n_bytes = batch.sizes[receiver]
+        self._sizes.append(n_bytes)
+        if self._handles:
+            self._handle(n_bytes, sender, receiver)
         self._ways.append(batch.way)
         self._senders.append(sender)
         self._receivers.append(receiver)
         heapq.heappush(self._agenda, (end, len(self._nodes.after) + index))
+
+    def _handle(self, n_bytes: int, *ends: int) -> None:
+        """Let what both ends compute take longer."""
+        for place in ends:
+            if self._is_busy[place]:
+                self._owed[place] += n_bytes * self._handling[place] / 2
 
     def _cause(self, batch: _Batch, sender: int, receiver: int, now: float) -> int:
         if batch.since == now:
@@ -284,6 +325,8 @@ class Queues:
 
     def _end_message(self, index: int, now: float) -> None:
         sender, receiver = self._senders[index], self._receivers[index]
+        if self._handles:
+            self._handle(self._sizes[index], sender, receiver)
         self._free_senders |= 1 << sender
         self._free_receivers |= 1 << receiver
         self._touched_senders |= 1 << sender
@@ -295,7 +338,9 @@ class Queues:
             node = self._arrival[way][receiver]
             self._nodes.n_before[node] = 0
             self._causes[node] = self._nodes.n_tasks + index
-            heapq.heappush(self._agenda, (now + self._latency, node))
+            arrival = now + self._latency + self._adding[way].get(receiver, 0.0)
+            self._arrivals[index] = arrival
+            heapq.heappush(self._agenda, (arrival, node))
 
     def _played(self) -> Played:
         n_tasks = self._nodes.n_tasks
@@ -308,6 +353,7 @@ class Queues:
         return Played(
             starts=starts,
             ends=np.append(task_ends, self._ends),
+            arrivals=np.append(task_ends, self._arrivals),
             causes=np.array(causes, dtype=np.int64),
             n_tasks=n_tasks,
             ways=np.array(self._ways, dtype=np.int64),

@@ -8,7 +8,7 @@
 Input layers are read from the data by whoever needs them, and travel nowhere.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -17,6 +17,7 @@ from distbelief.graph.layer import INPUT, Layer, LayerGraph
 from distbelief.graph.region import Region
 from distbelief.program.demands import Demands, Needs
 from distbelief.program.instructions import MessageKind
+from distbelief.program.parts import Parts
 from distbelief.program.placement import Placement
 from distbelief.program.traffic import Traffic
 
@@ -37,7 +38,7 @@ def index_bytes(graph: LayerGraph, *, batch: int) -> dict[str, int]:
     }
 
 
-def route(
+def route(  # noqa: PLR0913 -- a plan, and what is known of others
     graph: LayerGraph,
     placements: Mapping[str, Placement],
     needs: Demands,
@@ -45,6 +46,7 @@ def route(
     *,
     batch: int,
     gradients: frozenset[str],
+    known: Parts[Traffic],
 ) -> tuple[Traffic, ...]:
     """Return all messages, by kind and name.
 
@@ -55,17 +57,19 @@ def route(
         kept: Who keeps which piece of each tensor.
         batch: Samples of a step.
         gradients: Layers with a backward pass.
+        known: Of plans of the same graph and batch.
     """
     n_bytes = index_bytes(graph, batch=batch)
 
     def ways(kind: MessageKind, wanted: Needs) -> dict[str, Traffic]:
         return {
-            layer.name: Traffic.between(
+            layer.name: _way(
                 (kind, layer.name),
                 placements[layer.name].owners(layer),
                 wanted.get(layer.name, {}),
                 n_bytes=n_bytes[layer.name],
                 n_dims=len(layer.shape),
+                known=known,
             )
             for layer in graph.layers
             if layer.kind != INPUT
@@ -74,17 +78,33 @@ def route(
     states = ways("state", needs.states)
     sums = ways("partial_gradient", needs.contributions)
     parameters = {
-        name: Traffic.between(
+        name: _way(
             ("parameter", name),
             kept[name],
             by_machine,
             n_bytes=NUMBER_BYTES,
             n_dims=len(graph.tensors[name].shape),
+            known=known,
         )
         for name, by_machine in needs.tensors.items()
     }
     found = _Ways(graph, needs, gradients, states, sums, parameters)
     return tuple(way for way in (*found.forward(), *found.back()) if len(way))
+
+
+def _way(
+    subject: tuple[MessageKind, str],
+    owners: Sequence[tuple[int, Region]],
+    needs: Mapping[int, tuple[Region, ...]],
+    *,
+    n_bytes: int,
+    n_dims: int,
+    known: Parts[Traffic],
+) -> Traffic:
+    return known.get(
+        (subject, tuple(owners), tuple(needs.items())),
+        lambda: Traffic.between(subject, owners, needs, n_bytes=n_bytes, n_dims=n_dims),
+    )
 
 
 @final
@@ -114,21 +134,24 @@ class _Ways:
         backward = [
             layer for layer in self.graph.layers if layer.name in self.gradients
         ]
+        going_back: dict[str, set[int]] = {}
+        for task in self.needs.backward:
+            going_back.setdefault(task.layer, set()).add(task.machine)
+        users: dict[str, list[Layer]] = {}
+        for layer in backward:
+            for use in layer.tensors.values():
+                users.setdefault(use.name, []).append(layer)
         for layer in reversed(backward):
             readers = self.graph.consumers[layer.name]
             yield self.states[layer.name].back(
-                "gradient", senders=self._going_back(readers)
+                "gradient", senders=_machines(going_back, readers)
             )
             yield self.sums[layer.name]
         for name, way in reversed(list(self.parameters.items())):
             if self.graph.tensors[name].trains:
-                users = [layer for layer in backward if name in _tensors(layer)]
-                yield way.back("parameter_gradient", senders=self._going_back(users))
-
-    def _going_back(self, layers: Collection[Layer]) -> set[int]:
-        names = {layer.name for layer in layers}
-        return {task.machine for task in self.needs.backward if task.layer in names}
+                senders = _machines(going_back, users.get(name, []))
+                yield way.back("parameter_gradient", senders=senders)
 
 
-def _tensors(layer: Layer) -> set[str]:
-    return {use.name for use in layer.tensors.values()}
+def _machines(by_layer: Mapping[str, set[int]], layers: Iterable[Layer]) -> set[int]:
+    return {m for layer in layers for m in by_layer.get(layer.name, ())}

@@ -16,7 +16,7 @@ class Seconds(NamedTuple):
     """Of one machine; they sum to the step.
 
     Attributes:
-        compute: Of tasks.
+        compute: Of tasks, and of messages meanwhile that keep the processor busy too.
         communication: Sends or receives, and computes nothing.
         sync: Likewise, but only parameters that several use, or gradients of those.
         wait: Does nothing.

@@ -70,14 +70,20 @@ def tasks_of(layer: Layer, placement: Placement, *, batch: int) -> Iterator[Task
             flops=work.forward * batch,
             n_bytes=4.0 * (work.n_elements * batch + n_parameters),
         )
-    for machine, region in placement.owners(layer) if partial else ():
+    if not partial:
+        return
+    written = sum(
+        written_by(layer, region).n_elements for _, region in placement.cells(shape)
+    )
+    n_summands = written / max(1, layer.region.n_elements)
+    for machine, region in placement.owners(layer):
         yield Task(
             layer=layer.name,
             machine=machine,
             phase="combine",
             region=region,
             flops=float(region.n_elements * batch),
-            n_bytes=8.0 * region.n_elements * batch,
+            n_bytes=4.0 * (1 + n_summands) * region.n_elements * batch,
         )
 
 
@@ -110,15 +116,27 @@ def needed(layer: Layer, region: Region, *, partial: bool) -> Needed:
     )
 
 
+def written_by(layer: Layer, region: Region) -> Region:
+    """Return the part of the output that this part of the first input adds to."""
+    rule = kind_of(layer).partial
+    assert rule is not None, layer.name
+    return rule.writes(layer, region)
+
+
 def work_of(layer: Layer, region: Region, *, partial: bool) -> Work:
-    """Return what a task costs for one sample; partial: its share of the whole."""
+    """Return what a task costs for one sample.
+
+    Partial sums take their share of the whole, but each writes all that it adds to.
+    """
     kind = kind_of(layer)
     if not partial:
         return kind.work(layer, region)
+    assert kind.partial is not None, layer.name
     whole = kind.work(layer, layer.region)
-    share = region.n_elements / Region.of(*layer.input_shapes[0]).n_elements
+    share = region.n_elements / max(1, Region.of(*layer.input_shapes[0]).n_elements)
+    written = kind.partial.writes(layer, region).n_elements
     return Work(
-        forward=whole.forward * share,
-        backward=whole.backward * share,
-        n_elements=whole.n_elements * share,
+        forward=share * whole.forward,
+        backward=share * whole.backward,
+        n_elements=share * whole.n_elements + written,
     )

@@ -63,10 +63,8 @@ def critical_path(price: Price) -> list[Event]:
     their sender.
     """
     played = price.played
-    arrivals = played.ends.copy()
-    arrivals[played.n_tasks :] += price.latency
     path: list[Event] = []
-    index = int(arrivals.argmax()) if len(arrivals) else NOTHING
+    index = int(played.arrivals.argmax()) if len(played.arrivals) else NOTHING
     while index != NOTHING:
         path.append(_event(price, index))
         index = int(played.causes[index])

@@ -6,7 +6,7 @@ and does not own comes to it exactly once (DB-1).
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self, final
 
@@ -45,6 +45,9 @@ class Traffic:
     n_bytes: IntArray
     first: IntArray
     boxes: IntArray
+    _returned: "dict[tuple[MessageKind, frozenset[int]], Traffic]" = field(
+        init=False, repr=False, default_factory=dict
+    )
 
     @classmethod
     def between(
@@ -97,6 +100,12 @@ class Traffic:
 
     def back(self, kind: MessageKind, *, senders: Collection[int]) -> "Traffic":
         """Return the same messages on their way back, of those who have to send one."""
+        key = (kind, frozenset(senders))
+        if key not in self._returned:
+            self._returned[key] = self._back(kind, senders)
+        return self._returned[key]
+
+    def _back(self, kind: MessageKind, senders: Collection[int]) -> "Traffic":
         kept = np.isin(self.receivers, np.array(sorted(senders), dtype=np.int64))
         order = np.lexsort((self.senders, self.receivers))
         order = order[kept[order]]

@@ -18,6 +18,7 @@ from distbelief.graph.kinds.parameter import Parameter
 from distbelief.graph.kinds.place_losses import PlaceLoss
 from distbelief.graph.kinds.pointwise import Pointwise
 from distbelief.graph.kinds.pooling import AveragePool, MaxPool
+from distbelief.graph.kinds.product import Product
 from distbelief.graph.kinds.reduction import Maximum, Reduction
 from distbelief.graph.kinds.reshaping import Reshape
 from distbelief.graph.kinds.response import LocalResponse
@@ -47,6 +48,7 @@ KINDS: tuple[LayerKind, ...] = (
     RunningAverage(),
     Softmax(),
     Attention(),
+    Product(),
     # Place by place, or at another place.
     Pointwise(),
     Dropout(),

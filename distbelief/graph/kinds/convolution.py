@@ -10,6 +10,7 @@ groups, the channels of its groups.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import ClassVar, final
 
 import torch
@@ -18,7 +19,7 @@ from typing_extensions import override
 
 from distbelief.graph.kind import Cut, LayerKind, Step, Work
 from distbelief.graph.layer import Layer
-from distbelief.graph.region import Region
+from distbelief.graph.region import Region, Shape
 from distbelief.graph.window import Window
 
 
@@ -91,17 +92,22 @@ class Convolution(LayerKind):
         )
 
 
-def windows(layer: Layer) -> list[Window]:
+def windows(layer: Layer) -> tuple[Window, ...]:
     """Return the window of each dimension of space."""
     sizes = layer.tensors["weight"].shape[2:]
     words = ("stride", "padding", "extra", "dilation")
-    rows = zip(sizes, *(layer.integers(word) for word in words), strict=True)
-    return [
-        Window(
-            size=size, stride=stride, padding=padding, extra=extra, dilation=dilation
-        )
-        for size, stride, padding, extra, dilation in rows
-    ]
+    return _windows(sizes, *(tuple(layer.integers(word)) for word in words))
+
+
+@lru_cache(maxsize=256)
+def _windows(
+    sizes: Shape, stride: Shape, padding: Shape, extra: Shape, dilation: Shape
+) -> tuple[Window, ...]:
+    """Return the windows; kept, for planners ask for those of a layer very often."""
+    return tuple(
+        Window(size=k, stride=s, padding=p, extra=e, dilation=d)
+        for k, s, p, e, d in zip(sizes, stride, padding, extra, dilation, strict=True)
+    )
 
 
 def padded(

@@ -38,8 +38,11 @@ def local_product(
         stride: Between windows: rows, columns.
     """
     last = x.permute(1, 2, 3, 0).contiguous()
-    product: torch.Tensor = _LocalProduct.apply(  # type: ignore[no-untyped-call]
-        last, weight, (*size, *stride)
+    geometry = _Geometry(*size, *stride)
+    # Functions of their own: who asks for one gradient waits for that one only.
+    product: torch.Tensor = _Both.apply(  # type: ignore[no-untyped-call]
+        _OfImages.apply(last, weight.detach(), geometry),  # type: ignore[no-untyped-call]
+        _OfWeights.apply(weight, last.detach(), geometry),  # type: ignore[no-untyped-call]
     )
     return product.permute(3, 2, 0, 1)
 
@@ -66,24 +69,23 @@ class _Context(Protocol):
     """What autograd keeps between the passes."""
 
     geometry: _Geometry
-    saved_tensors: tuple[torch.Tensor, torch.Tensor]
-    needs_input_grad: tuple[bool, bool, bool]
+    shape: torch.Size
+    saved_tensors: tuple[torch.Tensor]
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
 
 
 @final
-class _LocalProduct(torch.autograd.Function):
+class _OfImages(torch.autograd.Function):
+    """The product, of which images get a gradient."""
+
     @staticmethod
     @override
     def forward(
-        ctx: _Context,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        window: tuple[int, int, int, int],
+        ctx: _Context, x: torch.Tensor, weight: torch.Tensor, geometry: _Geometry
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        geometry = ctx.geometry = _Geometry(*window)
+        ctx.save_for_backward(weight)
+        ctx.geometry, ctx.shape = geometry, x.shape
         product = x.new_empty(*weight.shape[:3], x.shape[3])
         for tile in _tiles(weight, x):
             patches = _patches(x, tile, geometry)
@@ -95,21 +97,64 @@ class _LocalProduct(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: _Context, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        geometry = ctx.geometry
+    ) -> tuple[torch.Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
         gradient = gradient.contiguous()
-        for_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
-        for_weight = weight.new_empty(weight.shape) if ctx.needs_input_grad[1] else None
-        for tile in _tiles(weight, x):
+        for_x = gradient.new_zeros(ctx.shape)
+        for tile in _tiles(weight, for_x):
             products = _part(gradient, tile)
-            if for_weight is not None:
-                patches = _patches(x, tile, geometry).transpose(1, 2)
-                torch.bmm(products, patches, out=_part(for_weight, tile))
-            if for_x is not None:
-                patches = torch.bmm(_part(weight, tile).transpose(1, 2), products)
-                _add_patches(for_x, patches, tile, geometry)
-        return for_x, for_weight, None
+            patches = torch.bmm(_part(weight, tile).transpose(1, 2), products)
+            _add_patches(for_x, patches, tile, ctx.geometry)
+        return for_x, None, None
+
+
+@final
+class _OfWeights(torch.autograd.Function):
+    """Zeros like the product, of which weights get its gradient."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: _Context, weight: torch.Tensor, x: torch.Tensor, geometry: _Geometry
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.geometry, ctx.shape = geometry, weight.shape
+        return x.new_zeros(()).expand(*weight.shape[:3], x.shape[3])
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(
+        ctx: _Context, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        for_weight = gradient.new_empty(ctx.shape)
+        for tile in _tiles(for_weight, x):
+            patches = _patches(x, tile, ctx.geometry).transpose(1, 2)
+            torch.bmm(_part(gradient, tile), patches, out=_part(for_weight, tile))
+        return for_weight, None, None
+
+
+@final
+class _Both(torch.autograd.Function):
+    """The first, as it is; its gradient is the gradient of both."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: object, product: torch.Tensor, zeros: torch.Tensor
+    ) -> torch.Tensor:
+        del ctx, zeros
+        return product.view_as(product)
+
+    @staticmethod
+    @override
+    def backward(
+        ctx: object, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        del ctx
+        return gradient, gradient
 
 
 def _part(of: torch.Tensor, tile: _Tile) -> torch.Tensor:

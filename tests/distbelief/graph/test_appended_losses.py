@@ -137,6 +137,6 @@ def test_losses_that_do_not_fit_are_refused() -> None:
     with pytest.raises(GraphError, match="dim is 1"):
         append_loss(graph, "cross_entropy", dim=1)
     two = LayerGraph(graph.layers, ("0", "1"))
-    with pytest.raises(GraphError, match="has outputs 0, 1: say by output="):
+    with pytest.raises(GraphError, match=r"has 2 outputs \(0, 1\), and a loss is of"):
         append_loss(two, "mse")
     assert append_loss(two, "mse", output="0")["loss"].inputs[0] == "0"

@@ -12,7 +12,7 @@ from distbelief.graph.layer import INPUT, GraphError, Layer, LayerGraph
 from distbelief.partition.baselines import even, whole_layers
 from distbelief.partition.building import Decoder, build
 from distbelief.partition.costs import AnalyticCosts
-from distbelief.partition.problem import Problem
+from distbelief.partition.solvers.problem import Problem
 from distbelief.partition.transfer import Floats
 from distbelief.program.cluster import Cluster
 from distbelief.program.compilation import compile_plan
@@ -189,3 +189,26 @@ def test_even_uses_all_machines_and_whole_layers_balances_runs() -> None:
     graph, cluster = fully_connected(64, 64, 64, 64, 64), equal(2)
     runs = whole_layers(graph, cluster, costs=AnalyticCosts(cluster, batch=64))
     assert [runs[name].machines[0] for name in ("0", "2", "4", "6")] == [0, 0, 1, 1]
+
+
+def test_other_plans_are_choices_too() -> None:
+    graph, cluster = convolutional(), equal(5)
+    costs = AnalyticCosts(cluster, batch=8)
+    plans = [even(graph, cluster), whole_layers(graph, cluster, costs=costs)]
+    _, without = build(graph, cluster, batch=8)
+    problem, decode = build(graph, cluster, batch=8, also=plans)
+    assert without.choice(plans[1]) is None  # all but the first are like machine 0
+    for plan in plans:
+        choice = decode.choice(plan)
+        assert choice is not None
+        assert decode(choice) == plan
+        assert math.isfinite(problem.cost(choice))
+
+
+def test_machines_are_used_in_the_order_that_is_given() -> None:
+    graph, cluster = convolutional(), equal(5)
+    _, decode = build(graph, cluster, batch=8, machines=(4, 2, 0, 1, 3))
+    for node in decode.nodes:
+        for candidate in node.candidates:
+            used = candidate.placement.computing
+            assert used == set((4, 2, 0, 1, 3)[: len(used)])

@@ -12,13 +12,20 @@ from typing_extensions import override
 from distbelief.cli import app
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
-from distbelief.partition.profile import Figures, add, load as load_profile, this_host
+from distbelief.partition.profiling import probing
+from distbelief.partition.profiling.profile import (
+    Figures,
+    add,
+    load as load_profile,
+    this_host,
+)
 from distbelief.program.cluster_file import load_cluster
 from distbelief.program.plan import load
 
 
 HERE = "tests.distbelief.partition.test_command"
 ARGUMENTS = ("--input", "3x16x16", "--batch", "16", "--loss", "cross_entropy")
+WHOLE = [f"--pin={layer}=whole" for layer in ("0", "1", "2", "3", "loss")]
 
 
 FIGURES = Figures(
@@ -36,6 +43,7 @@ def _known_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own, where this machine's figures are already."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(probing, "seconds", lambda: 1e-3)
     add(this_host(), figures=FIGURES)
 
 
@@ -47,6 +55,21 @@ def net() -> nn.Module:
 
 def words() -> nn.Module:
     return nn.Sequential(nn.Embedding(50, 8), nn.Flatten(), nn.Linear(48, 10))
+
+
+def linear() -> nn.Module:
+    return nn.Linear(2048, 10)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(5, 4)
+        self.b = nn.Linear(5, 4)
+
+    @override
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.a(x), self.b(x)
 
 
 class Branching(nn.Module):
@@ -210,7 +233,25 @@ def test_what_does_not_fit_is_shown_and_is_a_failure(tmp_path: Path) -> None:
         ((*ARGUMENTS, "--pin", "3=units:2", "--pin", "3=whole"), "net", "twice"),
         ((*ARGUMENTS, "--pin", "fc=whole"), "net", "there is no such layer"),
         ((*ARGUMENTS, "--pin", "3=rows:2"), "net", "possible are"),
+        ((*ARGUMENTS, "--pin", "targets=whole"), "net", "pin the layers that read it"),
+        ((*ARGUMENTS, "--pin", "0=whole@9"), "net", "whole@0 to whole@7"),
+        (("--input", "3x16x16", "--pin", "loss=whole"), "net", "there are 0, 1, 2, 3"),
         ((*ARGUMENTS, "--explain", "conv"), "net", "no layer 'conv' to explain"),
+        ((*ARGUMENTS, "--batch", f"{10**18}"), "net", "with a batch of 1e+18: use few"),
+        ((*ARGUMENTS, "--batch", f"{10**30}"), "net", "with a batch of 1e+30: use few"),
+        (("--input", f"3x{10**11}x{10**11}"), "net", "has more than 1e+12 numbers"),
+        (("--input", f"3x{10**30}"), "net", "has more than 1e+12 numbers"),
+        (("--input", "3x17x16"), "net", "2176] X [2048, 10]. Is the shape of the"),
+        (("--input", "2048:50"), "linear", "It reads whole numbers: embed them"),
+        (("--input", "6"), "words", "(--input 128:30000)"),
+        (("--input", "5", "--loss", "mse"), "Two", "has 2 outputs (a, b), and a loss"),
+        (("--diff", "missing.json", "other.json"), "net", "missing.json: No such file"),
+        (("--diff", ".", "."), "net", "name a file that --out has written"),
+        (
+            (*ARGUMENTS, "--machines", "2", "--exactly", *WHOLE),
+            "net",
+            "uses exactly 2 machines, only 1",
+        ),
     ],
 )
 def test_a_mistake_is_one_message(
@@ -220,6 +261,7 @@ def test_a_mistake_is_one_message(
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
+    assert "planning" not in result.stderr or "--exactly" in arguments
 
 
 def test_a_cluster_nobody_can_talk_in_is_refused(tmp_path: Path) -> None:

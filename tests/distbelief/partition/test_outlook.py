@@ -10,12 +10,13 @@ from typing_extensions import override
 import distbelief
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.layer import INPUT, GraphError
-from distbelief.partition.host import HERE, Network, here
-from distbelief.partition.measuring import profiled
 from distbelief.partition.ordering import order_of
 from distbelief.partition.planning import Order
-from distbelief.partition.profile import Figures, add, load, this_host
-from distbelief.partition.profiled_costs import ProfiledCosts
+from distbelief.partition.profiling import probing
+from distbelief.partition.profiling.host import HERE, Network, here
+from distbelief.partition.profiling.measuring import profiled
+from distbelief.partition.profiling.profile import Figures, add, load, this_host
+from distbelief.partition.profiling.profiled_costs import ProfiledCosts
 from distbelief.program.cluster import Cluster
 from distbelief.program.plan import load as load_plan
 
@@ -36,6 +37,7 @@ def _known_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own, where this machine's figures are already."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(probing, "seconds", lambda: 1e-3)
     add(this_host(), figures=FIGURES)
 
 
@@ -103,6 +105,48 @@ def test_a_second_planning_measures_nothing() -> None:
     order(told=again)
     assert again == told[:1]
     assert this_host().path.read_bytes() == content
+
+
+def test_what_was_measured_on_a_busy_machine_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Such a profile was once kept for good.
+    kept = order().costs
+    told: list[str] = []
+    monkeypatch.setattr(probing, "seconds", lambda: 2.5e-4)
+    made = order(told=told)
+    assert told[0] == "measuring this machine anew: it was 4.0 times as slow before"
+    assert told[2].startswith("measuring layer 1 of ")
+    assert isinstance(kept, ProfiledCosts)
+    assert isinstance(made.costs, ProfiledCosts)
+    assert made.costs.profile.layers.keys() == kept.profile.layers.keys()
+    assert made.costs.profile.layers != kept.profile.layers
+    assert made.costs.profile.figures != FIGURES
+    outlook = distbelief.plan(net(), EXAMPLE, cluster="here")
+    assert "from when this host was 4.0 times as slow." in outlook.origin
+
+
+def test_on_a_busy_machine_nothing_is_measured_again_but_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order()
+    content = this_host().path.read_bytes()
+    monkeypatch.setattr(probing, "seconds", lambda: 2e-3)
+    outlook = distbelief.plan(net(), EXAMPLE, cluster="here")
+    assert this_host().path.read_bytes() == content
+    assert "This host is 2.0 times as slow now as it was then" in outlook.origin
+    assert f"delete {this_host().path}." in outlook.origin
+
+
+def test_a_little_slower_or_faster_is_no_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order()
+    content = this_host().path.read_bytes()
+    for now in (0.85e-3, 1.2e-3):
+        monkeypatch.setattr(probing, "seconds", lambda now=now: now)
+        order()
+        assert this_host().path.read_bytes() == content
 
 
 def test_other_machines_are_as_much_slower_as_layers_are_here() -> None:
@@ -260,7 +304,7 @@ def test_no_machines_are_a_mistake(machines: int | tuple[int, ...]) -> None:
         distbelief.plan(net(), EXAMPLE, machines=machines, cluster="here")
 
 
-@pytest.mark.parametrize("example", [(), torch.zeros(()), (EXAMPLE, EXAMPLE[:1])])
+@pytest.mark.parametrize("example", [torch.zeros(()), (EXAMPLE, EXAMPLE[:1])])
 def test_an_example_is_a_batch(
     example: torch.Tensor | tuple[torch.Tensor, ...],
 ) -> None:

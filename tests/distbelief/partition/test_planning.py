@@ -8,6 +8,7 @@ from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.layer import INPUT, GraphError, LayerGraph
 from distbelief.graph.losses import append_loss
 from distbelief.graph.region import tile
+from distbelief.partition.baselines import even
 from distbelief.partition.costs import AnalyticCosts, single_sample
 from distbelief.partition.planning import Order, Planned, plan, played
 from distbelief.program.cluster import Cluster, Machine, uniform
@@ -172,3 +173,35 @@ def test_stages_take_over_where_layers_cannot_be_split_well() -> None:
     assert with_stages.micro_batches > 1
     assert with_stages.median < 0.8 * without.median
     assert with_stages.method.startswith("stages")
+
+
+def test_search_begins_from_the_fastest_way_and_may_be_a_baseline() -> None:
+    # It once began from the solver's choice only, and `even` stayed as it was.
+    asked = order(solver_seconds=1.0)
+    for done, plain in zip(
+        plan(asked, [2, 3]),
+        plan(dataclasses.replace(asked, search=False), [2, 3]),
+        strict=True,
+    ):
+        assert done.forecast.median <= plain.forecast.median
+        assert done.forecast.median <= min(done.baselines.values())
+        even_choice = done.decoder.choice(even(GRAPH, CLUSTER.first(3)))
+        assert done.forecast.n_machines != 3 or even_choice is not None
+
+
+def test_who_waits_is_told_of_every_phase() -> None:
+    told: list[str] = []
+    plan(order(), [2], tell=told.append)
+    assert told[0] == "1 machines"
+    of_two = told[told.index("2 machines") :]
+    assert of_two[1] == "2 machines: what each split of a layer costs"
+    assert of_two[2].startswith("2 machines: the best choice among ")
+    assert of_two[3] == "2 machines: search, 0 of 300 plans"
+    assert of_two[4] == "2 machines: search, 5 of 300 plans"
+
+
+def test_a_pin_that_no_number_of_machines_allows_is_refused_at_once() -> None:
+    told: list[str] = []
+    with pytest.raises(GraphError, match="cannot be pinned to 'rows:9' on 4 machines"):
+        plan(order(pins={"0": "rows:9"}), [2, 4], tell=told.append)
+    assert not told

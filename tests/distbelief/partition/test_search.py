@@ -2,10 +2,10 @@ import math
 
 from hypothesis import given, strategies as st
 
-from distbelief.partition.local_search import independent
-from distbelief.partition.problem import Choice, Problem
 from distbelief.partition.search import improve
-from tests.distbelief.partition.problems import chain, choices, problems
+from distbelief.partition.solvers.local_search import independent
+from distbelief.partition.solvers.problem import Choice, Problem
+from tests.distbelief.partition.solvers.problems import chain, choices, problems
 
 
 PROBLEMS = problems(caps=False, forbid=False)

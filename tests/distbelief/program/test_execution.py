@@ -1,21 +1,27 @@
 """Compiled programs, executed, against the graph itself: they are complete."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
 from distbelief.graph.evaluation import evaluate
 from distbelief.graph.kind import Step
+from distbelief.graph.kinds.normalisation import running_averages
 from distbelief.graph.layer import INPUT, LayerGraph
-from distbelief.program.compilation import compile_plan
+from distbelief.program.compilation import Compiled, compile_plan
+from distbelief.program.schedule import statistics_of
+from distbelief.runtime.together import Crew, Together
 from tests.distbelief.graph.zoo.catalogue import ZOO
 from tests.distbelief.graph.zoo.comparison import tensors_of, whole_modules
-from tests.distbelief.program.interpreter import World, objective
 from tests.distbelief.program.plans import captured, random_plan
 
 
 BATCH = 2
 TOLERANCE = 1e-10
+SEED = 5
 
 
 LARGE = {"alexnet", "vgg16", "resnet18", "resnet50"}
@@ -26,34 +32,95 @@ CASES = [(name, seed) for name in ZOO for seed in range(1 if name in LARGE else 
 def test_programs_of_random_plans_compute_what_the_graph_computes(
     name: str, seed: int
 ) -> None:
-    model, graph = captured(name)
-    inputs = inputs_of(graph, name)
-    tensors = tensors_of(model)
-    step = Step(training=True, seed=5, modules=whole_modules(graph, model))
-    expected = evaluate(graph, inputs, tensors, step=step)
     generator = np.random.default_rng([seed, *name.encode()])
-    n_machines = int(generator.integers(1, 6))
-    plan = random_plan(graph, generator, n_machines=n_machines)
-    compiled = compile_plan(graph, plan, batch=BATCH, n_machines=n_machines)
-    world = World(compiled, inputs, tensors, step)
-    computers = world.run()
-    for layer in graph.layers:
-        if layer.kind != INPUT:
-            for machine, region in plan[layer.name].owners(layer):
-                value = computers[machine].states.cut(layer.name, region)
-                wanted = expected[layer.name][(slice(None), *region.slices)]
-                torch.testing.assert_close(
-                    value, wanted.detach(), rtol=TOLERANCE, atol=TOLERANCE
-                )
-    assert_gradients(world, expected)
+    check(name, generator, n_machines=int(generator.integers(1, 9)))
 
 
-def inputs_of(graph: LayerGraph, name: str) -> dict[str, torch.Tensor]:
+SMALL = ["mobilenet", "inception", "lstm", "encoder", "local"]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    name=st.sampled_from(SMALL),
+    seed=st.integers(0, 1 << 32),
+    n_machines=st.integers(1, 8),
+    micro_batches=st.integers(1, 3),
+)
+def test_any_plan_in_any_micro_batches_computes_what_the_graph_computes(
+    name: str, seed: int, n_machines: int, micro_batches: int
+) -> None:
+    _, graph = captured(name)
+    check(
+        name,
+        np.random.default_rng(seed),
+        n_machines=n_machines,
+        # Statistics of a part of the batch would be others.
+        micro_batches=1 if statistics_of(graph) else micro_batches,
+    )
+
+
+def check(
+    name: str,
+    generator: np.random.Generator,
+    *,
+    n_machines: int,
+    micro_batches: int = 1,
+) -> None:
+    """Check all outputs, gradients and running statistics of one random plan."""
+    model, graph = captured(name)
+    inputs, tensors = inputs_of(graph, name), tensors_of(model)
+    modules = whole_modules(graph, model)
+    step = Step(training=True, seed=SEED, modules=modules)
+    expected = evaluate(graph, inputs, tensors, step=step)
+    compiled = compile_plan(
+        graph,
+        random_plan(graph, generator, n_machines=n_machines),
+        batch=BATCH,
+        n_machines=n_machines,
+    )
+    names = [layer.name for layer in graph.layers if layer.kind != INPUT]
+    crew = Crew(
+        compiled=compiled,
+        dtype=torch.float64,
+        micro_batches=micro_batches,
+        modules=modules,
+        outputs=frozenset(names),
+        seeds=frozenset(graph.outputs),
+        seed_gradient=lambda _layer, output, _n: slope(output),
+    )
+    found = crew.step(inputs, tensors, seed=SEED)
+    for layer in names:
+        torch.testing.assert_close(
+            found.outputs[layer],
+            expected[layer].detach(),
+            rtol=TOLERANCE,
+            atol=TOLERANCE,
+        )
+    assert_gradients(compiled, found, tensors, expected)
+    for tensor, layer in running_averages(graph).items():
+        torch.testing.assert_close(found.averages[tensor], expected[layer][0].detach())
+
+
+def objective(outputs: list[torch.Tensor]) -> torch.Tensor:
+    """A number that depends on all of them."""
+    return torch.stack([(value * value.atan()).sum() for value in outputs]).sum()
+
+
+def slope(output: torch.Tensor) -> torch.Tensor:
+    """The gradient of the objective with respect to one output."""
+    leaf = output.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(objective([leaf]), [leaf])
+    return gradient
+
+
+def inputs_of(
+    graph: LayerGraph, name: str, *, batch: int = BATCH
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(11)
     found = {}
     for layer in graph.layers:
         if layer.kind == INPUT:
-            shape = (BATCH, *layer.shape)
+            shape = (batch, *layer.shape)
             if layer.is_integer:
                 n_values = ZOO[name].n_values or 2
                 value = torch.randint(n_values, shape, generator=generator)
@@ -63,23 +130,29 @@ def inputs_of(graph: LayerGraph, name: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_gradients(world: World, expected: dict[str, torch.Tensor]) -> None:
+def assert_gradients(
+    compiled: Compiled,
+    found: Together,
+    tensors: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+) -> None:
     """Check that what was pushed is the gradient, all of it and once."""
-    graph = world.graph
+    graph = compiled.graph
     trained = [name for name, use in graph.tensors.items() if use.trains]
-    leaves = [world.tensors[name] for name in trained]
+    leaves = [tensors[name] for name in trained]
     total = objective([expected[name] for name in graph.outputs])
     gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
         total, leaves, allow_unused=True
     )
     for name, gradient in zip(trained, gradients, strict=True):
-        if name not in world.pushed.values:
-            assert gradient is None or not gradient.any(), name
-            continue
-        wanted = torch.zeros_like(world.tensors[name]) if gradient is None else gradient
-        assert wanted[~world.pushed.known[name]].count_nonzero() == 0, name
+        wanted = torch.zeros_like(tensors[name]) if gradient is None else gradient
+        pushed = torch.zeros_like(tensors[name])
+        for region in found.pushed.get(name, ()):
+            pushed[region.slices] += 1
+        assert pushed.max() <= 1, name
+        assert not wanted[pushed == 0].any(), name
         torch.testing.assert_close(
-            world.pushed.values[name],
+            found.gradients.get(name, torch.zeros_like(wanted)),
             wanted,
             rtol=TOLERANCE,
             atol=TOLERANCE * max(1.0, float(wanted.abs().max())),

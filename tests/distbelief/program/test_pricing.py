@@ -39,7 +39,7 @@ class PerElement:
 
 
 def cluster(n: int, *, bandwidth: float = math.inf, latency: float = 0.0) -> Cluster:
-    machine = Machine(flops=1.0, memory_rate=1.0, bandwidth=bandwidth)
+    machine = Machine(flops=1.0, memory_rate=math.inf, bandwidth=bandwidth)
     return uniform("test", machine, n, latency=latency)
 
 
@@ -218,6 +218,72 @@ def test_the_critical_path_is_as_long_as_the_step(name: str) -> None:
     for event, following in pairwise(path):
         pause = following.start - event.start - event.seconds
         assert pause == pytest.approx(0.0) or pause == pytest.approx(latency)
+
+
+def test_who_waits_for_a_message_has_time_to_handle_it() -> None:
+    """A chain on two machines, of which one always waits, and has time for messages."""
+    graph = chain([1, 1, 1, 1])
+    plan = {
+        "fc0": Placement.whole(1, 0),
+        "fc1": Placement.whole(1, 1),
+        "fc2": Placement.whole(1, 0),
+    }
+    free = cluster(2, bandwidth=1.0)
+    busy = handling(free, 2.0)
+    assert priced(graph, plan, free).step_seconds == 9.0 + 4 * 4.0
+    assert priced(graph, plan, busy).step_seconds == 9.0 + 4 * 4.0
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_stages_that_send_while_they_compute_take_longer(micro_batches: int) -> None:
+    """Machine 0 is busy with the next micro-batch while it sends the one before."""
+    graph = chain([1, 1, 1])
+    plan = {"fc0": Placement.whole(1, 0), "fc1": Placement.whole(1, 1)}
+    compiled = compile_plan(graph, plan, batch=1, n_machines=2)
+    free = cluster(2, bandwidth=8.0)
+    busy = handling(free, 16.0)
+    took = [
+        price(compiled, on, PerElement(), micro_batches=micro_batches)
+        for on in (free, busy)
+    ]
+    computing = [sum(each.compute for each in found.seconds) for found in took]
+    # At most each end of each message: 4 bytes, at 1/16 s each.
+    assert 0.0 < computing[1] - computing[0] <= 2 * 2 * micro_batches * 4 / 16.0
+    assert took[1].step_seconds >= took[0].step_seconds
+    for found in took:
+        assert found.played.ends.max() <= found.step_seconds
+
+
+def test_a_gradient_that_is_added_up_arrives_later() -> None:
+    """4 bytes each, and 3 times as many moved, at 12 bytes a second."""
+    graph = chain([1, 1, 1])
+    plan = {"fc0": Placement.whole(1, 0), "fc1": Placement.whole(1, 1)}
+    on = cluster(2, bandwidth=4.0)
+    (machine,) = set(on.machines)
+    slow = msgspec.structs.replace(machine, memory_rate=12.0)
+    adding = msgspec.structs.replace(on, machines=(slow, slow))
+    found = priced(graph, plan, adding)
+    assert priced(graph, plan, on).step_seconds == 6.0 + 2 * 1.0
+    assert found.step_seconds == 6.0 + 2 * 1.0 + 1.0
+    assert found.played.arrivals.max() == found.step_seconds
+
+
+def test_adding_up_partial_outputs_takes_its_share_of_memory() -> None:
+    """Two summands and the sum, 2 numbers of 4 bytes: 24 bytes, and an overhead."""
+    graph = chain([2, 2, 2])
+    halves = Placement(cuts=((1,),), machines=(0, 1), combine=Placement.whole(1, 0))
+    plan = {"fc0": Placement.whole(1, 0), "fc1": halves}
+    machine = Machine(flops=1.0, memory_rate=8.0, overhead=0.5, bandwidth=math.inf)
+    found = priced(graph, plan, uniform("test", machine, 2))
+    (combining,) = [event for event in events(found) if event.what == "combine"]
+    assert combining.seconds == 0.5 + 24 / 8.0
+
+
+def handling(on: Cluster, rate: float) -> Cluster:
+    machines = tuple(
+        msgspec.structs.replace(machine, message_rate=rate) for machine in on.machines
+    )
+    return msgspec.structs.replace(on, machines=machines)
 
 
 def test_slow_links_are_slow() -> None:

@@ -1,0 +1,1 @@
+"""What this host takes for layers: measured, kept, and used as costs."""

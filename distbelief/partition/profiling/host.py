@@ -1,0 +1,239 @@
+"""This host as a cluster of machines like it: a few figures, measured once and kept.
+
+    flops        a large matrix product, with the threads that torch is set to
+    memory rate  a large copy: every byte is read once and written once
+    message rate numbers through this host's own network, sent and received by one thread
+    overhead     a layer that has nothing to do, forward or backward
+    jitter       how far the times of that product lie apart
+    memory       what this machine has, or this container may use
+
+Each is the median of short runs after some that warm up; all take about a second. Of
+the network nothing is measured: this is one machine.
+"""
+
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Final, NamedTuple, final
+
+import torch
+from torch.nn import functional
+
+from distbelief import units
+from distbelief.graph.layer import GraphError
+from distbelief.partition.profiling.measuring import undisturbed
+from distbelief.partition.profiling.profile import Figures, add, load, this_host
+from distbelief.program.cluster import Cluster, Machine
+from distbelief.program.cluster_file import N_MACHINES_MAX
+
+
+HERE: Final = "here"
+"""What the cluster is called."""
+
+Clock = Callable[[], float]
+
+_N_RUNS: Final = 15
+_N_RUNS_MIN: Final = 5
+_SECONDS_MAX: Final = 0.8  # of one figure, once it has been run often enough
+# Of a large matrix. A product takes as long as a layer, tens of milliseconds: those of
+# a short one would vary with every turn that another program gets.
+_WIDTH: Final = 1024
+_N_COPIED: Final = 1 << 24  # numbers, 64 MiB: more than caches hold
+_N_SENT: Final = 1 << 18  # numbers, 1 MiB: a message
+_BLOCK_BYTES: Final = 1 << 16  # of it, at a time
+_QUARTILES: Final = 1.349  # apart they are, in standard deviations of a normal
+_CONTAINER: Final = Path("/sys/fs/cgroup/memory.max")
+
+
+@final
+class Network(NamedTuple):
+    """What lies between the machines.
+
+    Attributes:
+        bandwidth: Bytes per second that each can send, and likewise receive.
+        latency: Seconds from the end of sending a message to its arrival.
+        message_overhead: Seconds that a message, however small, keeps both its ends.
+    """
+
+    bandwidth: float
+    latency: float
+    message_overhead: float
+
+
+ASSUMED: Final = Network(bandwidth=1.25e8, latency=1e-4, message_overhead=1e-4)
+
+
+def here(
+    n: int, *, network: Network = ASSUMED, clock: Clock = time.perf_counter
+) -> Cluster:
+    """Return so many machines like this one; measure it if nobody has yet.
+
+    Args:
+        n: How many.
+        network: Between them.
+        clock: Seconds.
+
+    Raises:
+        GraphError: too many or too few machines.
+    """
+    if not 1 <= n <= N_MACHINES_MAX:
+        raise GraphError(f"{n} machines like this one: use 1 to {N_MACHINES_MAX}")
+    found = figures(clock=clock)
+    machine = Machine(
+        flops=found.flops,
+        memory_rate=found.memory_rate,
+        message_rate=found.message_rate,
+        memory=found.memory,
+        overhead=found.overhead,
+        jitter=found.jitter,
+        bandwidth=network.bandwidth,
+    )
+    how = "assumed" if network == ASSUMED else "as given"
+    return Cluster(
+        name=HERE,
+        machines=(machine,) * n,
+        latency=network.latency,
+        message_overhead=network.message_overhead,
+        origin="measured",
+        note=(
+            f"The network is {how}: {units.show(network.bandwidth, 'rate')}, latency "
+            f"{_microseconds(network.latency)}, and "
+            f"{_microseconds(network.message_overhead)} that a message keeps its ends."
+        ),
+    )
+
+
+def figures(*, clock: Clock = time.perf_counter) -> Figures:
+    """Return what this host can do; measure it if nobody has yet."""
+    host = this_host()
+    known = load(host)
+    if known is not None and known.figures is not None:
+        return known.figures
+    found = measured(clock=clock)
+    add(host, figures=found)
+    return found
+
+
+def measured(*, clock: Clock = time.perf_counter) -> Figures:
+    """Measure this host, whether it has been or not."""
+    with undisturbed():
+        products = _products(clock)
+        return Figures(
+            flops=2.0 * _WIDTH**3 / median(products),
+            memory_rate=_memory_rate(clock),
+            message_rate=_message_rate(clock),
+            memory=_memory(),
+            overhead=_overhead(clock),
+            jitter=spread(products),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+
+def spread(times: Sequence[float]) -> float:
+    """Return the standard deviation of logarithms of times, outliers left out.
+
+    It is that of a normal distribution with these quartiles: that somebody used the
+    machine for one of the runs does not count.
+    """
+    low, _, high = quantiles([math.log(seconds) for seconds in times])
+    return (high - low) / _QUARTILES
+
+
+def _products(clock: Clock) -> list[float]:
+    one, other = _random(_WIDTH, _WIDTH), _random(_WIDTH, _WIDTH)
+    result = torch.empty(_WIDTH, _WIDTH, dtype=torch.float32, device="cpu")
+    return _times(lambda: torch.mm(one, other, out=result), clock)
+
+
+def _memory_rate(clock: Clock) -> float:
+    source = _random(_N_COPIED)
+    target = torch.empty_like(source)
+    times = _times(lambda: target.copy_(source), clock)
+    return 2.0 * source.nbytes / median(times)
+
+
+def _message_rate(clock: Clock) -> float:
+    """Return bytes per second that one end handles if it does nothing else.
+
+    One thread is both ends, so that nobody waits, and sends through TCP, as the transport
+    does. A message is copied twice more: out of a result, and into an input. It keeps one
+    processor; what all of them compute meanwhile takes longer by its share.
+    """
+    source = _random(_N_SENT)
+    target, sent = torch.empty_like(source), bytearray(source.nbytes)
+    received = bytearray(source.nbytes)
+    one, other = _ends()
+
+    def exchange() -> None:
+        sent[:] = memoryview(source.numpy()).cast("B")
+        done = 0
+        while done < len(sent):
+            n_bytes = one.send(memoryview(sent)[done : done + _BLOCK_BYTES])
+            end = done + n_bytes
+            while done < end:
+                done += other.recv_into(memoryview(received)[done:end])
+        target.copy_(torch.frombuffer(received, dtype=torch.float32))
+
+    with one, other:
+        times = _times(exchange, clock)
+    n_processors = min(torch.get_num_threads(), os.cpu_count() or 1)
+    return n_processors * 2.0 * source.nbytes / median(times)
+
+
+def _ends() -> tuple[socket.socket, socket.socket]:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            one = socket.create_connection(server.getsockname(), _SECONDS_MAX)
+            other, _ = server.accept()
+    except OSError:  # who plans in a sandbox may have no network at all
+        return socket.socketpair()
+    return one, other
+
+
+def _overhead(clock: Clock) -> float:
+    """Return half the seconds of a layer's forward and backward pass."""
+    value, weight = (_random(1, 2).requires_grad_() for _ in range(2))
+    ones = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+
+    def pass_through() -> None:
+        result = functional.linear(value, weight)
+        torch.autograd.grad(result, (value, weight), ones)
+
+    return median(_times(pass_through, clock)) / 2
+
+
+def _memory() -> float:
+    n_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no container; or "max", as it may use all
+        n_bytes = min(n_bytes, int(_CONTAINER.read_text(encoding="ascii")))
+    return float(n_bytes)
+
+
+def _times(action: Callable[[], object], clock: Clock) -> list[float]:
+    """Return the seconds of each run: of fewer if they take long."""
+    action()
+    action()
+    times: list[float] = []
+    while len(times) < _N_RUNS:
+        if len(times) >= _N_RUNS_MIN and sum(times) > _SECONDS_MAX:
+            break
+        began = clock()
+        action()
+        # A clock too coarse to see it is no reason for an infinite speed.
+        times.append(max(clock() - began, 1e-9))
+    return times
+
+
+def _random(*shape: int) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us"

@@ -1,0 +1,1 @@
+"""What is told of plans: tables, explanations, differences, pictures."""

@@ -1,0 +1,214 @@
+"""Better choices by changing one node at a time; a way back inside the caps."""
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Final
+
+import numpy as np
+
+from distbelief.partition.solvers.deadline import Deadline
+from distbelief.partition.solvers.problem import (
+    TIE,
+    TOLERANCE,
+    Array,
+    Choice,
+    Problem,
+    first_lowest,
+)
+
+
+SWEEPS_MAX: Final = 20
+ROUNDS_MAX: Final = 10
+MOVES_PER_NODE_MAX: Final = 4
+
+_FEW: Final = 24  # nodes
+_LOOK_EVERY: Final = 12  # moves
+
+
+def independent(problem: Problem) -> Choice:
+    """Return the candidate of each node that costs least by itself."""
+    return tuple(first_lowest(costs) for costs in problem.costs)
+
+
+def descend(problem: Problem, choice: Sequence[int], *, limit: float = 1.0) -> Choice:
+    """Give each node in turn what is best beside its neighbours (Besag, 1986).
+
+    Args:
+        problem: What is to be chosen.
+        choice: Where to begin.
+        limit: Share of its cap that a machine may use. Where `choice` uses more
+            already, it may go on to, but no machine may come to use more.
+    """
+    chosen = list(choice)
+    used = problem.used(chosen)
+    allowed = np.maximum(limit * (1 + TOLERANCE), used)
+    for _ in range(SWEEPS_MAX):
+        changed = False
+        for node, old in enumerate(chosen):
+            costs = around(problem, node, chosen)
+            if problem.shares is not None:
+                shares = problem.shares[node]
+                fits = (used - shares[old] + shares <= allowed).all(axis=1)
+                fits[old] = True
+                costs = np.where(fits, costs, np.inf)
+            new = first_lowest(costs)
+            if costs[new] + TIE * abs(costs[new]) < costs[old]:
+                chosen[node] = new
+                changed = True
+                if problem.shares is not None:
+                    used = problem.used(chosen)
+        if not changed:
+            break
+    return tuple(chosen)
+
+
+def repair(
+    problem: Problem, choice: Sequence[int], *, limit: float, deadline: Deadline
+) -> Choice | None:
+    """Return a choice that fits, by moves that free most memory for their cost.
+
+    Args:
+        problem: What is to be chosen; it has caps.
+        choice: Where to begin.
+        limit: Share of its cap that a machine may use.
+        deadline: When to give up.
+
+    Returns:
+        A choice, or None if the moves lead nowhere.
+    """
+    chosen = list(choice)
+    deltas = [_deltas(problem, node, chosen) for node in range(len(chosen))]
+    nodes: list[int] = []
+    for step in range(MOVES_PER_NODE_MAX * len(chosen)):
+        used = problem.used(chosen)
+        if (used <= limit * (1 + TOLERANCE)).all():
+            return tuple(chosen)
+        if deadline.passed:
+            return None
+        # Looking at all nodes takes long; those that were best are so for a while.
+        prices = _prices(problem, chosen, deltas, nodes, limit=limit)
+        if step % _LOOK_EVERY == 0 or not _any_finite(prices):
+            nodes = list(range(len(chosen)))
+            prices = _prices(problem, chosen, deltas, nodes, limit=limit)
+        if not _any_finite(prices):
+            return None
+        lowest = np.array([values.min() for values in prices])
+        place = first_lowest(lowest)
+        node = nodes[place]
+        chosen[node] = first_lowest(prices[place])
+        for other in [node, *(v for v, _ in problem.neighbours[node])]:
+            deltas[other] = _deltas(problem, other, chosen)
+        nodes = [nodes[index] for index in np.argsort(lowest, kind="stable")[:_FEW]]
+    return None
+
+
+def _any_finite(prices: Sequence[Array]) -> bool:
+    return any(np.isfinite(values).any() for values in prices)
+
+
+def _prices(
+    problem: Problem,
+    chosen: Sequence[int],
+    deltas: Sequence[Array],
+    nodes: Sequence[int],
+    *,
+    limit: float,
+) -> list[Array]:
+    """Of each candidate of the nodes, the cost per share of memory that it frees.
+
+    Infinite if it frees none. Moves that cost nothing come first, the largest before.
+    """
+    assert problem.shares is not None
+    over = problem.used(chosen) - limit
+    excess = float(np.maximum(over, 0).sum())
+    prices = []
+    for node in nodes:
+        shares = problem.shares[node]
+        after = over - shares[chosen[node]] + shares  # (K, n_machines)
+        freed = excess - np.maximum(after, 0, out=after).sum(axis=1)
+        costs = deltas[node]
+        helps = (freed > TOLERANCE * excess) & np.isfinite(costs)
+        price = np.full(len(costs), np.inf)
+        np.divide(costs, freed, out=price, where=helps)
+        price[helps & (costs <= 0)] = -freed[helps & (costs <= 0)]
+        prices.append(price)
+    return prices
+
+
+def exchange(problem: Problem, choice: Sequence[int], *, deadline: Deadline) -> Choice:
+    """Change two nodes at once, one making room for the other, while that helps.
+
+    Args:
+        problem: What is to be chosen.
+        choice: Where to begin; it fits the caps.
+        deadline: When to stop.
+    """
+    chosen = list(choice)
+    beside = [around(problem, node, chosen) for node in range(len(chosen))]
+    quiet = 0  # pairs since the last change
+    pairs = list(combinations(range(len(chosen)), 2))
+    pairs.sort(key=lambda pair: pair[1] - pair[0])
+    for u, v in pairs * ROUNDS_MAX:
+        quiet += 1
+        if quiet > len(pairs) or deadline.passed:
+            break
+        better = _better_pair(problem, (u, v), chosen, beside)
+        if better is None:
+            continue
+        quiet = 0
+        chosen[u], chosen[v] = better
+        stale = {w for node in (u, v) for w, _ in problem.neighbours[node]} | {u, v}
+        for node in stale:
+            beside[node] = around(problem, node, chosen)
+    return tuple(chosen)
+
+
+def _better_pair(
+    problem: Problem, pair: tuple[int, int], chosen: Sequence[int], beside: list[Array]
+) -> tuple[int, int] | None:
+    """The cheapest change of two nodes that fits; None if none is cheaper."""
+    u, v = pair
+    own, others = beside[u], beside[v]
+    edge = problem.edges.get(pair)
+    if edge is None:
+        costs = own[:, None] + others
+    else:
+        # Each has counted the edge to where the other is now.
+        costs = around(problem, u, chosen, leave=v)[:, None] + edge
+        costs += around(problem, v, chosen, leave=u)
+    present = costs[chosen[u], chosen[v]]
+    rows, columns = np.nonzero(costs < present - TIE * abs(present))
+    if problem.shares is not None and len(rows):
+        shares_u, shares_v = problem.shares[u], problem.shares[v]
+        rest = problem.used(chosen) - shares_u[chosen[u]] - shares_v[chosen[v]]
+        fits = shares_u[rows] + shares_v[columns] + rest <= 1 + TOLERANCE
+        fits = fits.all(axis=1)
+        rows, columns = rows[fits], columns[fits]
+    if not len(rows):
+        return None
+    best = first_lowest(costs[rows, columns])
+    return int(rows[best]), int(columns[best])
+
+
+def around(
+    problem: Problem, node: int, chosen: Sequence[int], *, leave: int = -1
+) -> Array:
+    """Return what each candidate of a node costs, its neighbours being chosen.
+
+    Args:
+        problem: What is to be chosen.
+        node: Whose candidates.
+        chosen: The candidate of every node.
+        leave: A neighbour to leave out.
+    """
+    costs = problem.costs[node].copy()
+    for other, table in problem.neighbours[node]:
+        if other != leave:
+            costs += table[:, chosen[other]]
+    return costs
+
+
+def _deltas(problem: Problem, node: int, chosen: Sequence[int]) -> Array:
+    costs = around(problem, node, chosen)
+    present = costs[chosen[node]]
+    return np.asarray(costs - present if np.isfinite(present) else costs)

@@ -1,0 +1,106 @@
+import math
+
+import numpy as np
+import pytest
+
+from distbelief.graph.layer import GraphError
+from distbelief.partition.solvers.problem import Problem, first_lowest, trivial_bound
+from tests.distbelief.partition.solvers.problems import crowded
+
+
+PAIR = Problem(
+    costs=(np.array([1.0, 2.0]), np.array([3.0, 5.0, math.inf])),
+    edges={(0, 1): np.array([[0.0, 1.0, 2.0], [4.0, 0.5, 0.0]])},
+)
+
+
+def test_a_choice_costs_its_nodes_and_its_edges() -> None:
+    assert PAIR.cost((0, 1)) == 1 + 5 + 1
+    assert PAIR.cost((1, 2)) == math.inf
+    assert trivial_bound(PAIR) == 1 + 3 + 0
+
+
+def test_neighbours_see_an_edge_from_both_ends() -> None:
+    [(other, table)] = PAIR.neighbours[1]
+    assert other == 0
+    np.testing.assert_array_equal(table, PAIR.edges[0, 1].T)
+
+
+def test_a_machine_over_its_cap_is_named_with_how_far() -> None:
+    solution = crowded(3, caps=2).solution((0, 0, 0), bound=0, solver="hand")
+    assert solution.overrun == 1.5
+    assert solution.offending == (0,)
+    assert not solution.feasible
+    assert crowded(3, caps=2).solution((0, 0, 1), bound=0, solver="hand").feasible
+
+
+def test_rounding_breaks_no_cap() -> None:
+    problem = Problem(
+        costs=(np.zeros(1),) * 10,
+        edges={},
+        memory=(np.full((1, 1), 0.1),) * 10,
+        caps=np.ones(1) - 1e-15,
+    )
+    assert problem.solution((0,) * 10, bound=0, solver="hand").feasible
+
+
+def test_a_solution_is_exact_if_its_bound_says_so() -> None:
+    assert PAIR.solution((0, 0), bound=4, solver="hand").exact
+    assert not PAIR.solution((0, 0), bound=4, solver="hand", proven=False).exact
+    loose = PAIR.solution((0, 0), bound=3, solver="hand")
+    assert not loose.exact
+    assert loose.gap == 0.25
+    with pytest.raises(GraphError, match="finite cost"):
+        PAIR.solution((0, 2), bound=4, solver="hand")
+
+
+def test_what_costs_nothing_has_no_gap() -> None:
+    nothing = Problem(costs=(np.zeros(2),), edges={})
+    assert nothing.solution((1,), bound=0, solver="hand").gap == 0
+
+
+def test_a_restriction_keeps_rows_and_columns() -> None:
+    small = PAIR.restricted([np.array([1]), np.array([0, 2])])
+    assert small.sizes == (1, 2)
+    assert small.cost((0, 0)) == PAIR.cost((1, 0))
+    few = crowded(2, caps=1).restricted([np.array([1]), np.array([0])])
+    assert few.overrun((0, 0)) == 1
+
+
+def test_of_ties_the_first_is_lowest_even_if_rounded() -> None:
+    assert first_lowest(np.array([3.0, 0.1 + 0.2, 0.3])) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"costs": ()}, "one node at least"),
+        ({"costs": (np.zeros(0), np.zeros(2))}, r"node 0 .* shape \(0,\)"),
+        ({"costs": (np.zeros(2), np.array([math.nan]))}, "node 1"),
+        ({"edges": {(1, 0): np.zeros((3, 2))}}, r"edge \(1, 0\).* ascending"),
+        ({"edges": {(0, 1): np.zeros((3, 2))}}, r"\(3, 2\).* of shape \(2, 3\)"),
+        ({"edges": {(0, 1): np.full((2, 3), -math.inf)}}, "lowest -inf"),
+        ({"caps": np.ones(2)}, "or neither"),
+        ({"caps": np.zeros(2), "memory": ()}, "above 0"),
+        ({"caps": np.ones(2), "memory": ()}, "0 nodes have memory, 2 costs"),
+        (
+            {"caps": np.ones(2), "memory": (np.ones((2, 2)), np.ones((2, 2)))},
+            r"node 1 .* of shape \(3, 2\)",
+        ),
+        (
+            {"caps": np.ones(1), "memory": (np.full((2, 1), -1.0), np.ones((3, 1)))},
+            "node 0",
+        ),
+    ],
+)
+def test_numbers_that_do_not_fit_together_are_refused(
+    fields: dict[str, object], message: str
+) -> None:
+    whole = {
+        "costs": PAIR.costs,
+        "edges": PAIR.edges,
+        "memory": None,
+        "caps": None,
+    } | fields
+    with pytest.raises(GraphError, match=message):
+        Problem(**whole)  # type: ignore[arg-type]
