@@ -7,7 +7,7 @@ thread per process, two processes that train. Per batch size:
 
     alone     two plain loops side by side that say no word to anybody: the ceiling
     kept      the same, told to keep memory that is freed, as replicas are: see
-              `transport.allocator`, which saves a fifth of such a loop
+              `allocator`, which saves a fifth of such a loop
     downpour  `distbelief train`: two replicas, two shards, shared memory, a fetch and a
               push in each step (n_fetch = n_push = 1)
     ddp       torch's DistributedDataParallel over gloo, two ranks

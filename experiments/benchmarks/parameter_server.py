@@ -45,9 +45,9 @@ from typing import Final, final
 
 import torch
 
+from distbelief.allocator import keep_memory
 from distbelief.parameter_server.update_rules import Adagrad
 from distbelief.server import ParameterServer
-from distbelief.transport.allocator import keep_memory
 from experiments.benchmarks import measurement, rpc_server
 from experiments.benchmarks.bare_client import BareClient
 from experiments.benchmarks.measurement import Spread

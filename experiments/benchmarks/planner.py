@@ -16,12 +16,15 @@ prints; random plans that lack memory do not count.
                             highest over nets and machines. At 1 it found none better
     worst_over_even         plan / every layer over all machines; at most 1
     worst_over_whole_layer  plan / runs of whole layers; at most 1
+    worst_over_metis        plan / what METIS makes of the same cells as `even`; only if
+                            pymetis is there, of the extra peers
     speed_up_NET_N          over one machine, with up to N of them
     best_machines_speech    the fewest that reach the highest speed-up
 """
 
 import argparse
 import math
+import re
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -31,11 +34,11 @@ import torch
 from distbelief.graph.layer import LayerGraph
 from distbelief.partition.costs import AnalyticCosts, single_sample
 from distbelief.partition.jitter import Jitter
-from distbelief.partition.planning import Order, Planned, plan, played
-from distbelief.partition.problem import Choice
+from distbelief.partition.planning import Order, Planned, plan, player_of
+from distbelief.partition.solvers.problem import Choice
 from distbelief.program.cluster import Cluster
 from distbelief.program.cluster_file import load_cluster
-from experiments.benchmarks import measurement
+from experiments.benchmarks import measurement, metis
 from experiments.benchmarks.nets import IMAGES, NETS, SPEECH, Net
 from experiments.benchmarks.random_search import search
 
@@ -65,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures.pop(f"seconds_last_{name}") for name in ("speech", "images")
     )
     worst = {"search": 0.0, "even": 0.0, "whole_layer": 0.0}
+    worst |= {"metis": 0.0} if metis.IS_INSTALLED else {}
     rack = load_cluster("rack-1g")
     for name in options.nets:
         for row, ratios in _compared(name, NETS[name], rack, options).items():
@@ -87,14 +91,7 @@ def order_of(
 
 def choice_of(done: Planned) -> Choice | None:
     """Return the plan among its candidates, or None if it is none of them."""
-    found = []
-    for node in done.decoder.nodes:
-        placement = done.forecast.placements[node.group.root.name]
-        ways = [candidate.placement for candidate in node.candidates]
-        if placement not in ways:
-            return None
-        found.append(ways.index(placement))
-    return tuple(found)
+    return done.decoder.choice(done.forecast.placements)
 
 
 def over_search(order: Order, done: Planned, *, tries: int, seed: int = 0) -> float:
@@ -106,12 +103,12 @@ def over_search(order: Order, done: Planned, *, tries: int, seed: int = 0) -> fl
         tries: Plans that are played through.
         seed: Of the search.
     """
-    jitter = Jitter(order.graph, order.cluster)
+    jitter, player = Jitter(order.graph, order.cluster), player_of(order)
     n_machines = done.forecast.n_machines
     caps = [machine.memory for machine in order.cluster.first(n_machines).machines]
 
     def seconds_of(choice: Choice) -> float:
-        price = played(order, done.decoder(choice), n_machines=n_machines)
+        price = player.price(done.decoder(choice), n_machines=n_machines)
         used = zip(price.memory_bytes, caps, strict=True)
         if done.forecast.fits and any(n_bytes > cap for n_bytes, cap in used):
             return math.inf
@@ -132,21 +129,25 @@ def _table(
     """Plan one of the pair for all numbers of machines."""
     begun = time.perf_counter()
     order = order_of(net.graph(), cluster, batch=net.batch)
-    told: list[float] = []
-    planned = plan(order, counts, tell=lambda _: told.append(time.perf_counter()))
+    told: list[tuple[str, float]] = []
+    planned = plan(order, counts, tell=lambda w: told.append((w, time.perf_counter())))
     ended = time.perf_counter()
+    # Also numbers of machines that nobody asked for are planned, and told of.
+    begins = {what: at for what, at in told if re.fullmatch(r"\d+ machines", what)}
+    ends = dict(zip(begins, [*list(begins.values())[1:], ended], strict=True))
     figures = {f"seconds_table_{name}": ended - begun}
-    figures[f"seconds_last_{name}"] = ended - told[-1]
+    figures[f"seconds_last_{name}"] = ended - max(begins.values())
     rows = {}
-    for done, since, until in zip(planned, told, [*told[1:], ended], strict=True):
+    for done in planned:
         forecast = done.forecast
+        what = f"{forecast.n_machines} machines"
         rows[f"{forecast.n_machines}"] = {
             "used": f"{len(forecast.used)}",
             "step, s": f"{forecast.median:.4g}",
             "speed-up": f"{forecast.speed_up:.2f}",
             "over bound": f"{done.price.step_seconds / forecast.lower_bound:.2f}",
             "by": forecast.method,
-            "planned in, s": f"{until - since:.1f}",
+            "planned in, s": f"{ends[what] - begins[what]:.1f}",
         }
         figures[f"speed_up_{name}_{forecast.n_machines}"] = forecast.speed_up
     measurement.show(f"{name} on {cluster.name}", rows)
@@ -171,11 +172,20 @@ def _compared(
             "/ even": done.forecast.median / done.baselines["even"],
             "/ whole_layer": done.forecast.median / done.baselines["whole layers"],
         }
+        if metis.IS_INSTALLED:
+            ratios["/ metis"] = done.forecast.median / _metis_seconds(order, done)
         row = f"{name}, {done.forecast.n_machines}"
         rows[row] = ratios | {"speed-up": done.forecast.speed_up}
         shown = "  ".join(f"{key} {value:.4f}" for key, value in rows[row].items())
         print(f"{row:16} {shown}  {tries} tries, {done.forecast.method}", flush=True)
     return rows
+
+
+def _metis_seconds(order: Order, done: Planned) -> float:
+    n_machines = done.forecast.n_machines
+    cluster = order.cluster.first(n_machines)
+    placed = metis.metis(order.graph, cluster, batch=order.batch, costs=order.costs)
+    return player_of(order).way("metis", placed, n_machines=n_machines).seconds[1]
 
 
 def _speed_ups(figures: dict[str, float], name: str) -> dict[int, float]:

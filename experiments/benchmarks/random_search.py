@@ -9,7 +9,7 @@ from typing import Final, final
 
 import numpy as np
 
-from distbelief.partition.problem import Choice, Problem
+from distbelief.partition.solvers.problem import Choice, Problem
 
 
 SecondsOf = Callable[[Choice], float]

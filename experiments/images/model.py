@@ -35,6 +35,9 @@ parameters grow at most with the square of the maps: 20 times from 8 to 36, and 
 1700 million is 21 times.
 """
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from torch import nn
@@ -62,41 +65,104 @@ MAPS: Final[dict[Size, Maps]] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Filtering, pooling and contrast normalisation.
+
+    Attributes:
+        maps: Filters that look at the same place.
+        filter: Rows and columns of what a filter sees.
+        pool: Rows and columns of a pooling window.
+        step: From one pooling window to the next.
+        contrast: Rows and columns of the window of normalisation, odd.
+    """
+
+    maps: int
+    filter: int = FILTER
+    pool: int = 5
+    step: int = 1
+    contrast: int = CONTRAST
+
+    def n_outputs(self, extent: int) -> int:
+        """Return the rows that come out of so many; 0 if no window fits."""
+        filtered = Window(size=self.filter).n_outputs(extent)
+        return Window(size=self.pool, stride=self.step).n_outputs(filtered)
+
+    def n_inputs(self, extent: int) -> int:
+        """Return the rows that are needed for so many."""
+        return (extent - 1) * self.step + self.pool + self.filter - 1
+
+
 def image_net(
     maps: Maps, categories: int = N_CATEGORIES, size: int = IMAGE_SIZE
 ) -> nn.Sequential:
-    """Three stages, then the outputs; (n, 3, size, size) -> (n, categories).
+    """Three stages of the paper's, then the outputs; (n, 3, size, size) in.
 
     Args:
-        maps: Of each stage: filters that look at the same place.
+        maps: Of each stage.
         categories: Scores that come out.
         size: Rows and columns of an image.
 
     Raises:
         ValueError: a stage has no map, or the image is too small for the windows.
     """
-    if len(maps) != len(POOLS) or min(*maps, categories) < 1:
+    if len(maps) != len(POOLS) or min(maps) < 1:
         raise ValueError(
-            f"maps = {list(maps)}, categories = {categories}: use three numbers of "
-            "maps, and at least one of each"
+            f"maps = {list(maps)}: use three numbers of maps, 1 or more each"
+        )
+    stages = [
+        Stage(maps=n_maps, pool=pool, step=step)
+        for n_maps, (pool, step) in zip(maps, POOLS, strict=True)
+    ]
+    return staged_net(stages, categories, size)
+
+
+def staged_net(
+    stages: Sequence[Stage | dict[str, int]],
+    categories: int,
+    size: int,
+    colours: int = N_COLOURS,
+) -> nn.Sequential:
+    """Stages of any size, then the outputs; (n, colours, size, size) in.
+
+    Args:
+        stages: As `Stage`, or as tables of a job file.
+        categories: Scores that come out.
+        size: Rows and columns of an image.
+        colours: Channels of an image.
+
+    Raises:
+        ValueError: a number is below 1, or the image is too small for the windows.
+    """
+    staged = [s if isinstance(s, Stage) else Stage(**s) for s in stages]
+    numbers = [n for s in staged for n in (s.maps, s.filter, s.pool, s.step)]
+    if min([*numbers, categories, colours]) < 1:
+        raise ValueError(
+            f"maps = {[s.maps for s in staged]}, categories = {categories}, colours = "
+            f"{colours}: use at least one of each, and of filter, pool and step"
         )
     net = nn.Sequential()
-    channels, extent = N_COLOURS, size
-    for stage, (n_maps, (pool, step)) in enumerate(zip(maps, POOLS, strict=True), 1):
-        filtered = Window(size=FILTER).n_outputs(extent)
-        pooled = Window(size=pool, stride=step).n_outputs(filtered)
-        if not pooled:
+    channels, extent = colours, size
+    for number, stage in enumerate(staged, 1):
+        if not stage.n_outputs(extent):
             raise ValueError(
-                f"size = {size}: in stage {stage} no window fits into the {extent} "
-                f"rows that are left; use images of at least {_smallest()} rows"
+                f"size = {size}: in stage {number} no window fits into the {extent} "
+                f"rows that are left; use images of at least {_smallest(staged)} rows"
             )
-        filtering = LocallyConnected2d(channels, n_maps, FILTER, input_size=extent)
-        net.add_module(f"filter{stage}", filtering)
-        net.add_module(f"pool{stage}", L2Pool2d(pool, stride=step))
-        net.add_module(f"contrast{stage}", LocalContrastNorm2d(CONTRAST))
-        channels, extent = n_maps, pooled
+        filtering = LocallyConnected2d(
+            channels, stage.maps, stage.filter, input_size=extent
+        )
+        net.add_module(f"filter{number}", filtering)
+        net.add_module(f"pool{number}", L2Pool2d(stage.pool, stride=stage.step))
+        net.add_module(f"contrast{number}", LocalContrastNorm2d(stage.contrast))
+        channels, extent = stage.maps, stage.n_outputs(extent)
     net.add_module("flat", nn.Flatten())
-    net.add_module("categories", nn.Linear(channels * extent**2, categories))
+    outputs = nn.Linear(channels * extent**2, categories)
+    # Every classifier begins at the share of its category: of many, nearly all have to
+    # say no, and would spend the first thousands of steps learning that (Lin et al.
+    # 2017, "Focal loss for dense object detection", section 4.1).
+    nn.init.constant_(outputs.bias, -math.log(max(1, categories - 1)))
+    net.add_module("categories", outputs)
     return net
 
 
@@ -121,9 +187,9 @@ def paper_net_80m() -> nn.Sequential:
     return paper_net("80M")
 
 
-def _smallest() -> int:
+def _smallest(stages: Sequence[Stage]) -> int:
     """Return the rows of the smallest image."""
     extent = 1
-    for pool, step in reversed(POOLS):
-        extent = (extent - 1) * step + pool + FILTER - 1
+    for stage in reversed(stages):
+        extent = stage.n_inputs(extent)
     return extent

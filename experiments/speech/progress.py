@@ -20,22 +20,25 @@ Advance = Callable[[int], None]
 
 
 @contextmanager
-def show_progress(title: str, *, n_frames: int) -> Iterator[Advance]:
+def show_progress(
+    title: str, *, n_frames: int, unit: str = "frames"
+) -> Iterator[Advance]:
     """Report on stderr; the function it yields takes the frames made since last time.
 
     Args:
         title: what is made.
         n_frames: how many frames there will be, about.
+        unit: what they are, if not frames.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _print_lines(console, title, n_frames=n_frames)
+        yield _print_lines(console, title, n_frames=n_frames, unit=unit)
         return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
-        TextColumn("{task.fields[rate]:,.0f} frames/s"),
+        TextColumn(f"{{task.fields[rate]:,.0f}} {unit}/s"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
@@ -60,7 +63,7 @@ class _Rate:
         return self.n_frames / max(1e-9, time.monotonic() - self._begin)
 
 
-def _print_lines(console: Console, title: str, *, n_frames: int) -> Advance:
+def _print_lines(console: Console, title: str, *, n_frames: int, unit: str) -> Advance:
     rate = _Rate()
     next_line = time.monotonic() + LINE_SECONDS
 
@@ -73,7 +76,7 @@ def _print_lines(console: Console, title: str, *, n_frames: int) -> Advance:
         next_line = time.monotonic() + LINE_SECONDS
         left = max(0.0, (n_frames - rate.n_frames) / max(1e-9, speed))
         share = min(1.0, rate.n_frames / n_frames)
-        line = f"{title}: {share:4.0%}, {speed:,.0f} frames/s, {left:.0f} s left"
+        line = f"{title}: {share:4.0%}, {speed:,.0f} {unit}/s, {left:.0f} s left"
         console.print(line, highlight=False, soft_wrap=True)
 
     return advance

@@ -1,8 +1,8 @@
 from hypothesis import given, strategies as st
 
-from distbelief.partition.problem import Choice, Problem
+from distbelief.partition.solvers.problem import Choice, Problem
 from experiments.benchmarks.random_search import search
-from tests.distbelief.partition.problems import chain, choices, problems
+from tests.distbelief.partition.solvers.problems import chain, choices, problems
 
 
 def words(problem: Problem) -> list[list[str]]:

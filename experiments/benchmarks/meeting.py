@@ -1,0 +1,95 @@
+"""Roles of a benchmark meet: over the real network, without a supervisor.
+
+Each writes where it can be reached into a file of its own, and waits for the others'.
+Then it takes a step whenever its process is told to (`paced`).
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Protocol
+
+from distbelief.node import Node
+from distbelief.roles import Action, Address, Event, Seconds, TimerFired
+from distbelief.transport.zmq_transport import TransportOptions, ZmqTransport
+
+
+STEP: Final = TimerFired(name="step")
+"""What a role is told to begin a step."""
+
+STEP_SECONDS_MAX: Final = 120.0
+_TOKEN: Final = "benchmark"
+
+
+class Stepper(Protocol):
+    """A role that counts its steps."""
+
+    n_done: int
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Return the actions that `event` calls for."""
+        ...
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        """Return what it does."""
+        ...
+
+
+@contextmanager
+def attached(
+    role: Stepper,
+    machine: int,
+    names: Sequence[Address],
+    *,
+    address: str,
+    folder: Path,
+) -> Iterator[Node]:
+    """Connect a role with the other machines; they find each other in `folder`."""
+    transport = ZmqTransport(
+        name=names[machine],
+        incarnation=1,
+        token=_TOKEN,
+        bind=f"tcp://{address}:*",
+        options=TransportOptions(allow_remote=True),
+        log=_log,
+    )
+    with transport, Node(role, transport=transport, log=_log) as node:
+        _meet(transport, machine, folder, names)
+        yield node
+
+
+def take_step(node: Node, role: Stepper) -> None:
+    """Take one step.
+
+    Raises:
+        RuntimeError: it does not end.
+    """
+    wanted = role.n_done + 1
+    node.tell(STEP)
+    node.pump(lambda: role.n_done >= wanted, timeout_seconds=STEP_SECONDS_MAX)
+    if role.n_done < wanted:
+        raise RuntimeError(f"a step does not end: {node.error}")
+
+
+def _meet(
+    transport: ZmqTransport, machine: int, folder: Path, names: Sequence[Address]
+) -> None:
+    """Tell the others where this machine is, and learn where they are."""
+    draft = folder / f".{machine}.address"
+    draft.write_text(transport.endpoint)
+    draft.rename(folder / f"{machine}.address")
+    deadline = time.monotonic() + STEP_SECONDS_MAX
+    for peer, name in enumerate(names):
+        path = folder / f"{peer}.address"
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{name} does not come")
+            time.sleep(0.01)
+        if peer != machine:
+            transport.connect(name, 1, path.read_text())
+
+
+def _log(level: str, text: str) -> None:
+    print(f"{level}: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,254 @@
+"""What two machines of one core each buy, and what else two cores could do.
+
+    python experiments/benchmarks/model_parallel.py [--rounds 4] [--seconds 6] [--small]
+
+A step is forward and backward of one batch, without fetch and push. Contestants, all
+with memory kept (`allocator`), one thread per process if not said otherwise:
+
+    torch           one process, the whole net
+    1 machine       the runtime of a job, everything on one machine
+    2 machines      the same, by the plan that the planner prefers for two machines
+    2 threads       as `torch`, with two threads
+    dtensor         torch's tensor parallelism over gloo, two ranks
+    side by side    two of `torch` that do not talk: per step of both; nobody is faster
+
+The speech net with batches of 64 and 256, the image net cut into rows or columns, then
+the speech net between two network namespaces with a link of 1 Gbit/s and 100 Mbit/s.
+For these the planner is told what a message takes there, and may choose stages.
+
+    speech_bs64, speech_bs256, image   1 machine, or torch if it is faster, / 2 machines
+    speech_bs256_over_two_threads      2 threads / 2 machines
+    speech_..._over_dtensor            dtensor / 2 machines
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final, final
+
+import msgspec
+import torch
+
+from distbelief.allocator import keep_memory
+from distbelief.partition.planning import Order, plan, played
+from distbelief.partition.profiling.host import Network
+from experiments.benchmarks import hosts, measurement
+from experiments.benchmarks.crews import Crew, Hand
+from experiments.benchmarks.hosts import HERE, Host
+from experiments.benchmarks.machines import network, order_here, replica
+from experiments.benchmarks.ways import N_MACHINES, Way, by_places, on_one_machine
+from experiments.benchmarks.workload import NetName, Workload
+
+
+BATCH_SIZES: Final = (64, 256)
+IMAGES: Final = 64
+"""Samples of a step of the image net."""
+
+LINKS: Final = {"1gbit": 1e9, "100mbit": 1e8}
+ONE: Final = ("torch", "1 machine")
+TWO: Final = "2 machines"
+N_RANKS: Final = 2
+
+
+@final
+class Contest:
+    """Crews that compute the same batch in turns; a context manager.
+
+    Args:
+        workload: What they compute.
+        folder: For their files.
+        ends: Where the two processes of a crew are.
+    """
+
+    def __init__(
+        self, workload: Workload, folder: Path, *, ends: tuple[Host, Host] = HERE
+    ) -> None:
+        self.crews: dict[str, Crew] = {}
+        self._workload = workload
+        self._folder = folder
+        self._ends = ends
+        self._file = folder / "workload.json"
+        folder.mkdir()
+        self._file.write_bytes(msgspec.json.encode(workload))
+
+    def whole(self, name: str, *, n_threads: int = 1, n_processes: int = 1) -> None:
+        """Enter processes that compute the whole net each."""
+        hand = Hand(
+            module="whole_net",
+            arguments=[str(self._file), str(n_threads)],
+            host=HERE[0],
+            n_threads=n_threads,
+        )
+        self.crews[name] = Crew(name, [hand] * n_processes, self._folder)
+
+    def machines(self, name: str, way: Way, order: Order) -> None:
+        """Enter a replica of the runtime's machines."""
+        self.crews[name] = replica(
+            name,
+            way,
+            order,
+            workload=self._workload,
+            folder=self._folder,
+            ends=self._ends,
+        )
+
+    def dtensor(self) -> None:
+        """Enter torch's tensor parallelism."""
+        meeting = str(self._folder / "meeting")
+        hands = [
+            Hand(
+                module="peers.dtensor",
+                arguments=[str(self._file), str(rank), str(N_RANKS), meeting],
+                host=host,
+                environment={"GLOO_SOCKET_IFNAME": host.interface},
+            )
+            for rank, host in enumerate(self._ends)
+        ]
+        self.crews["dtensor"] = Crew("dtensor", hands, self._folder)
+
+    def hold(self, title: str, options: argparse.Namespace) -> dict[str, float]:
+        """Let all take turns; return the seconds of a step of each."""
+        with ExitStack() as stack:
+            for crew in self.crews.values():
+                stack.enter_context(crew)
+            for name in measurement.turns(list(self.crews), n_rounds=options.rounds):
+                self.crews[name].turn(seconds=options.seconds)
+        rows = {name: crew.row() for name, crew in self.crews.items()}
+        measurement.show(f"{title}, load {measurement.load():.1f}", rows)
+        return {name: crew.step.median for name, crew in self.crews.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    keep_memory()  # as machines do, and
+    torch.set_num_threads(1)  # so: what is measured of layers depends on both
+    figures: dict[str, float] = {}
+    with TemporaryDirectory(prefix="distbelief-parallel-") as name:
+        folder = Path(name)
+        os.environ["XDG_CACHE_HOME"] = name  # layers are measured now, not once
+        between = network(folder, seconds=options.seconds / 4)
+        if "speech" in options.parts:
+            for batch_size in BATCH_SIZES:
+                figures |= _speech(batch_size, between, folder, options)
+        if "image" in options.parts:
+            figures |= _image(between, folder, options)
+        obstacle = hosts.obstacle() if "links" in options.parts else None
+        for link in LINKS if "links" in options.parts and not obstacle else ():
+            figures |= _linked(link, folder, options)
+    if obstacle:
+        print(f"no links: {obstacle}")
+    measurement.conclude("model_parallel", figures)
+
+
+def preferred(order: Order, *, exactly: bool) -> tuple[Way, str]:
+    """Return the planner's plan for two machines, and what found it.
+
+    Args:
+        order: What is to be planned.
+        exactly: Use both, even if one were faster.
+    """
+    done = plan(replace(order, exactly=exactly), [N_MACHINES])[-1].forecast
+    way = Way(placements=done.placements, micro_batches=done.micro_batches)
+    return way, f"{done.method}, {1e3 * done.median:.0f} ms expected"
+
+
+def _speech(
+    batch_size: int, between: Network, folder: Path, options: argparse.Namespace
+) -> dict[str, float]:
+    workload = _workload("speech", batch_size, options)
+    order = order_here(workload, between)
+    contest = Contest(workload, folder / f"speech-{batch_size}")
+    _enter_usual(contest, order)
+    way, how = preferred(order, exactly=True)
+    contest.machines(TWO, way, order)
+    contest.whole("2 threads", n_threads=2)
+    contest.dtensor()
+    seconds = contest.hold(f"speech, batch {batch_size}, {how}", options)
+    key = f"speech_bs{batch_size}"
+    ours = seconds[TWO]
+    return {
+        key: min(seconds[name] for name in ONE) / ours,
+        f"{key}_over_two_threads": seconds["2 threads"] / ours,
+        f"{key}_over_dtensor": seconds["dtensor"] / ours,
+        **_raw(key, contest),
+    }
+
+
+def _image(
+    between: Network, folder: Path, options: argparse.Namespace
+) -> dict[str, float]:
+    workload = _workload("image", IMAGES, options)
+    order = order_here(workload, between)
+    contest = Contest(workload, folder / "image")
+    _enter_usual(contest, order)
+    name, way = min(
+        by_places(order).items(),
+        key=lambda item: (
+            played(order, item[1].placements, n_machines=N_MACHINES).step_seconds
+        ),
+    )
+    contest.machines(TWO, way, order)
+    planned, how = preferred(order, exactly=True)
+    contest.machines("planner", planned, order)
+    seconds = contest.hold(f"image, cut into {name}; planner: {how}", options)
+    ratio = min(seconds[name] for name in ONE) / seconds[TWO]
+    return {"image": ratio, **_raw("image", contest)}
+
+
+def _linked(link: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    workload = _workload("speech", BATCH_SIZES[-1], options)
+    with hosts.linked(bits_per_second=LINKS[link]) as ends:
+        place = folder / link
+        place.mkdir()
+        between = network(place, ends=ends, seconds=options.seconds / 4)
+        order = order_here(workload, between, stages=True)
+        contest = Contest(workload, place / "contest", ends=ends)
+        way, how = preferred(order, exactly=True)
+        contest.machines(TWO, way, order)
+        contest.dtensor()
+        seconds = contest.hold(f"speech over {link}, {how}", options)
+    key = f"speech_{link}"
+    ratio = seconds["dtensor"] / seconds[TWO]
+    return {f"{key}_over_dtensor": ratio, **_raw(key, contest)}
+
+
+def _workload(net: NetName, batch_size: int, options: argparse.Namespace) -> Workload:
+    small: bool = options.small
+    return Workload(net=net, batch_size=8 if small else batch_size, small=small)
+
+
+def _enter_usual(contest: Contest, order: Order) -> None:
+    contest.whole("torch")
+    contest.machines("1 machine", on_one_machine(order.graph), order)
+    contest.whole("side by side", n_processes=2)
+
+
+def _raw(key: str, contest: Contest) -> dict[str, float]:
+    """Return milliseconds, processor time and memory of each crew."""
+    figures: dict[str, float] = {}
+    for name, crew in contest.crews.items():
+        start = f"{key}_{name.replace(' ', '_')}"
+        figures[f"{start}_ms"] = 1e3 * crew.step.median
+        figures[f"{start}_cpu_ms"] = (
+            1e3 * measurement.Spread.of(crew.cpu_seconds).median
+        )
+        figures[f"{start}_bytes"] = crew.n_bytes
+    return figures
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a turn")
+    parts = ["speech", "image", "links"]
+    parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
+    parser.add_argument("--small", action="store_true", help="tiny nets, for a look")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The task as a map-style data set: an image of a glyph in, its category out.
+
+Fonts of the test part are never seen in training (`fonts`). It is rendered type in the
+shape of the paper's task, not its photographs: accuracies do not compare.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Final, cast
+
+import torch
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from experiments.images.album import Album, Recipe, ensure, find_cache, open_album
+from experiments.images.fonts import Part, choose_script
+from experiments.speech.progress import show_progress
+
+
+COPIES: Final = {"train": 200, "test": 10}
+"""Images of each category, where `copies` is not given."""
+
+_MIDDLE: Final = 128.0
+_SCALE: Final = 1 / 64.0
+
+
+class Glyphs(Dataset[tuple[torch.Tensor, int]]):
+    """Images and categories of an album.
+
+    Args:
+        album: Where they are.
+        colours: Channels, all alike.
+    """
+
+    def __init__(self, album: Album, *, colours: int) -> None:
+        self.album = album
+        self._images = torch.from_numpy(album.images)  # (images, size, size), mapped
+        self._labels = torch.from_numpy(album.labels)  # (images,)
+        self._colours = colours
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    @override
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        """One sample: an image (colours, size, size) float32, and its category."""
+        images, labels = self.__getitems__([index])
+        return images[0], int(labels[0])
+
+    def __getitems__(
+        self, indices: Sequence[int] | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch: images (n, colours, size, size) float32, categories (n,) int64."""
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        images = self._images.index_select(0, rows).to(torch.float32)
+        images = images.sub_(_MIDDLE).mul_(_SCALE).unsqueeze(1)
+        return images.expand(-1, self._colours, -1, -1), self._labels[rows]
+
+
+def glyphs(  # noqa: PLR0913 -- what decides a task, as a job file has it
+    part: str,
+    *,
+    categories: int = 400,
+    copies: int | None = None,
+    size: int = 32,
+    colours: int = 1,
+    script: str = "auto",
+    cache: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+) -> Glyphs:
+    """Images of one part; they are drawn now if the cache lacks them.
+
+    Args:
+        part: "train" or "test".
+        categories: How many: 2 to 20,902.
+        copies: Images of each; 200 for train and 10 for test if not given.
+        size: Rows and columns of an image.
+        colours: Channels, all alike: 1 or 3.
+        script: "han", "latin", or "auto": "han" where fonts of two designs are there.
+        cache: Folder of all albums, if not the user's cache directory.
+        seed: Of all that is left to chance.
+    """
+    recipe = _recipe(part, categories, copies, size, script, seed)
+    folder = ensure(recipe, cache=find_cache(cache))
+    return Glyphs(open_album(folder), colours=colours)
+
+
+def prepare(  # noqa: PLR0913 -- those of `glyphs`
+    part: str,
+    *,
+    categories: int = 400,
+    copies: int | None = None,
+    size: int = 32,
+    colours: int = 1,
+    script: str = "auto",
+    cache: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+) -> None:
+    """Draw and check what `glyphs` with the same arguments will open.
+
+    Call it once before several processes call `glyphs`.
+    """
+    del colours  # no pixel depends on them
+    recipe = _recipe(part, categories, copies, size, script, seed)
+    found = find_cache(cache)
+    if not (found / recipe.name).exists():
+        title = f"drawing {recipe.n_images:,} images, {part} part, {recipe.script}"
+        with show_progress(title, n_frames=recipe.n_images, unit="images") as advance:
+            ensure(recipe, cache=found, advance=advance)
+    open_album(found / recipe.name, verify=True)
+
+
+def _recipe(
+    part: str, categories: int, copies: int | None, size: int, script: str, seed: int
+) -> Recipe:
+    return Recipe(
+        script=choose_script(script),
+        part=cast("Part", part),  # checked there
+        categories=categories,
+        copies=COPIES.get(part, 1) if copies is None else copies,
+        size=size,
+        seed=seed,
+    )

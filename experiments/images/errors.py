@@ -1,0 +1,18 @@
+"""Every exception this folder raises on purpose.
+
+* ImagesError
+  + FontError   -- a font is missing, cannot be read, or lacks a character
+  + AlbumError  -- a set of images cannot be made, or cannot be trusted
+"""
+
+
+class ImagesError(Exception):
+    """Base class of every error raised on purpose; its message is for the user."""
+
+
+class FontError(ImagesError):
+    """A font is missing, cannot be read, or lacks a character."""
+
+
+class AlbumError(ImagesError):
+    """Images on disk cannot be written, or do not read as they were written."""
