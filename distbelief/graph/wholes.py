@@ -24,6 +24,7 @@ def whole_module(
     """
     _refuse_statistics(module, operation, reason)
     inputs = [operand.name for operand in _positional(module, operation, reason)]
+    _refuse_masks(builder, operation, reason)
     options: dict[str, Option] = {"module": operation.target}
     operations = _operations(module, operation)
     if operations:
@@ -55,6 +56,15 @@ def whole_module(
         f"{operation.name} ({type(module).__name__}) is computed whole ({reason}) "
         f"and returns a {type(operation.result).__name__}: return tensors"
     )
+
+
+def _refuse_masks(builder: Builder, operation: Operation, reason: str) -> None:
+    for operand in operation.operands:
+        if operand.is_integer and not builder[operand.name].is_integer:
+            raise GraphError(
+                f"{operation.name} is computed whole ({reason}), and is given the mask "
+                f"{operand.name!r}, which is kept as numbers: compare inside of it"
+            )
 
 
 def _refuse_statistics(module: nn.Module, operation: Operation, reason: str) -> None:

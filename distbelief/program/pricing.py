@@ -1,8 +1,9 @@
 """What a compiled plan costs on a cluster: seconds, bytes and memory.
 
 Seconds of tasks are somebody else's business (`Costs`); of messages, and of adding up
-what they bring, the cluster's. Put together by playing the step through (`queues`). The parameter server is not part of it:
-fetches and pushes go on beside the steps of Downpour SGD.
+what they bring, the cluster's. Put together by playing the step through (`queues`). The
+parameter server is not part of it: fetches and pushes go on beside the steps of
+Downpour SGD.
 """
 
 from collections.abc import Mapping, Sequence

@@ -4,9 +4,10 @@ Every machine computes one task at a time, the first of the plan's order that ca
 it sends one message at a time and receives one at a time. A message holds both ends
 until it is sent, and is there `latency` later; what is added up, once it is. Messages
 take the time of processors too: what a machine computes when one begins, or ends, takes
-longer by half of what handling it takes. Who waits has time for it. Nothing waits on purpose: what can begin
-does, the most urgent first, then the next machine. Ties depend on places in the plan,
-not on machines' numbers.
+longer by half of what handling it takes. Who waits has time for it.
+
+Nothing waits on purpose: what can begin does, the most urgent first, then the next
+machine. Ties depend on places in the plan, not on machines' numbers.
 
 Sets of machines are bits of an integer: "which receivers that I have something for are
 free?" is one `&`, for any number of machines. A fully connected layer on 144 machines
@@ -91,7 +92,7 @@ class Queues:
         adding: Per machine, seconds until a byte is added to a sum.
     """
 
-    def __init__(  # noqa: PLR0913 -- tasks, messages, machines and network
+    def __init__(  # noqa: PLR0913, PLR0915 -- tasks, messages, machines and network
         self,
         nodes: Dependencies,
         *,

@@ -3,6 +3,7 @@
 from distbelief.graph.kind import LayerKind, register
 from distbelief.graph.kinds.adaptive_pooling import AdaptiveAveragePool, AdaptiveMaxPool
 from distbelief.graph.kinds.attention import Attention
+from distbelief.graph.kinds.choosing import Compare, Where
 from distbelief.graph.kinds.class_losses import ClassSums, CrossEntropy
 from distbelief.graph.kinds.contrast import LocalContrast
 from distbelief.graph.kinds.convolution import Convolution
@@ -49,6 +50,8 @@ KINDS: tuple[LayerKind, ...] = (
     Softmax(),
     Attention(),
     Product(),
+    Compare(),
+    Where(),
     # Place by place, or at another place.
     Pointwise(),
     Dropout(),

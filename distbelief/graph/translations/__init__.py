@@ -3,6 +3,7 @@
 from distbelief.graph.translations import (
     attention,
     chance,
+    choosing,
     functions,
     images,
     layers,
@@ -20,6 +21,7 @@ from distbelief.graph.translations import (
 __all__ = [
     "attention",
     "chance",
+    "choosing",
     "functions",
     "images",
     "layers",

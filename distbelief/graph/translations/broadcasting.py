@@ -1,5 +1,7 @@
 """Operands without a batch, made to fit beside those with one."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from distbelief.graph.building import Builder
@@ -8,10 +10,19 @@ from distbelief.graph.layer import Layer
 from distbelief.graph.operation import Operand, Operation
 
 
-def lined_up(builder: Builder, operation: Operation) -> list[str]:
-    """Return the operands' layers such that the last dimensions of all are lined up."""
+def lined_up(
+    builder: Builder, operation: Operation, operands: Sequence[Operand] | None = None
+) -> list[str]:
+    """Return operands' layers such that the last dimensions of all are lined up.
+
+    Args:
+        builder: Has them.
+        operation: Whose operands they are.
+        operands: All of them if absent.
+    """
+    operands = operation.operands if operands is None else operands
     n_dims = len(operation.output) + 1 if operation.batched else 0
-    return [with_batch(builder, operand, n_dims).name for operand in operation.operands]
+    return [with_batch(builder, operand, n_dims).name for operand in operands]
 
 
 def with_batch(builder: Builder, operand: Operand, n_dims: int) -> Layer:

@@ -94,12 +94,22 @@ def _several(function: str) -> FunctionTranslation:
         left = operation.argument(0, "input")
         right = operation.argument(1, "other")
         if isinstance(left, Operand) and isinstance(right, Operand):
+            _check_masks(operation, function)
             return pointwise(builder, operation, function)
         number = _number(right if isinstance(left, Operand) else left, operation)
         word, value = _with_number(function, number, isinstance(left, Operand))
         return pointwise(builder, operation, word, value)
 
     return translate
+
+
+def _check_masks(operation: Operation, function: str) -> None:
+    result = operation.result
+    is_mask = isinstance(result, torch.Tensor) and result.dtype == torch.bool
+    if is_mask and function != "multiply":
+        raise GraphError(
+            f"{operation.name} of two masks has no split rule: write `|` or `&`"
+        )
 
 
 def _number(value: object, operation: Operation) -> float:
@@ -233,9 +243,9 @@ def same(builder: Builder, operation: Operation) -> Translated:
 @translates_function("to", "type_as", "float", "double", "half", "bfloat16", "type")
 def converted(builder: Builder, operation: Operation) -> Translated:
     """Add nothing where the type stays as it is."""
-    del builder
     operand = operation.operand(0, "self")
-    if operand.is_integer != operation.is_integer:
+    # What a mask is made of is floating point already.
+    if builder[operand.name].is_integer != operation.is_integer:
         raise GraphError(
             f"{operation.name} between whole and floating point numbers has no split "
             "rule: give the model an input of the type it needs"

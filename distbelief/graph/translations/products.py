@@ -1,14 +1,29 @@
-"""Translations of products of two matrices that both are computed."""
+"""Translations of products of two matrices that both are computed.
 
+An `einsum` of two is such a product once dimensions are put in order:
+
+    bqhd, bkhd -> bhqk      of both and of the result    h       before the last two
+                            of one and of the result     q, k    rows, columns
+                            of both, not of the result   d       summed
+"""
+
+import math
 import operator
+import re
+from typing import Final
 
 import torch
 
 from distbelief.graph.building import Builder
 from distbelief.graph.kinds.product import product_layer
-from distbelief.graph.layer import GraphError
+from distbelief.graph.kinds.reshaping import reshape_layer
+from distbelief.graph.layer import GraphError, Layer
 from distbelief.graph.operation import Operation, Translated
+from distbelief.graph.region import Shape
 from distbelief.graph.translation import translates_function
+
+
+_EQUATION: Final = re.compile(r"([a-zA-Z]+),([a-zA-Z]+)->([a-zA-Z]+)")
 
 
 @translates_function(
@@ -32,3 +47,81 @@ def product(builder: Builder, operation: Operation) -> Translated:
     one, other = (builder[operand.name] for operand in operands)
     name = builder.free_name(operation.name)
     return builder.add_layer(product_layer(name, one, other))
+
+
+@translates_function(torch.einsum)
+def einsum(builder: Builder, operation: Operation) -> Translated:
+    """Add a product, and whatever puts dimensions in order before and after it."""
+    one, other, result = _letters(operation)
+    layers = [builder[operand.name] for operand in operation.operands]
+    extents = dict(zip(one + other, (*layers[0].shape, *layers[1].shape), strict=True))
+
+    def shape(letters: str) -> Shape:
+        return tuple(extents[letter] for letter in letters)
+
+    lead = "".join(letter for letter in one if letter in other and letter in result)
+    rows = "".join(letter for letter in one if letter not in other)
+    columns = "".join(letter for letter in other if letter not in one)
+    summed = "".join(
+        letter for letter in one if letter in other and letter not in result
+    )
+    n_rows, n_columns, n_summed = (
+        math.prod(shape(letters)) for letters in (rows, columns, summed)
+    )
+    left = _permuted(builder, operation, layers[0], one, lead + rows + summed)
+    left = _shaped(builder, operation, left, (*shape(lead), n_rows, n_summed))
+    right = _permuted(builder, operation, layers[1], other, lead + summed + columns)
+    right = _shaped(builder, operation, right, (*shape(lead), n_summed, n_columns))
+    name = builder.free_name(operation.name)
+    found = builder[builder.add_layer(product_layer(name, left, right))]
+    found = _shaped(builder, operation, found, shape(lead + rows + columns))
+    return _permuted(builder, operation, found, lead + rows + columns, result).name
+
+
+def _letters(operation: Operation) -> tuple[str, str, str]:
+    """Return what an equation calls the dimensions after the batch.
+
+    Raises:
+        GraphError: it is no product of two that both have the batch.
+    """
+    equation = str(operation.argument(0, "equation")).replace(" ", "")
+    match = _EQUATION.fullmatch(equation)
+    batched = [operand.batched for operand in operation.operands] == [True, True]
+    if match is None or not batched:
+        raise _no_product(operation, equation)
+    one, other, result = match.groups()
+    alike = one[0] == other[0] == result[0]
+    distinct = all(len(set(word)) == len(word) for word in (one, other, result))
+    alone = set(one) ^ set(other)
+    if not (alike and distinct and alone <= set(result)):
+        raise _no_product(operation, equation)
+    return one[1:], other[1:], result[1:]
+
+
+def _no_product(operation: Operation, equation: str) -> GraphError:
+    return GraphError(
+        f"{operation.name} of {equation!r} is no product of two outputs of layers, "
+        "each with the batch first, that sums over dimensions of both: use "
+        "torch.nn.Linear for a matrix of the model's own, or `sum` for other sums"
+    )
+
+
+def _permuted(
+    builder: Builder, operation: Operation, source: Layer, before: str, after: str
+) -> Layer:
+    if before == after:
+        return source
+    dims = tuple(before.index(letter) for letter in after)
+    shape = tuple(source.shape[dim] for dim in dims)
+    name = f"{operation.name}.order"
+    options = {"dims": dims}
+    return builder[builder.add(name, "permute", [source.name], shape, options=options)]
+
+
+def _shaped(
+    builder: Builder, operation: Operation, source: Layer, shape: Shape
+) -> Layer:
+    if source.shape == shape:
+        return source
+    name = builder.free_name(f"{operation.name}.shape")
+    return builder[builder.add_layer(reshape_layer(name, source, shape=shape))]

@@ -118,7 +118,7 @@ def _permuted(builder: Builder, operation: Operation, dims: list[int]) -> str:
         operation.inputs[:1],
         operation.output,
         options={"dims": tuple(dims)},
-        is_integer=operation.is_integer,
+        is_integer=builder[operation.inputs[0]].is_integer,
     )
 
 

@@ -2,7 +2,7 @@
 
     flops        a large matrix product, with the threads that torch is set to
     memory rate  a large copy: every byte is read once and written once
-    message rate numbers through this host's own network, sent and received by one thread
+    message rate numbers through this host's own network, to the same thread
     overhead     a layer that has nothing to do, forward or backward
     jitter       how far the times of that product lie apart
     memory       what this machine has, or this container may use
@@ -161,9 +161,9 @@ def _memory_rate(clock: Clock) -> float:
 def _message_rate(clock: Clock) -> float:
     """Return bytes per second that one end handles if it does nothing else.
 
-    One thread is both ends, so that nobody waits, and sends through TCP, as the transport
-    does. A message is copied twice more: out of a result, and into an input. It keeps one
-    processor; what all of them compute meanwhile takes longer by its share.
+    One thread is both ends, so that nobody waits, and sends through TCP, as the
+    transport does. A message is copied twice more: out of a result, and into an input.
+    It keeps one processor; what all compute meanwhile takes longer by its share.
     """
     source = _random(_N_SENT)
     target, sent = torch.empty_like(source), bytearray(source.nbytes)
@@ -171,7 +171,7 @@ def _message_rate(clock: Clock) -> float:
     one, other = _ends()
 
     def exchange() -> None:
-        sent[:] = memoryview(source.numpy()).cast("B")
+        torch.frombuffer(sent, dtype=torch.float32).copy_(source)
         done = 0
         while done < len(sent):
             n_bytes = one.send(memoryview(sent)[done : done + _BLOCK_BYTES])

@@ -59,6 +59,10 @@ def test_any_plan_in_any_micro_batches_computes_what_the_graph_computes(
     )
 
 
+def test_one_sample_for_the_whole_batch_stays_one_in_micro_batches() -> None:
+    check("encoder", np.random.default_rng(0), n_machines=1, micro_batches=2)
+
+
 def check(
     name: str,
     generator: np.random.Generator,

@@ -85,3 +85,50 @@ def test_products_that_broadcast_are_refused_with_both_shapes() -> None:
     specs = [InputSpec(shape=(3, 4, 5)), InputSpec(shape=(1, 5, 2))]
     with pytest.raises(GraphError, match=r"\[3, 4, 5\] and \[1, 5, 2\], the batch"):
         capture(Outer(), specs)
+
+
+class Summing(nn.Module):
+    """An einsum of two linear layers' outputs."""
+
+    def __init__(self, equation: str) -> None:
+        super().__init__()
+        self.equation = equation
+        self.one = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
+
+    @override
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.einsum(self.equation, self.one(x), self.other(y))
+
+
+EQUATIONS = {
+    "bqhd,bkhd->bhqk": ((5, 2, 4), (3, 2, 4)),
+    "bhqk, bkhd -> bqhd": ((2, 5, 4), (4, 2, 4)),
+    "bij,bkj->bik": ((5, 4), (3, 4)),
+    "bij,bjk->bki": ((5, 4), (4, 4)),
+    "bi,bj->bij": ((4,), (4,)),
+    "bij,bij->bi": ((5, 4), (5, 4)),
+    "nxij,nyij->nxy": ((2, 3, 4), (5, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_an_einsum_of_two_is_a_product(equation: str) -> None:
+    model = Summing(equation)
+    shapes = EQUATIONS[equation]
+    graph = capture(model, [InputSpec(shape=shape) for shape in shapes])
+    assert [layer.kind for layer in graph.layers].count("product") == 1
+    assert not any(layer.whole for layer in graph.layers)
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(3, *shape, generator=generator) for shape in shapes)
+    values = evaluate(graph, {"x": x, "y": y}, dict(model.named_parameters()))
+    torch.testing.assert_close(values[graph.outputs[0]], model(x, y))
+
+
+@pytest.mark.parametrize(
+    "equation", ["bij,bkl->bil", "...i,...i->...", "bij,bkj", "bii,bij->bj"]
+)
+def test_an_einsum_that_is_no_product_is_refused(equation: str) -> None:
+    model = Summing(equation)
+    with pytest.raises(GraphError, match="is no product of two outputs of layers"):
+        capture(model, [InputSpec(shape=(4, 4)), InputSpec(shape=(4, 4))])
