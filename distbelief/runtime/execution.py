@@ -202,6 +202,11 @@ class Execution:
         def found(slot: int) -> list[torch.Tensor]:
             return [state.values[copy * n_slots + slot] for copy in copies]
 
+        def output(name: str, slot: int) -> torch.Tensor:
+            parts = found(slot)
+            # One sample for the whole batch is the same one for every part of it.
+            return parts[0] if name in flow.joined else torch.cat(parts)
+
         loss: float | None = None
         for slot in flow.losses:
             total = sum(float(value.sum(dtype=torch.float64)) for value in found(slot))
@@ -210,7 +215,7 @@ class Execution:
             loss=loss,
             averages={item: found(slot)[-1][0] for item, slot in flow.averages.items()},
             outputs=[
-                (name, region, torch.cat(found(slot)).cpu())
+                (name, region, output(name, slot).cpu())
                 for name, region, slot in flow.outputs
             ],
         )

@@ -104,3 +104,20 @@ def test_what_is_written_down_comes_back() -> None:
 def test_a_damaged_journal_is_refused(label: str, facts: dict[str, str]) -> None:
     with pytest.raises(StorageError, match="of the coordinator cannot be read"):
         Journal(Snapshot(label=label, arrays={}, facts=facts))
+
+
+def test_a_run_that_has_ended_goes_on_from_what_it_published() -> None:
+    written = journal(31)
+    written.end((7, 8), iteration=33, samples=330, offset=2)
+    written = Journal(written.snapshot(incarnation=1))
+
+    def at(*clocks: int) -> list[list[CutRecord]]:
+        return [[CutRecord(cut=0, whole=False, clock=clock)] for clock in clocks]
+
+    ended = written.choose(at(7, 8))
+    assert ended.entry is not None
+    assert (ended.cut, ended.whole, ended.entry.iteration) == (0, False, 33)
+    assert written.choose(at(0, 0)).entry is None  # where all began
+    assert written.choose([held("31"), held("31")]).cut == 31  # with its history
+    with pytest.raises(StorageError, match="share no point"):
+        written.choose(at(7, 0))
