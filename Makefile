@@ -19,7 +19,7 @@ test: .venv/dev
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage report
 
-BENCHMARKS := downpour parameter_server async_peers chaos planner \
+BENCHMARKS := downpour parameter_server async_peers chaos planner \ sandblaster
     model_parallel planner_against_runtime
 
 # Each takes some minutes; on a machine with nothing else to do, or the figures lie.

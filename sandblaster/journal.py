@@ -45,6 +45,7 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[CutEntry, ...]
     on_disk: Count
     base_clocks: tuple[Count, ...] | None
+    end_clocks: tuple[Count, ...] | None = None
 
 
 @final
@@ -64,6 +65,7 @@ class Journal:
     Attributes:
         on_disk: The newest cut that every shard has on disk; 0: none.
         base_clocks: Of the shards' values before the first order; None: not known.
+        end_clocks: Of the values that they published at the end; None: it goes on.
     """
 
     def __init__(self, restored: Snapshot | None) -> None:
@@ -71,6 +73,7 @@ class Journal:
         self.on_disk = 0
         self._label = 0
         self.base_clocks: tuple[int, ...] | None = None
+        self.end_clocks: tuple[int, ...] | None = None
         if restored is not None:
             self._restore(restored)
 
@@ -86,6 +89,7 @@ class Journal:
         self._entries = {entry.cut: entry for entry in facts.entries}
         self.on_disk = facts.on_disk
         self.base_clocks = facts.base_clocks
+        self.end_clocks = facts.end_clocks
 
     # --------------------------------------------------------------------- writing
 
@@ -116,7 +120,7 @@ class Journal:
         self, clocks: Sequence[int], *, iteration: int, samples: int, offset: int
     ) -> None:
         """The run is over: its parameters are published, at these clocks."""
-        self.base_clocks = tuple(clocks)
+        self.end_clocks = tuple(clocks)
         self._entries[0] = CutEntry(
             cut=0, iteration=iteration, offset=offset, samples=samples, state=""
         )
@@ -128,6 +132,7 @@ class Journal:
             entries=tuple(self._entries[cut] for cut in sorted(self._entries)),
             on_disk=self.on_disk,
             base_clocks=self.base_clocks,
+            end_clocks=self.end_clocks,
         )
         return Snapshot(
             label=f"{self._label:012d}",
@@ -146,7 +151,12 @@ class Journal:
         Raises:
             StorageError: there is no point that all shards share.
         """
-        per_shard = [self._cuts_of(k, records) for k, records in enumerate(held)]
+        begins = self.base_clocks
+        if self._all_at(self.end_clocks, held):
+            begins = self.end_clocks
+        per_shard = [
+            self._cuts_of(k, records, begins=begins) for k, records in enumerate(held)
+        ]
         shared = set(per_shard[0]).intersection(*per_shard[1:])
         if not shared:
             shown = "; ".join(
@@ -164,15 +174,35 @@ class Journal:
         ]
         # A newer cut of which nothing is written down is one iteration newer at most.
         cut = max(whole or shared)
-        return Choice(cut=cut, whole=bool(whole), entry=self._entries.get(cut))
+        known = cut > 0 or begins is self.end_clocks
+        entry = self._entries.get(cut) if known else None
+        return Choice(cut=cut, whole=bool(whole), entry=entry)
 
-    def _cuts_of(self, k: int, records: Sequence[CutRecord]) -> Mapping[int, bool]:
+    def _all_at(
+        self,
+        clocks: Sequence[int] | None,
+        held: Sequence[Sequence[CutRecord]],
+    ) -> bool:
+        """Return whether cut 0 of each shard is of this clock."""
+        if clocks is None or len(clocks) != len(held):
+            return False
+        return all(
+            any(record.cut == 0 and record.clock == clock for record in records)
+            for clock, records in zip(clocks, held, strict=True)
+        )
+
+    def _cuts_of(
+        self,
+        k: int,
+        records: Sequence[CutRecord],
+        *,
+        begins: Sequence[int] | None,
+    ) -> Mapping[int, bool]:
         """Return (cut -> is it whole) of one shard."""
         cuts: dict[int, bool] = {}
         for record in records:
-            if record.cut == 0 and self.base_clocks is not None:
-                begins = self.base_clocks[k : k + 1]
-                if begins != (record.clock,):
-                    continue  # its values are others than those that all began with
+            at = None if begins is None else begins[k : k + 1]
+            if record.cut == 0 and at is not None and tuple(at) != (record.clock,):
+                continue  # its values are others than those that all began with
             cuts[record.cut] = cuts.get(record.cut, False) or record.whole
         return cuts

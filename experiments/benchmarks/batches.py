@@ -3,7 +3,8 @@
     python experiments/benchmarks/sandblaster.py [--small] [--only NAME ...]
 
     optimum     logistic regression (50,000 x 500) and an MLP on digits: seconds and
-                evaluations to 1e-6 (digits: 1e-3) of the optimum; two replicas and two
+                evaluations to 1e-6 of the optimum (digits, which has many: to
+                5 % above the one that scipy finds); two replicas and two
                 shards, beside scipy, torch.optim.LBFGS and Vowpal Wabbit, on the same
                 cores. The start of the processes is told apart.
     overhead    the speech net (41,777,152 parameters), batches of 20,000 frames: time
@@ -165,8 +166,7 @@ def by_sandblaster(problem: Problem, *, target: float) -> tuple[Outcome, float]:
                 "loss": problem.loss_name,
                 "l2": problem.l2,
                 "tolerance": 0.0,
-                "value_tolerance": 0.0,
-                "max_evaluations": 2000,
+                "max_evaluations": 1000,
             },
             "cluster": {"replicas": N_REPLICAS, "shards": 2},
             "stop": {"loss": target},
@@ -206,7 +206,7 @@ def problems(*, small: bool) -> list[Problem]:
             loss=functional.cross_entropy,
             loss_name="cross_entropy",
             l2=1e-3,
-            share=1e-3,
+            share=0.05,
             arguments={},
         ),
     ]
