@@ -1,6 +1,8 @@
 """What every test shares: reproducible examples, one torch thread."""
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,6 +21,19 @@ settings.load_profile("ci")  # `--hypothesis-profile=nightly` replaces it
 def _one_torch_thread() -> None:
     """Sums have the same bits on every machine only if nobody splits them."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _untraced(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run laws without measuring coverage, which makes them twice as long or longer.
+
+    They try what the tests of each module alone have covered.
+    """
+    tracer = sys.gettrace()
+    if request.node.get_closest_marker("untraced"):
+        sys.settrace(None)
+    yield
+    sys.settrace(tracer)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -80,6 +80,13 @@ def predict(
     run = RunDirectory.open(directory, write=False)
     job = load_job(run.job_file)
     if not run.model_file.is_file():
+        writer = run.writer_pid()
+        if writer is not None:
+            raise JobError(
+                f"{run.model_file} does not exist: the run is still under way (process "
+                f"{writer}), and the model is written at its end; wait, or end it with "
+                "Ctrl+C"
+            )
         raise JobError(
             f"{run.model_file} does not exist: the run ended before there was a model; "
             f"go on with it: distbelief train --resume {directory}"
@@ -120,7 +127,7 @@ def _whole(job: Job, weights: Path, inputs: Array) -> Array:
                 batch = batch.to(dtype)
             try:
                 found.append(module(batch))
-            except RuntimeError as error:
+            except (RuntimeError, IndexError) as error:  # no such word, say
                 raise JobError(
                     f"the model does not take inputs of shape "
                     f"{list(batch.shape)}: {error}"

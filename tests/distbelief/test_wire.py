@@ -132,9 +132,9 @@ BOMBS = {
 def test_a_bomb_in_place_of_an_array_is_refused(bomb: str) -> None:
     header, array = sent(block(np.ones(1, np.float32)))
     reference = b"\x92\x00\xa2f4"
-    assert header.endswith(reference)
+    assert header.count(reference) == 1
     with pytest.raises(RemoteProtocolError, match="an unreadable header: ") as caught:
-        received([header.removesuffix(reference) + BOMBS[bomb], array])
+        received([header.replace(reference, BOMBS[bomb]), array])
     assert len(str(caught.value)) < 300  # what is logged is not the peer's to choose
 
 

@@ -39,7 +39,7 @@ from distbelief.parameter_server.pushing import Pushing
 from distbelief.parameter_server.ranking import Ranking
 from distbelief.parameter_server.service import ClientMessage, Service
 from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.parameter_server.slots import N_SLOTS, Bounds, Client, Slot
+from distbelief.parameter_server.slots import N_SLOTS, Client, Slot
 from distbelief.parameter_server.snapshots import ShardIdentity, ShardState, take
 from distbelief.parameter_server.standing import (
     CopyMessage,
@@ -132,10 +132,10 @@ def slot_is_used_again_too_early(patch: Patch) -> None:
 def blocks_are_taken_in_any_order(patch: Patch) -> None:
     """A block counts for all before it."""
 
-    def take_block(self: Client, message: PushBlock, *, bounds: Bounds) -> int:
+    def take_block(self: Client, message: PushBlock) -> int:
         slot = self._slot_of(message.sequence)
         slot.lend(message.sequence)
-        start, stop = bounds[message.block_index]
+        start, stop = self.holding.bounds[message.block_index]
         slot.values[start:stop] = message.values
         slot.received = max(slot.received, message.block_index + 1)
         return slot.received
@@ -146,8 +146,7 @@ def blocks_are_taken_in_any_order(patch: Patch) -> None:
 def applied_before_all_blocks_are_here(patch: Patch) -> None:
     """A push is complete when its Push has come."""
 
-    def next_complete(self: Client, *, n_blocks: int) -> Slot | None:
-        del n_blocks
+    def next_complete(self: Client) -> Slot | None:
         slot = self.slots[(self.watermark + 1) % N_SLOTS] if self.slots else None
         is_next = slot is not None and slot.sequence == self.watermark + 1
         return slot if is_next and slot is not None and slot.push else None

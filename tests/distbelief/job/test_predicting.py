@@ -92,7 +92,24 @@ def test_a_run_without_a_model_is_told_how_to_go_on(
 ) -> None:
     run.model_file.unlink()
     inputs_at(tmp_path / "in.npy")
+    with pytest.raises(JobError, match=r"does not exist: .*still under way .*Ctrl"):
+        predict(run.path, tmp_path / "in.npy")
+    run.close()
     with pytest.raises(JobError, match=r"does not exist: .*--resume"):
+        predict(run.path, tmp_path / "in.npy")
+
+
+def words() -> nn.Module:
+    return nn.Embedding(50, 3)
+
+
+def test_words_that_the_model_does_not_know_are_refused(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    run.write(run.job_file, JOB.replace(f"{HERE}:net", f"{HERE}:words"))
+    save_file(words().state_dict(), run.model_file)
+    np.save(tmp_path / "in.npy", np.full((2, 4), 50))
+    with pytest.raises(JobError, match=r"of shape \[2, 4\]: index out of range"):
         predict(run.path, tmp_path / "in.npy")
 
 

@@ -31,6 +31,7 @@ WHOLE = [f"--pin={layer}=whole" for layer in ("0", "1", "2", "3", "loss")]
 FIGURES = Figures(
     flops=1e10,
     memory_rate=1e10,
+    message_rate=1e9,
     memory=1e9,
     overhead=1e-5,
     jitter=0.1,

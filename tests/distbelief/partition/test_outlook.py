@@ -24,6 +24,7 @@ from distbelief.program.plan import load as load_plan
 FIGURES = Figures(
     flops=1e10,
     memory_rate=1e10,
+    message_rate=1e9,
     memory=1e9,
     overhead=1e-5,
     jitter=0.0,

@@ -19,6 +19,8 @@ from tests.distbelief.graph.zoo.comparison import tensors_of, whole_modules
 from tests.distbelief.program.plans import captured, random_plan
 
 
+pytestmark = pytest.mark.untraced
+
 BATCH = 2
 TOLERANCE = 1e-10
 SEED = 5

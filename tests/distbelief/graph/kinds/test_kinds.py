@@ -19,6 +19,7 @@ from distbelief.graph.kinds.class_losses import cross_entropy_layers
 from distbelief.graph.kinds.joining import stack_layers
 from distbelief.graph.kinds.multi_head import multi_head_attention_layers
 from distbelief.graph.kinds.place_losses import place_loss_layer
+from distbelief.graph.kinds.product import product_layer
 from distbelief.graph.kinds.reduction import reduction_layer
 from distbelief.graph.kinds.softmax import softmax_layers
 from distbelief.graph.layer import GraphError, Layer, Option, TensorUse
@@ -143,6 +144,16 @@ def examples() -> list[Layer]:
             inputs=("y",),
             input_shapes=((4, 1),),
             shape=(4, 5),
+        ),
+        product_layer("product", source("p", 2, 3, 4), source("q", 2, 4, 5)),
+        reading("comparison", IMAGE, function="greater", argument=0.0),
+        Layer(
+            name="where",
+            kind="where",
+            inputs=("m", "x"),
+            input_shapes=((6, 1), IMAGE),
+            shape=IMAGE,
+            options={"no": 0.0},
         ),
         place_loss_layer("logistic", (x, labels), function="logistic"),
         *cross_entropy_layers("cross_entropy", (x, labels)),
