@@ -19,8 +19,8 @@ test: .venv/dev
 	@$(BIN)/coverage combine -q
 	@$(BIN)/coverage report
 
-BENCHMARKS := downpour parameter_server async_peers chaos planner \ sandblaster
-    model_parallel planner_against_runtime
+BENCHMARKS := downpour parameter_server async_peers chaos planner \
+    model_parallel planner_against_runtime sandblaster
 
 # Each takes some minutes; on a machine with nothing else to do, or the figures lie.
 bench: .venv/dev

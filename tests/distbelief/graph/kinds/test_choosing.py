@@ -120,7 +120,8 @@ class Causal(Calling):
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores = self.linear(x) @ x.transpose(1, 2)
-        hidden = scores.masked_fill(self.later[:4, :4], float("-inf"))  # type: ignore[index]
+        later = self.get_buffer("later")[:4, :4]
+        hidden: torch.Tensor = scores.masked_fill(later, float("-inf"))
         return hidden.softmax(-1)
 
 
