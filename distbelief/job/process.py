@@ -133,7 +133,7 @@ def main(name: str, incarnation: int, path: str) -> int:
 
 def import_from(job: Job) -> None:
     """Let the user's import paths be found, before anything of the same name."""
-    sys.path[:0] = [path for path in job.import_paths if path not in sys.path]
+    sys.path[:] = dict.fromkeys((*job.import_paths, *sys.path))
 
 
 def log(name: str, incarnation: int, level: str, text: str) -> None:

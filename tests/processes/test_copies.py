@@ -73,6 +73,7 @@ def test_a_leader_that_is_lost_is_replaced_and_nothing_is_lost(
     assert f"{label} takes over, nothing acknowledged is lost" in command.output
 
 
+@pytest.mark.soak
 def test_a_loop_of_ones_own_goes_on_without_its_leader(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(7, 3)

@@ -62,6 +62,7 @@ def test_two_ordinary_loops_share_one_server(folder: Path) -> None:
         assert float(accuracy[1]) >= 95.0
 
 
+@pytest.mark.soak
 def test_a_loop_that_starts_the_server_trains_alone_too(folder: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "loop.py"],

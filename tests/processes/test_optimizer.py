@@ -63,6 +63,7 @@ def test_one_blocking_worker_is_plain_sgd_to_the_bit(
     assert torch.equal(flat(model), flat(plain))
 
 
+@pytest.mark.soak
 def test_between_fetches_the_worker_steps_locally_and_pushes_sums(
     model: nn.Module,
 ) -> None:
@@ -104,6 +105,7 @@ def test_what_has_accrued_at_the_end_is_pushed_by_finish(model: nn.Module) -> No
         optimizer.close()
 
 
+@pytest.mark.soak
 def test_a_loop_that_has_finished_needs_its_server_no_more(
     model: nn.Module,
     monkeypatch: pytest.MonkeyPatch,

@@ -197,6 +197,7 @@ def test_minimize_finds_what_scipy_finds(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
+@pytest.mark.soak
 def test_minimize_ends_when_its_callback_says_so(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)  # where the others find the factories, too
@@ -208,6 +209,7 @@ def test_minimize_ends_when_its_callback_says_so(folder: Path) -> None:
     assert result.message == "it was told to stop"
 
 
+@pytest.mark.soak
 def test_minimize_raises_what_fails_in_its_processes(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)

@@ -88,6 +88,7 @@ def test_roles_that_share_no_memory_train_as_well(folder: Path) -> None:
     assert (command.run / "model.safetensors").is_file()
 
 
+@pytest.mark.soak
 def test_the_library_does_what_the_command_does(folder: Path) -> None:
     program = (
         "import distbelief\n"
@@ -105,6 +106,7 @@ def test_the_library_does_what_the_command_does(folder: Path) -> None:
     assert ended.stdout == "0 True 10\n", ended.stderr
 
 
+@pytest.mark.soak
 def test_two_runs_at_once_do_not_meet(folder: Path) -> None:
     with train(folder) as one:
         poll(one.run.is_dir)
@@ -164,6 +166,7 @@ def test_ctrl_c_before_anything_runs_leaves_nothing(folder: Path) -> None:
         assert not command.shared_memory()
 
 
+@pytest.mark.soak
 def test_sigterm_ends_a_job_in_order(folder: Path) -> None:
     with train(folder, *LONG) as command:
         poll(command.is_training)
@@ -240,6 +243,7 @@ def test_a_factory_that_fails_in_a_role_ends_the_job_with_its_words(
     assert "the disk with the data is gone" in error
 
 
+@pytest.mark.soak
 def test_a_training_that_diverges_says_so(folder: Path) -> None:
     rule = 'algorithm.rule={ name = "sgd", learning_rate = 1e30 }'
     with train(folder, *LONG, "--set", rule, "--json") as command:

@@ -19,6 +19,9 @@ from tests.sandblaster.more_garbow_hillstrom import PROBLEMS, Problem
 from tests.sandblaster.problems import Logistic, ScipyMethod, minimize_by_scipy
 
 
+pytestmark = pytest.mark.untraced
+
+
 Doubles = NDArray[np.float64]
 DIGITS_SOLVED = 4
 EVALUATIONS_OVER_SCIPY_MAX = 1.2

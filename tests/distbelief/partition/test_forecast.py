@@ -9,6 +9,9 @@ from tests.distbelief.partition.orders import order, permuted, planned
 from tests.distbelief.partition.plans import equal, zoo
 
 
+pytestmark = pytest.mark.untraced
+
+
 FORECASTS = [done.forecast for done in planned(1, 2, 4)]
 GRAPH = zoo("alexnet")
 CLUSTER = equal(4, latency=1e-4)

@@ -19,6 +19,9 @@ from experiments.speech.model import acoustic_net
 from tests.distbelief.partition.orders import order
 
 
+pytestmark = pytest.mark.untraced
+
+
 def paper_order(net: nn.Module, *shape: int, loss: str) -> Order:
     graph = append_loss(capture(net, [InputSpec(shape=shape)]), loss)
     return order(graph, load_cluster("commodity-2012"), batch=100)

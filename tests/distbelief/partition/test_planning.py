@@ -14,6 +14,9 @@ from distbelief.partition.planning import Order, Planned, plan, played
 from distbelief.program.cluster import Cluster, Machine, uniform
 
 
+pytestmark = pytest.mark.untraced
+
+
 MACHINE = Machine(
     flops=2e10, memory_rate=1e10, overhead=1e-5, jitter=0.2, bandwidth=1.25e8
 )

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 from hypothesis import given
 
@@ -12,7 +14,7 @@ from distbelief.partition.solvers.problem import TOLERANCE, Problem
 from tests.distbelief.partition.solvers.problems import crowded, problems
 
 
-FOREVER = Deadline(60)
+FOREVER = Deadline(math.inf)
 
 
 @given(problems())
