@@ -354,6 +354,7 @@ def test_a_sample_that_is_found_bad_in_mid_run_is_named(folder: Path) -> None:
     assert "[data.test] sample 70 has label 9" in " ".join(two.output.split())
 
 
+@pytest.mark.soak
 def test_a_sample_that_is_no_number_is_named_and_left_out(folder: Path) -> None:
     """By one of more replicas, of a model with fewer elements than shards."""
     options = sets(
@@ -548,6 +549,7 @@ def test_the_library_is_light_to_import_and_tells_mistakes_as_the_command_does()
         distbelief.ParameterServer([], rule=rule)
 
 
+@pytest.mark.soak
 def test_wrong_use_of_a_loop_is_told_and_none_of_it_hangs() -> None:
     net = nn.Linear(4, 3)
     rule = distbelief.Adagrad(learning_rate=0.1)

@@ -41,6 +41,7 @@ def test_a_job_file_in_a_folder_of_its_own_learns_digits(folder: Path) -> None:
     assert summary["metric"] >= 0.95, ended.stdout
 
 
+@pytest.mark.soak
 def test_two_ordinary_loops_share_one_server(folder: Path) -> None:
     model = net()
     rule = distbelief.Adagrad(learning_rate=0.03)

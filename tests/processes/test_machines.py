@@ -43,6 +43,7 @@ def summary_of(command: Command) -> dict[str, object]:
     return cast("dict[str, object]", json.loads(text))
 
 
+@pytest.mark.soak
 def test_two_replicas_of_two_machines_learn_and_predict(folder: Path) -> None:
     soon = ("--set", "stop.accuracy=0.96", "--set", "evaluation.every=1 s")
     with digits(folder, *SPLIT, *soon) as command:

@@ -89,6 +89,7 @@ def test_between_fetches_the_worker_steps_locally_and_pushes_sums(
     torch.testing.assert_close(flat(model), flat(plain), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.soak
 def test_what_has_accrued_at_the_end_is_pushed_by_finish(model: nn.Module) -> None:
     with distbelief.ParameterServer(
         model.parameters(), rule=distbelief.SGD(learning_rate=RATE)
@@ -146,6 +147,7 @@ def test_a_gradient_that_is_not_a_number_is_named_and_not_pushed(
     assert torch.equal(flat(model), before)
 
 
+@pytest.mark.soak
 def test_a_server_that_has_ended_is_named_and_leaves_the_model_as_it_was(
     model: nn.Module,
 ) -> None:

@@ -50,6 +50,7 @@ def snapshots(command: Command) -> set[str]:
     return {str(path.relative_to(directory)) for path in found}
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_with_other_shards_and_replicas_and_counts_on(
     tmp_path: Path,
 ) -> None:

@@ -117,6 +117,7 @@ def test_whoever_is_killed_the_run_goes_on_to_the_same_end(folder: Path) -> None
     assert found["loss"] == pytest.approx(objective(folder), rel=1e-5)
 
 
+@pytest.mark.soak
 def test_an_interrupted_run_keeps_its_best_point_and_goes_on(folder: Path) -> None:
     slow = ("--set", "data.train.factory=tiny:slow")
     with train(folder, *slow) as first:
