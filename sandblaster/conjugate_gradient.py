@@ -18,13 +18,10 @@ import msgspec
 from typing_extensions import override
 
 from distbelief.commands import Command, Gram, LinearCombination, Term, VectorName
-from sandblaster.descent import DescentRun, Present, read_state
+from sandblaster.descent import Present
 from sandblaster.gram import Combination
-from sandblaster.line_search import WolfeConditions
-from sandblaster.objective import Objective
-from sandblaster.requests import Result, Steps
-from sandblaster.stopping import Method, check
-from sandblaster.trials import DIRECTION, GRADIENT, Straight, Trial
+from sandblaster.smooth import SmoothMethod
+from sandblaster.trials import DIRECTION, GRADIENT, Trial
 
 
 Formula = Literal["polak_ribiere", "hager_zhang"]
@@ -33,7 +30,9 @@ _DIFFERENCE = "gradient_difference"
 
 
 @final
-class ConjugateGradient(Method, frozen=True, kw_only=True, tag="conjugate_gradient"):
+class ConjugateGradient(
+    SmoothMethod, frozen=True, kw_only=True, tag="conjugate_gradient"
+):
     """Settings of conjugate gradients.
 
     Attributes:
@@ -48,30 +47,9 @@ class ConjugateGradient(Method, frozen=True, kw_only=True, tag="conjugate_gradie
     curvature: float = 0.4
 
     @override
-    def __post_init__(self) -> None:
-        check(self)
-        _ = self.wolfe  # checks its two numbers
-
-    @property
-    def wolfe(self) -> WolfeConditions:
-        """What the line search asks of a step.
-
-        Raises:
-            ValueError: there is no such step.
-        """
-        return WolfeConditions(
-            sufficient_decrease=self.sufficient_decrease, curvature=self.curvature
-        )
-
-    def steps(self, state: str | None = None) -> Steps[Result]:
-        """Run from "parameters", or on from `Iterated.state`."""
-        resumed = None if state is None else read_state(state)
-        descent = Conjugate(
-            formula=self.formula, memory=resumed.memory if resumed else None
-        )
-        line = Straight(Objective(l2=self.l2), self.wolfe)
-        run = DescentRun(self, descent, line)
-        return run.steps(resumed.present if resumed else None)
+    def descent(self, memory: str | None) -> "Conjugate":
+        """Return directions -g + beta d."""
+        return Conjugate(formula=self.formula, memory=memory)
 
 
 class _Memory(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,53 +12,23 @@ from typing import final
 from typing_extensions import override
 
 from distbelief.commands import Command, Dot, LinearCombination, Term, VectorName
-from sandblaster.descent import DescentRun, Present, read_state
+from sandblaster.descent import Present
 from sandblaster.gram import Combination
-from sandblaster.line_search import WolfeConditions
-from sandblaster.objective import Objective
-from sandblaster.requests import Result, Steps
-from sandblaster.stopping import Method, check
-from sandblaster.trials import GRADIENT, Straight, Trial
+from sandblaster.smooth import SmoothMethod
+from sandblaster.trials import GRADIENT, Trial
 
 
 _DIFFERENCE = "gradient_difference"
 
 
 @final
-class GradientDescent(Method, frozen=True, kw_only=True, tag="gradient_descent"):
-    """Settings of gradient descent.
-
-    Attributes:
-        sufficient_decrease: c1 of the line search.
-        curvature: c2 of the line search.
-    """
-
-    sufficient_decrease: float = 1e-4
-    curvature: float = 0.9
+class GradientDescent(SmoothMethod, frozen=True, kw_only=True, tag="gradient_descent"):
+    """Settings of gradient descent: those of every smooth method."""
 
     @override
-    def __post_init__(self) -> None:
-        check(self)
-        _ = self.wolfe  # checks its two numbers
-
-    @property
-    def wolfe(self) -> WolfeConditions:
-        """What the line search asks of a step.
-
-        Raises:
-            ValueError: there is no such step.
-        """
-        return WolfeConditions(
-            sufficient_decrease=self.sufficient_decrease, curvature=self.curvature
-        )
-
-    def steps(self, state: str | None = None) -> Steps[Result]:
-        """Run from "parameters", or on from `Iterated.state`."""
-        resumed = None if state is None else read_state(state)
-        descent = Steepest(memory=resumed.memory if resumed else "0.0")
-        line = Straight(Objective(l2=self.l2), self.wolfe)
-        run = DescentRun(self, descent, line)
-        return run.steps(resumed.present if resumed else None)
+    def descent(self, memory: str | None) -> "Steepest":
+        """Return directions -g."""
+        return Steepest(memory=memory or "0.0")
 
 
 @final

@@ -27,21 +27,18 @@ from distbelief.commands import (
     Term,
     VectorName,
 )
-from sandblaster.descent import DescentRun, Present, read_state
+from sandblaster.descent import Present
 from sandblaster.direction import Correction, direction
 from sandblaster.gram import Combination, Entries, GramMatrix
-from sandblaster.line_search import WolfeConditions
-from sandblaster.objective import Objective
-from sandblaster.requests import Result, Steps
-from sandblaster.stopping import Method, check
-from sandblaster.trials import GRADIENT, PARAMETERS, TRIAL, Straight, Trial
+from sandblaster.smooth import SmoothMethod
+from sandblaster.trials import GRADIENT, PARAMETERS, TRIAL, Trial
 
 
 _CURVATURE_MIN = 1e-14  # of the cosine between s and y
 
 
 @final
-class LBFGS(Method, frozen=True, kw_only=True, tag="lbfgs"):
+class LBFGS(SmoothMethod, frozen=True, kw_only=True, tag="lbfgs"):
     """Settings of L-BFGS.
 
     Attributes:
@@ -56,31 +53,14 @@ class LBFGS(Method, frozen=True, kw_only=True, tag="lbfgs"):
 
     @override
     def __post_init__(self) -> None:
-        check(self)
-        _ = self.wolfe  # checks its two numbers
+        super().__post_init__()
         if self.n_history < 1:
             raise ValueError(f"n_history is {self.n_history}; use 1 or more")
 
-    @property
-    def wolfe(self) -> WolfeConditions:
-        """What the line search asks of a step.
-
-        Raises:
-            ValueError: there is no such step.
-        """
-        return WolfeConditions(
-            sufficient_decrease=self.sufficient_decrease, curvature=self.curvature
-        )
-
-    def steps(self, state: str | None = None) -> Steps[Result]:
-        """Run from "parameters", or on from `Iterated.state`."""
-        resumed = None if state is None else read_state(state)
-        descent = QuasiNewton(
-            n_history=self.n_history, memory=resumed.memory if resumed else None
-        )
-        line = Straight(Objective(l2=self.l2), self.wolfe)
-        run = DescentRun(self, descent, line)
-        return run.steps(resumed.present if resumed else None)
+    @override
+    def descent(self, memory: str | None) -> "QuasiNewton":
+        """Return directions -H g."""
+        return QuasiNewton(n_history=self.n_history, memory=memory)
 
 
 class _Memory(msgspec.Struct, frozen=True, kw_only=True):
