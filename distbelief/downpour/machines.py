@@ -27,8 +27,9 @@ from distbelief.program.compilation import Compiled, compile_plan
 from distbelief.program.plan import Plan
 from distbelief.roles import Role
 from distbelief.runtime.courier import Courier
-from distbelief.runtime.course import MeasuringCourse, TrainingCourse
+from distbelief.runtime.course import Course, MeasuringCourse, TrainingCourse
 from distbelief.runtime.dataflow import dataflow
+from distbelief.runtime.duty import Duty
 from distbelief.runtime.evaluator import EvaluatorConfig, held_out
 from distbelief.runtime.execution import Execution
 from distbelief.runtime.inference import inference_of, model_output
@@ -150,30 +151,21 @@ def _training_machine(
     leader = Leader(n_machines, plan=split.fingerprint, steps_max=of_replica.max_steps)
     if not context.await_begin:
         leader.begin(0.0)
-    couriers = _couriers(place, flow, n_machines)
-    stepping = Stepping(
-        Execution(flow, dtype=dtype, modules=split.modules, device=split.device),
-        couriers=couriers,
-        course=course,
-        micro_batches=split.plan.micro_batches,
-        training=True,
-        seed=(config.seed, place.replica),
-    )
-    return Machine(
-        MachineConfig(
-            group=place.group,
-            machine=place.machine,
-            n_machines=n_machines,
-            plan=split.fingerprint,
+    return _machine(
+        place,
+        split,
+        _Parts(
+            flow=flow,
+            dtype=dtype,
+            client=client,
+            course=course,
+            reader=reader,
+            duty=duty,
+            leader=leader,
+            training=True,
+            micro_batches=split.plan.micro_batches,
+            seed=(config.seed, place.replica),
         ),
-        client=client,
-        stepping=stepping,
-        couriers=couriers,
-        course=course,
-        portions=PortionsAhead(reader, course),
-        duty=duty,
-        shapes=[region.shape for _, region in flow.items],
-        leader=leader if place.machine == 0 else None,
     )
 
 
@@ -215,15 +207,44 @@ def _evaluating_machine(place: Place, *, context: BuildContext, split: Split) ->
     )
     leader = Leader(n_machines, plan=split.fingerprint, limit=0)
     leader.begin(0.0)
-    couriers = _couriers(place, flow, n_machines)
-    stepping = Stepping(
-        Execution(flow, dtype=dtype, modules=split.modules, device=split.device),
-        couriers=couriers,
-        course=course,
-        micro_batches=1,
-        training=False,
-        seed=(context.seed,),
+    return _machine(
+        place,
+        split,
+        _Parts(
+            flow=flow,
+            dtype=dtype,
+            client=client,
+            course=course,
+            reader=reader,
+            duty=duty,
+            leader=leader,
+            training=False,
+            micro_batches=1,
+            seed=(context.seed,),
+        ),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What a machine that trains and one that measures have each of its own."""
+
+    flow: Dataflow
+    dtype: torch.dtype
+    client: ParameterClient
+    course: Course
+    reader: PortionReader
+    duty: Duty
+    leader: Leader
+    training: bool
+    micro_batches: int
+    seed: tuple[int, ...]
+
+
+def _machine(place: Place, split: Split, parts: _Parts) -> Machine:
+    flow, course = parts.flow, parts.course
+    n_machines = split.plan.cluster.n_machines
+    couriers = _couriers(place, flow, n_machines)
     return Machine(
         MachineConfig(
             group=place.group,
@@ -231,14 +252,23 @@ def _evaluating_machine(place: Place, *, context: BuildContext, split: Split) ->
             n_machines=n_machines,
             plan=split.fingerprint,
         ),
-        client=client,
-        stepping=stepping,
+        client=parts.client,
+        stepping=Stepping(
+            Execution(
+                flow, dtype=parts.dtype, modules=split.modules, device=split.device
+            ),
+            couriers=couriers,
+            course=course,
+            micro_batches=parts.micro_batches,
+            training=parts.training,
+            seed=parts.seed,
+        ),
         couriers=couriers,
         course=course,
-        portions=PortionsAhead(reader, course),
-        duty=duty,
+        portions=PortionsAhead(parts.reader, course),
+        duty=parts.duty,
         shapes=[region.shape for _, region in flow.items],
-        leader=leader if place.machine == 0 else None,
+        leader=parts.leader if place.machine == 0 else None,
     )
 
 
