@@ -44,6 +44,14 @@ class Memory(Protocol):
         """Give up a region created or attached here; unknown names are ignored."""
         ...
 
+    def disown(self, name: str) -> None:
+        """Forget a region created here; who has attached it keeps it until released.
+
+        Nobody else finds it any more. For what a role that is taken for gone may still
+        have in use.
+        """
+        ...
+
     def retire(self, values: Vector) -> None:
         """The lease on `values` has ended: nobody may rely on them any more.
 
@@ -90,6 +98,10 @@ class PrivateMemory:
         region = self._regions.pop(name, None)
         if region is not None and self._poison:
             region.fill(0xFF)  # as float32 or float64: NaN
+
+    def disown(self, name: str) -> None:
+        """Forget the region; whoever holds the array goes on with it."""
+        self._regions.pop(name, None)
 
     def retire(self, values: Vector) -> None:
         """Fill `values` with NaN if this memory poisons."""

@@ -270,7 +270,7 @@ class _Session:
         )
         self._transport = ZmqTransport(name=name, incarnation=1, token=address.token)
         self._transport.start()
-        self._transport.connect(SUPERVISOR, 1, address.endpoint)
+        self._transport.connect(SUPERVISOR, 1, address.endpoint, watched=True)
         join = Join(endpoint=self._transport.endpoint, host=memory.host, pid=0)
         self._worker = Worker(client=self.client, join=join)
         self._log: list[str] = []
@@ -281,8 +281,27 @@ class _Session:
             self._log = [*self._log[-9:], text]
 
     def join(self, timeout_seconds: float) -> None:
-        """Be let in by the server."""
-        self.wait(lambda: self._worker.has_joined, "a first answer", timeout_seconds)
+        """Be let in by the server.
+
+        Raises:
+            JobError: it does not take the address's token.
+            PeerLostError: it does not answer in time.
+        """
+        refused = False
+
+        def is_decided() -> bool:
+            nonlocal refused
+            refused = refused or self._transport.is_refused(SUPERVISOR)
+            return refused or self._worker.has_joined
+
+        self.wait(is_decided, "a first answer", timeout_seconds)
+        if refused and not self._worker.has_joined:
+            raise JobError(
+                f"DownpourSGD: the server at {self.address.endpoint} does not take the "
+                f"token {_shortened(self.address.token)} of this address: another run "
+                "has that port now, or the address was not copied whole. Use the "
+                "address that the server prints (ParameterServer(...).address)"
+            )
 
     def command(self, command: Computed, timeout_seconds: float) -> None:
         """Let the role perform one command."""
@@ -311,6 +330,11 @@ class _Session:
             self.closed = True
             self.node.close()
             self._transport.close()
+
+
+def _shortened(token: str) -> str:
+    """Return enough of a token to know it by, and too little to use it."""
+    return repr(f"{token[:6]}…")
 
 
 def _flat(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -57,6 +57,12 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             JobError: it is no such address.
         """
+        if not isinstance(text, str):
+            raise JobError(
+                f"server is {text!r}, which is no address: use "
+                "ParameterServer(...).address, or the line that `distbelief serve` "
+                "prints"
+            )
         parts = urlsplit(text)
         query = parse_qs(parts.query)
         try:

@@ -59,6 +59,9 @@ _PIECE = 1 << 14
 _FEW = 3
 """Terms that are added one by one; more of them are a product of matrix and vector."""
 
+_PIECE_OF_FEW = 1 << 16
+"""Elements handled at a time where few vectors take part, and calls cost the most."""
+
 
 @final
 class Algebra:
@@ -249,15 +252,25 @@ class Algebra:
     def _combine(self, target: VectorName, terms: Sequence[Term]) -> None:
         xs = [self._real(term.x) for term in terms]
         out = self._target(target)
-        weights = torch.tensor([term.a for term in terms], dtype=torch.float64)
-        scales = weights.numpy()[:, None]
-        for piece in _pieces(self._n):
-            matrix, rows = self._stack.loaded(xs, piece)
-            if len(terms) > _FEW:
-                out[piece] = torch.mv(matrix.T, weights).numpy()
-            else:
-                rows *= scales
-                out[piece] = sum(rows[1:], rows[0])
+        weights = [term.a for term in terms]
+        if weights == [1.0, -1.0]:
+            np.subtract(
+                xs[0], xs[1], out=out
+            )  # in float64, rounded, it has the same bits
+        elif len(terms) > _FEW:
+            factors = torch.tensor([weights], dtype=torch.float64)
+            for piece in _pieces(self._n):
+                matrix = self._stack.loaded(xs, piece)
+                out[piece] = torch.mm(factors, matrix)[0].numpy()
+        else:
+            for piece in _pieces(self._n, _PIECE_OF_FEW):
+                matrix = self._stack.loaded(xs, piece)
+                for row, a in zip(matrix, weights, strict=True):
+                    if a != 1.0:
+                        row.mul_(a)  # and not fused: so no place rounds otherwise
+                for row in matrix[1:]:
+                    matrix[0].add_(row)
+                out[piece] = matrix[0].numpy()
 
     def _pointwise(self, command: Pointwise) -> None:
         function = _FUNCTIONS[command.function]
@@ -273,34 +286,46 @@ class Algebra:
     def _measure(self, command: Dot | Gram | Norm) -> Iterator[float]:
         match command:
             case Dot(x=x, y=y):
-                yield from self._gram((x,), (y,))
+                yield self._dot(x, y)
             case Gram(rows=rows, columns=columns):
                 yield from self._gram(rows, columns)
             case Norm(x=x, order="2"):
-                yield from self._gram((x,), (x,))
+                yield self._dot(x, x)
             case Norm(x=x, order=order):
                 yield self._norm(self._real(x), order)
             case _:
                 assert_never(command)
 
+    def _dot(self, x: VectorName, y: VectorName) -> float:
+        vectors = [self._real(x)] if x == y else [self._real(x), self._real(y)]
+        total = 0.0
+        for piece in _pieces(self._n, _PIECE_OF_FEW):
+            matrix = self._stack.loaded(vectors, piece)
+            total += torch.dot(matrix[0], matrix[-1]).item()
+        return total
+
     def _gram(
         self, rows: Sequence[VectorName], columns: Sequence[VectorName]
     ) -> Iterator[float]:
         """Yield rows.columns, row by row; each vector is read once."""
-        names = list(dict.fromkeys((*columns, *rows)))
+        names = list(dict.fromkeys((*rows, *columns)))
         vectors = [self._real(name) for name in names]
-        sums = torch.zeros(len(rows), len(names), dtype=torch.float64)
-        row_indices = [names.index(row) for row in rows]
+        n_rows = len(set(rows))  # the first of the names
+        sums = torch.zeros(n_rows, len(names), dtype=torch.float64)
         for piece in _pieces(self._n):
-            matrix, _ = self._stack.loaded(vectors, piece)
-            sums += torch.mm(matrix[row_indices], matrix.T)
+            matrix = self._stack.loaded(vectors, piece)
+            sums.addmm_(matrix[:n_rows], matrix.T)
+        totals = dict(zip(names, sums.tolist(), strict=False))
         column_indices = [names.index(column) for column in columns]
-        for total in sums.tolist():
-            yield from (total[index] for index in column_indices)
+        for row in rows:
+            yield from (totals[row][index] for index in column_indices)
 
     def _norm(self, x: Reals, order: Order) -> float:
         if order == "inf":
-            return float(np.max(np.abs(x), initial=0.0))
+            if not self._n:
+                return 0.0
+            least, most = torch.aminmax(torch.from_numpy(x))
+            return float(torch.maximum(-least, most)) + 0.0  # -0 becomes 0
         return float(
             sum(np.sum(np.abs(x[p]), dtype=np.float64) for p in _pieces(self._n))
         )
@@ -323,24 +348,27 @@ class _Stack:
 
     def __init__(self, n_elements: int) -> None:
         self._width = min(_PIECE, n_elements)
+        self._width_of_few = min(_PIECE_OF_FEW, n_elements)
         self._grow(1)
 
     def loaded(
         self, vectors: Sequence[Reals], piece: "slice[int, int, None]"
-    ) -> tuple[torch.Tensor, Doubles]:
-        """Return (vectors, elements of the piece) twice: the same memory."""
-        if len(vectors) > len(self._array):
-            self._grow(len(vectors))
+    ) -> torch.Tensor:
+        """Return (vectors, elements of the piece), to be used before the next call."""
         n, size = len(vectors), piece.stop - piece.start
-        rows = self._array[:n, :size]
+        if n > self._n:
+            self._grow(n)
+        tensor = self._room[: n * size].view(n, size)
+        rows: Doubles = tensor.numpy()
         for row, vector in zip(rows, vectors, strict=True):
             row[:] = vector[piece]
-        return self._tensor[:n, :size], rows
+        return tensor
 
     def _grow(self, n: int) -> None:
         # Of torch, which aligns it: so its kernels round alike in every call.
-        self._tensor = torch.empty(n, self._width, dtype=torch.float64)
-        self._array: Doubles = self._tensor.numpy()
+        self._n = n
+        size = max(n * self._width, min(n, _FEW) * self._width_of_few)
+        self._room = torch.empty(size, dtype=torch.float64)
 
 
 def _terms(command: Scale | Axpy | LinearCombination) -> Sequence[Term]:
@@ -356,9 +384,9 @@ def _terms(command: Scale | Axpy | LinearCombination) -> Sequence[Term]:
             assert_never(command)
 
 
-def _pieces(n_elements: int) -> Iterator["slice[int, int, None]"]:
-    for start in range(0, n_elements, _PIECE):
-        yield slice(start, min(start + _PIECE, n_elements))
+def _pieces(n_elements: int, size: int = _PIECE) -> Iterator["slice[int, int, None]"]:
+    for start in range(0, n_elements, size):
+        yield slice(start, min(start + size, n_elements))
 
 
 def _soft_threshold(x: Doubles, a: float) -> Doubles:

@@ -17,8 +17,7 @@ Rules:
   lies. Lost is only what a shard had acknowledged, and its next life does not know.
 * At most one install and one stage are under way, in one lane; between them the tensors
   belong to the work.
-* A push is all shards' or nobody's: it has one sequence, and it is not begun before
-  every shard has room for it. Nothing that is not finite is pushed.
+* `client_fetches` has the fetches, `client_pushes` the rules of pushes.
 * Shards do not wait for each other: their clocks differ (DB-5).
 * A client that holds only regions of the tensors (`selection`) knows only the shards
   that hold some of them; "every shard" is every one of those. It may be none.
@@ -29,21 +28,15 @@ from typing import assert_never, final
 
 import torch
 
-from distbelief.errors import LocalProtocolError, RemoteProtocolError
+from distbelief.errors import RemoteProtocolError
 from distbelief.memory import Memory
 from distbelief.parameter_server.client_config import ClientConfig
-from distbelief.parameter_server.fetching import ShardReader
+from distbelief.parameter_server.client_fetches import ClientFetches
+from distbelief.parameter_server.client_pushes import ClientPushes
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.link import TIMER, Link, ShardReply
-from distbelief.parameter_server.pushing import StagedSlot
 from distbelief.parameter_server.selection import Part, Selection
-from distbelief.parameter_server.staging import (
-    Draft,
-    Installed,
-    Staged,
-    installing,
-    staging,
-)
+from distbelief.parameter_server.staging import Draft, Installed, Staged
 from distbelief.parameter_server.staleness import Staleness
 from distbelief.roles import (
     Action,
@@ -54,7 +47,6 @@ from distbelief.roles import (
     PeerLost,
     Persisted,
     Received,
-    Report,
     Seconds,
     Started,
     TimerFired,
@@ -107,7 +99,6 @@ class ParameterClient:
                 f"the selection is of layout {selection.fingerprint}, the client's is "
                 f"{layout.fingerprint}: select from the same"
             )
-        self._config = config
         self._tensors = layout.tensors if selection is None else selection.tensors
         self._links: dict[int, Link] = {}  # by index of the shard, in that order
         self._link_of: dict[Address, Link] = {}
@@ -117,12 +108,11 @@ class ParameterClient:
             link = Link(copies, index, config=config, part=part, memory=memory)
             self._links[index] = link
             self._link_of |= dict.fromkeys(copies, link)
-        self._installing: dict[int, ShardReader] | None = None
-        self._staging: list[StagedSlot] | None = None
+        self._fetches = ClientFetches(self._links)
+        self._pushes = ClientPushes(
+            self._links, tensors=self._tensors, allowed=config.pushes
+        )
         self._staleness = Staleness()
-        self._n_pushed = 0
-        self._n_torn = 0
-        self._n_non_finite = 0
 
     # ---------------------------------------------------------------------- events
 
@@ -212,12 +202,12 @@ class ParameterClient:
     @property
     def clocks(self) -> tuple[int, ...]:
         """Per shard, the clock of the values installed last."""
-        return tuple(link.fetching.clock for link in self._links.values())
+        return self._fetches.clocks
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
         """Per shard, its life and the clock of the values installed last."""
-        return tuple(link.fetching.version for link in self._links.values())
+        return self._fetches.versions
 
     def begin_fetch(self, now: Seconds) -> list[Action]:
         """Fetch anew from every shard.
@@ -225,17 +215,12 @@ class ParameterClient:
         Raises:
             LocalProtocolError: an install is under way, which reads the last fetch.
         """
-        if self._installing is not None:
-            raise LocalProtocolError("begin_fetch while an install is under way")
-        actions: list[Action] = []
-        for link in self._links.values():
-            actions += [*link.begin_fetch(now), *link.wait(now)]
-        return actions
+        return self._fetches.begin(now)
 
     @property
     def fetch_complete(self) -> bool:
         """Can the fetch be installed? From shared memory it can be tried at once."""
-        return all(link.fetching.complete for link in self._links.values())
+        return self._fetches.complete
 
     def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Installed]:
         """Return the work that copies what was fetched into `tensors`.
@@ -249,21 +234,7 @@ class ParameterClient:
         Raises:
             LocalProtocolError: an install is under way.
         """
-        if self._installing is not None:
-            raise LocalProtocolError("install while an install is under way")
-        fetches = {index: link.fetching for index, link in self._links.items()}
-        readers = {
-            index: fetching.reader()
-            for index, fetching in fetches.items()
-            if fetching.wanted and fetching.complete
-        }
-        missing = [index for index, one in fetches.items() if not one.complete]
-        self._installing = readers
-        known = {
-            index: -1 if fetching.wanted else fetching.clock
-            for index, fetching in fetches.items()
-        }
-        return installing(readers, tensors, missing=missing, known=known)
+        return self._fetches.install(tensors)
 
     def installed(self, outcome: Installed, now: Seconds) -> list[Action]:
         """Note what an install did.
@@ -272,18 +243,7 @@ class ParameterClient:
         `fetch_complete`. A read that stays torn for `torn_seconds_max` gives way to
         blocks, which this begins.
         """
-        if self._installing is None:
-            raise LocalProtocolError("installed without an install")
-        readers, self._installing = self._installing, None
-        clocks = dict(zip(self._links, outcome.clocks, strict=True))
-        actions: list[Action] = []
-        for index, reader in readers.items():
-            link = self._links[index]
-            if index in outcome.torn:
-                self._n_torn += 1
-                actions += [*link.torn(now), *link.wait(now)]
-            else:
-                link.fetching.installed(clocks[index], reader)
+        actions = self._fetches.installed(outcome, now)
         self._release()
         return actions
 
@@ -292,20 +252,12 @@ class ParameterClient:
     @property
     def can_push(self) -> bool:
         """Has every shard room for a push, and is none being staged?"""
-        return (
-            self._config.pushes
-            and self._staging is None
-            and all(
-                link.welcome and link.pushing.has_room for link in self._links.values()
-            )
-        )
+        return self._pushes.can_push
 
     @property
     def unacknowledged(self) -> int:
         """Pushes that some shard has not acknowledged."""
-        # All have issued the same.
-        pushes = [link.pushing for link in self._links.values()]
-        return max((one.issued - one.settled for one in pushes), default=0)
+        return self._pushes.unacknowledged
 
     def stage(
         self,
@@ -327,14 +279,8 @@ class ParameterClient:
         Raises:
             LocalProtocolError: not `can_push`.
         """
-        tensors = [
-            gradient if spec.kind == "parameter" else value
-            for spec, gradient, value in zip(
-                self._tensors, gradients, values, strict=True
-            )
-        ]
-        slots = self._begin_staging(fetched_clocks)
-        return staging(slots, tensors, names=[spec.name for spec in self._tensors])
+        tensors = self._pushed(gradients, values)
+        return self._pushes.stage(tensors, self._clocks(fetched_clocks))
 
     def draft(self, *, fetched_clocks: Sequence[int] | None = None) -> Draft:
         """Return a push that the lane fills tensor by tensor; then call `staged`.
@@ -345,26 +291,25 @@ class ParameterClient:
         Raises:
             LocalProtocolError: not `can_push`.
         """
-        return Draft(self._begin_staging(fetched_clocks), self._tensors)
+        return self._pushes.draft(self._clocks(fetched_clocks))
 
     def abandon(self) -> None:
         """Push nothing of what was staged, or drafted; no work touches it any more."""
-        if self._staging is None:
-            raise LocalProtocolError("abandon without a stage or a draft")
-        self._staging = None
+        self._pushes.abandon()
         self._release()
 
-    def _begin_staging(self, fetched_clocks: Sequence[int] | None) -> list[StagedSlot]:
-        if not self.can_push:
-            raise LocalProtocolError("stage while not can_push: wait until it is")
-        clocks = self.clocks if fetched_clocks is None else fetched_clocks
-        slots = [
-            # Gradients may have waited since a life of the shard with a higher clock.
-            link.pushing.slot(fetched_clock=min(clock, link.clock))
-            for link, clock in zip(self._links.values(), clocks, strict=True)
+    def _pushed(
+        self, gradients: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        return [
+            gradient if spec.kind == "parameter" else value
+            for spec, gradient, value in zip(
+                self._tensors, gradients, values, strict=True
+            )
         ]
-        self._staging = slots
-        return slots
+
+    def _clocks(self, fetched_clocks: Sequence[int] | None) -> Sequence[int]:
+        return self.clocks if fetched_clocks is None else fetched_clocks
 
     def staged(
         self,
@@ -385,25 +330,9 @@ class ParameterClient:
             grant: Of a set of portions, which is folded, not applied; then `samples`
                 are its own.
         """
-        if self._staging is None:
-            raise LocalProtocolError("staged without a stage")
-        slots, self._staging = self._staging, None
-        actions: list[Action] = []
-        if outcome.finite:
-            self._n_pushed += 1
-            for link, slot in zip(self._links.values(), slots, strict=True):
-                actions += link.issue(
-                    slot,
-                    n_gradients=n_gradients,
-                    samples=samples,
-                    grant=grant,
-                    now=now,
-                )
-                actions += link.wait(now)
-        else:
-            self._n_non_finite += 1
-            text = f"not pushed: NaN or infinity in {', '.join(outcome.culprits)}"
-            actions.append(Report(text=text, level="warning"))
+        actions = self._pushes.staged(
+            outcome, n_gradients=n_gradients, samples=samples, grant=grant, now=now
+        )
         self._release()
         return actions
 
@@ -427,18 +356,18 @@ class ParameterClient:
         links = self._links.values()
         staleness = self._staleness.counters()
         return {
-            "pushes_sent": float(self._n_pushed),
-            "pushes_acknowledged": float(self._n_pushed - self.unacknowledged),
+            "pushes_sent": float(self._pushes.n_pushed),
+            "pushes_acknowledged": float(self._pushes.n_pushed - self.unacknowledged),
             "pushes_lost": float(sum(link.pushing.n_lost for link in links)),
             "bytes_in": float(sum(link.fetching.bytes_in for link in links)),
             "bytes_out": float(sum(link.pushing.bytes_out for link in links)),
-            "torn_reads": float(self._n_torn),
-            "non_finite": float(self._n_non_finite),
+            "torn_reads": float(self._fetches.n_torn),
+            "non_finite": float(self._pushes.n_non_finite),
             **staleness,
         }
 
     def _release(self) -> None:
         """Let go of memory of former leaders, unless work touches it."""
-        if self._installing is None and self._staging is None:
+        if not (self._fetches.under_way or self._pushes.under_way):
             for link in self._links.values():
                 link.release()

@@ -9,7 +9,8 @@ Rules:
   stays. An older incarnation is a stranger: an answer would reach its successor.
 * What a snapshot tells of a client counts once that very incarnation says Hello.
 * At most `n_clients_max` are known, each with two slots of the size of what it holds
-  if it pushes. One that is gone keeps them: it may only have been cut off.
+  if it pushes. One that is gone keeps them for a while: it may only have been cut off.
+  Then they are taken back; how far it has come stays known, and Hello lends it others.
 * What a client holds is the same as long as it lives.
 """
 
@@ -60,6 +61,11 @@ class Clients:
     def n_present(self) -> int:
         """How many said Hello and are not gone."""
         return sum(c.greeted and c.present for c in self._clients.values())
+
+    @property
+    def slots_bytes(self) -> int:
+        """Memory of all slots that are lent."""
+        return sum(client.slots_bytes for client in self._clients.values())
 
     def n_averaged(self, holding: Holding) -> int:
         """Over how many of those buffers are averaged that are pushed by one of them.
@@ -171,6 +177,13 @@ class Clients:
     def shares(self, hello: Hello) -> bool:
         """Return whether the client can reach this shard's memory."""
         return bool(hello.host) and hello.host == self._memory.host
+
+    def take_back(self, client: Client) -> None:
+        """Take back its slots, and what waits in them; it has to say Hello again."""
+        if client.region:
+            self._memory.disown(client.region)  # it may be alive, and still use it
+        client.slots, client.region = (), ""
+        client.greeted = False
 
     def release(self) -> None:
         """Take back everything that was lent."""

@@ -13,8 +13,9 @@ from typing import Final, final
 
 import numpy as np
 
-from distbelief.parameter_server.layout import Layout, as_tensor
+from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.ranges import Copier, Ranges
+from distbelief.parameter_server.tensors import as_tensor
 from distbelief.vectors import Element, Vector, block_bounds
 
 

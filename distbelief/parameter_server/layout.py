@@ -26,55 +26,27 @@ Rules that every layout keeps:
 """
 
 import hashlib
-import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, final
 
 import msgspec
 import numpy as np
 import torch
 
+from distbelief.parameter_server.exchange import Exchange
+from distbelief.parameter_server.segments import Segment, cut, place
+from distbelief.parameter_server.tensors import TensorSpec
 from distbelief.vectors import ALIGNMENT, Vector
 
 
-Kind = Literal["parameter", "buffer"]
+__all__ = ["ElementType", "Layout", "LayoutSpec", "Segment", "TensorSpec"]
+
 ElementType = Literal["float32", "float64"]
 
 _CUTTING = 1
 """Number of the rules by which this module cuts. Another one makes other fingerprints,
 so that nobody reads a vector under rules it was not cut by."""
-
-
-class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor of a model: its name, its shape, and what it is to the shards.
-
-    A "parameter" is updated by gradients; a "buffer" (BatchNorm's statistics, a frozen
-    parameter) is averaged over the clients.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    kind: Kind = "parameter"
-
-    def __post_init__(self) -> None:
-        if not self.name:
-            raise ValueError("a tensor has no name; every tensor needs its own")
-        if any(size < 0 for size in self.shape):
-            raise ValueError(
-                f"tensor {self.name!r} has shape {self.shape}; sizes are 0 or more"
-            )
-        if self.kind not in {"parameter", "buffer"}:
-            raise ValueError(
-                f"tensor {self.name!r} has kind {self.kind!r}; "
-                "use 'parameter' or 'buffer'"
-            )
-
-    @property
-    def n_elements(self) -> int:
-        """Product of the sizes: 1 for a scalar."""
-        return math.prod(self.shape)
 
 
 class LayoutSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,21 +70,6 @@ class LayoutSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Elements [start, stop) of one tensor, at vector[offset : offset + n_elements]."""
-
-    tensor_index: int
-    start: int
-    stop: int
-    offset: int
-
-    @property
-    def n_elements(self) -> int:
-        """How many elements of the tensor these are; never 0."""
-        return self.stop - self.start
-
-
 @final
 class Layout:
     """Where every element of every tensor lies.
@@ -125,8 +82,8 @@ class Layout:
     def __init__(self, spec: LayoutSpec) -> None:
         tensors = tuple(sorted(spec.tensors, key=lambda tensor: tensor.name))
         self.spec = msgspec.structs.replace(spec, tensors=tensors)
-        pieces = _cut(tensors, n_shards=spec.n_shards)
-        placed = [_place(tensors, pieces[k]) for k in range(spec.n_shards)]
+        pieces = cut(tensors, n_shards=spec.n_shards)
+        placed = [place(tensors, pieces[k]) for k in range(spec.n_shards)]
         self._segments = [segments for segments, _, _ in placed]
         self._n_gradient = [n_gradient for _, n_gradient, _ in placed]
         self._shard_size = [shard_size for _, _, shard_size in placed]
@@ -182,254 +139,27 @@ class Layout:
         """What lies on shard k, by rising offset."""
         return self._segments[k]
 
+    def exchange(self, k: int, vector: Vector) -> Exchange:
+        """Return shard k's vector, cut for copies.
+
+        Raises:
+            ValueError: `vector` has another size or dtype.
+        """
+        size = self.shard_size(k)
+        if vector.shape != (size,) or vector.dtype != self.dtype:
+            raise ValueError(
+                f"the vector of shard {k} has shape {vector.shape} and dtype "
+                f"{vector.dtype}; layout {self.fingerprint} needs ({size},) and "
+                f"{self.dtype}"
+            )
+        return Exchange(self.tensors, self.segments(k), vector)
+
     def gather(
         self, k: int, tensors: Sequence[torch.Tensor | None], out: Vector
     ) -> None:
         """Copy shard k's part of `tensors` into `out`; see `Exchange.gather`."""
-        Exchange(self, k, out).gather(tensors)
+        self.exchange(k, out).gather(tensors)
 
     def scatter(self, k: int, vector: Vector, tensors: Sequence[torch.Tensor]) -> None:
         """Copy `vector` to where its elements belong; see `Exchange.scatter`."""
-        Exchange(self, k, vector).scatter(tensors)
-
-
-@final
-class Exchange:
-    """One shard's vector, cut once into views for copies made again and again.
-
-    Args:
-        layout: How the vector is cut.
-        k: Which shard's it is.
-        vector: (shard_size(k),) of the layout's dtype; may be read-only if nothing is
-            gathered into it.
-
-    Raises:
-        ValueError: `vector` has another size or dtype.
-    """
-
-    def __init__(self, layout: Layout, k: int, vector: Vector) -> None:
-        size = layout.shard_size(k)
-        if vector.shape != (size,) or vector.dtype != layout.dtype:
-            raise ValueError(
-                f"the vector of shard {k} has shape {vector.shape} and dtype "
-                f"{vector.dtype}; layout {layout.fingerprint} needs ({size},) and "
-                f"{layout.dtype}"
-            )
-        whole = as_tensor(vector)
-        self._tensors = layout.tensors
-        self._views = {  # by tensor, of which a shard has one segment at the most
-            segment.tensor_index: (
-                segment,
-                whole[segment.offset : segment.offset + segment.n_elements],
-            )
-            for segment in layout.segments(k)
-        }
-        self._padding = [
-            whole[end : _padded(end)]
-            for segment in layout.segments(k)
-            if (end := segment.offset + segment.n_elements) % ALIGNMENT
-        ]
-
-    def gather(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy this shard's part of `tensors` into the vector, and zero its padding.
-
-        Args:
-            tensors: Each (n_elements,), in the layout's order, of any real dtype;
-                None stands for zeros.
-
-        Raises:
-            ValueError: a tensor is missing, or has another shape.
-        """
-        check_tensors(self._tensors, tensors)
-        for index in self._views:
-            self._put(index, tensors[index])
-        self.zero_padding()
-
-    def put(self, index: int, tensor: torch.Tensor | None) -> None:
-        """Copy this shard's part of one tensor into the vector; see `gather`."""
-        check_tensor(self._tensors[index], tensor)
-        self._put(index, tensor)
-
-    def _put(self, index: int, tensor: torch.Tensor | None) -> None:
-        if index not in self._views:
-            return
-        segment, view = self._views[index]
-        with torch.no_grad():
-            if tensor is None:
-                view.zero_()
-            else:
-                view.copy_(tensor[segment.start : segment.stop])
-
-    def zero_padding(self) -> None:
-        """Fill what lies between the segments with zeros."""
-        for view in self._padding:
-            view.zero_()
-
-    def scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the vector's elements into `tensors`, which keep all others.
-
-        Args:
-            tensors: Each (n_elements,), in the layout's order. Tensors of integers
-                receive the nearest integer: averages of counts are none.
-
-        Raises:
-            ValueError: a tensor is missing, or has another shape.
-        """
-        check_tensors(self._tensors, tensors)
-        for segment, view in self._views.values():
-            _copy(view, tensors[segment.tensor_index][segment.start : segment.stop])
-
-
-def _copy(values: torch.Tensor, tensor: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.copy_(values if tensor.is_floating_point() else values.round())
-
-
-def scatter_blocks(
-    layout: Layout,
-    k: int,
-    blocks: Sequence[Vector],
-    tensors: Sequence[torch.Tensor],
-) -> None:
-    """Copy a vector that lies in consecutive blocks; see `Exchange.scatter`.
-
-    Args:
-        layout: How the vector is cut.
-        k: Which shard's it is.
-        blocks: Together (shard_size(k),); they may be read-only.
-        tensors: Each (n_elements,), in the layout's order.
-    """
-    check_tensors(layout.tensors, tensors)
-    segments = deque(layout.segments(k))
-    end = 0
-    for block in blocks:
-        begin, end = end, end + len(block)
-        values = as_tensor(block)
-        while segments and segments[0].offset < end:
-            segment = segments[0]
-            first = max(begin, segment.offset)
-            last = min(end, segment.offset + segment.n_elements)
-            # `first` may lie beyond `last`, in padding that begins a block.
-            at = segment.start - segment.offset
-            if first < last:
-                tensor = tensors[segment.tensor_index][first + at : last + at]
-                _copy(values[first - begin : last - begin], tensor)
-            if segment.offset + segment.n_elements > end:
-                break  # the next block goes on with it
-            segments.popleft()
-
-
-def check_tensors(
-    specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None]
-) -> None:
-    """Check that these are the flat tensors of `specs`.
-
-    Raises:
-        ValueError: one is missing, or has another shape.
-    """
-    if len(tensors) != len(specs):
-        raise ValueError(
-            f"{len(tensors)} tensors given, the layout has {len(specs)}: "
-            "give all of them, in its order (whole tensors are sorted by name)"
-        )
-    for spec, tensor in zip(specs, tensors, strict=True):
-        check_tensor(spec, tensor)
-
-
-def check_tensor(spec: TensorSpec, tensor: torch.Tensor | None) -> None:
-    """Check that this is the flat tensor of `spec`; None is always right.
-
-    Raises:
-        ValueError: it has another shape.
-    """
-    if tensor is None:
-        return
-    if tensor.shape != (spec.n_elements,):
-        raise ValueError(
-            f"tensor {spec.name!r} has shape {tuple(tensor.shape)}; its "
-            f"{spec.n_elements} elements are needed in one dimension: flatten "
-            "it, and give the tensors in the layout's order (whole ones: by name)"
-        )
-    if tensor.is_complex():
-        raise ValueError(
-            f"tensor {spec.name!r} is {tensor.dtype}, and shards hold real "
-            "numbers; make it a real one with torch.view_as_real"
-        )
-
-
-def _cut(
-    tensors: Sequence[TensorSpec], *, n_shards: int
-) -> list[list[tuple[int, int, int]]]:
-    """Return per shard what it holds: (tensor index, start, stop)."""
-    pieces: list[list[tuple[int, int, int]]] = [[] for _ in range(n_shards)]
-    loads = [0] * n_shards
-    small: list[int] = []
-    for index, tensor in enumerate(tensors):
-        if tensor.n_elements < ALIGNMENT * n_shards:
-            small.append(index)
-            continue
-        for k in range(n_shards):
-            start = _cut_at(tensor.n_elements, k, n_shards=n_shards)
-            stop = _cut_at(tensor.n_elements, k + 1, n_shards=n_shards)
-            pieces[k].append((index, start, stop))
-            loads[k] += _padded(stop - start)
-    # Largest first, each to the lightest shard: Graham 1969, within 4/3 of the best.
-    small.sort(key=lambda index: (-tensors[index].n_elements, index))
-    for index in small:
-        n_elements = tensors[index].n_elements
-        if n_elements:
-            k = loads.index(min(loads))
-            pieces[k].append((index, 0, n_elements))
-            loads[k] += _padded(n_elements)
-    return pieces
-
-
-def _cut_at(n_elements: int, k: int, *, n_shards: int) -> int:
-    """Return the multiple of 64 nearest to k/S of the elements (k = S: all of them)."""
-    if k == n_shards:
-        return n_elements
-    unit = ALIGNMENT * n_shards
-    return (2 * k * n_elements + unit) // (2 * unit) * ALIGNMENT
-
-
-def _place(
-    tensors: Sequence[TensorSpec], pieces: Sequence[tuple[int, int, int]]
-) -> tuple[tuple[Segment, ...], int, int]:
-    """Return the segments of one shard, the end of its parameters, its size."""
-    segments: list[Segment] = []
-    ends: list[int] = []
-    offset = 0
-    kinds: tuple[Kind, Kind] = ("parameter", "buffer")
-    for kind in kinds:
-        for index, start, stop in sorted(pieces):
-            if tensors[index].kind == kind:
-                segments.append(Segment(index, start, stop, offset))
-                offset += _padded(stop - start)
-        ends.append(offset)
-    return tuple(segments), ends[0], ends[1]
-
-
-def _padded(n_elements: int) -> int:
-    """Return the next multiple of 64."""
-    return -(-n_elements // ALIGNMENT) * ALIGNMENT
-
-
-def as_tensor(vector: Vector) -> torch.Tensor:
-    """Return the same memory as a tensor.
-
-    Of a read-only array too, at which torch would warn: it knows no read-only tensors.
-    """
-    if vector.flags.writeable:
-        return torch.from_numpy(vector)
-    return torch.from_numpy(np.asarray(_Writeable(vector)))
-
-
-class _Writeable:
-    """Presents an array's memory as if it could be written."""
-
-    def __init__(self, vector: Vector) -> None:
-        address, _ = vector.__array_interface__["data"]
-        self._vector = vector  # keeps the memory alive
-        self.__array_interface__ = vector.__array_interface__ | {
-            "data": (address, False)
-        }
+        self.exchange(k, vector).scatter(tensors)

@@ -141,6 +141,8 @@ class Pushing:
             )
         for in_flight in self._in_flight:
             self._move(in_flight)
+            # A shard may have taken back its slots from one that it took for gone.
+            in_flight.received = 0
 
     def slot(self, *, fetched_clock: int) -> StagedSlot:
         """Return where to stage the next push; call only if there is room."""

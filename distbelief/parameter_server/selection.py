@@ -21,22 +21,21 @@ import numpy as np
 import torch
 
 from distbelief.graph.region import Region
+from distbelief.parameter_server.exchange import Exchange, scatter_blocks
 from distbelief.parameter_server.holding import Holding
-from distbelief.parameter_server.layout import (
-    Exchange,
-    Layout,
-    Segment,
-    TensorSpec,
-    as_tensor,
-    check_tensor,
-    check_tensors,
-    scatter_blocks,
-)
+from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.ranges import (
     N_RANGES_MAX,
     N_STRIPES_MAX,
     Copier,
     Ranges,
+)
+from distbelief.parameter_server.segments import Segment
+from distbelief.parameter_server.tensors import (
+    TensorSpec,
+    as_tensor,
+    check_tensor,
+    check_tensors,
 )
 from distbelief.vectors import Vector
 
@@ -156,7 +155,7 @@ class Part:
     def exchange(self, compact: Vector) -> "TensorExchange":
         """Return what copies between tensors and the compact vector."""
         if self._selection is None:
-            return Exchange(self._layout, self._k, compact)
+            return self._layout.exchange(self._k, compact)
         pieces = [
             (piece, self.holding.places(piece.ranges))
             for piece in self._selection.pieces(self._k)
@@ -172,14 +171,15 @@ class Part:
     ) -> None:
         """Copy the compact vector, in blocks, to tensors; see `Exchange.scatter`."""
         if self._selection is None:
-            scatter_blocks(self._layout, self._k, blocks, tensors)
+            segments = self._layout.segments(self._k)
+            scatter_blocks(self._layout.tensors, segments, blocks, tensors)
         else:
             self.exchange(np.concatenate(blocks)).scatter(tensors)
 
     def exchange_in_place(self, vector: Vector) -> "TensorExchange":
         """Return what copies between tensors and the shard's own vector."""
         if self._selection is None:
-            return Exchange(self._layout, self._k, vector)
+            return self._layout.exchange(self._k, vector)
         pieces = [(piece, piece.ranges) for piece in self._selection.pieces(self._k)]
         return RegionExchange(self._selection.tensors, pieces, vector)
 

@@ -9,6 +9,8 @@ Rules:
   of this client is applied or held, is answered afterwards, and with "busy" at once.
 * One of two copies that does not lead says nothing to clients. It keeps their Hellos,
   to welcome them when it leads, and tells the others that its leader knew.
+* A client that has been gone for `absence_seconds_max` loses its slots, as soon as
+  nothing of it is under way here.
 * After `close` nobody gets an answer; what is complete is still applied.
 """
 
@@ -33,11 +35,14 @@ from distbelief.roles import (
     Received,
     Report,
     Seconds,
+    SetTimer,
 )
 from distbelief.vectors import block_bounds
 
 
 ClientMessage = Fetch | Credit | PushBlock | Push
+
+_ABSENT = "absent:"
 
 
 @final
@@ -78,6 +83,7 @@ class Service:
         self.fetches = Fetches(self._clients, self._replies, leases)
         self.forwarding = Forwarding(values, self._clients, self.pushes)
         self._n_held_max = config.n_clients_max
+        self._absence_seconds_max = config.absence_seconds_max
         self._held: dict[Address, tuple[Received, Hello]] = {}
         self._leads = not config.waits_for_lead
         self._open = False
@@ -101,6 +107,7 @@ class Service:
         """Return figures for the role's status."""
         return {
             "clients": float(self._clients.n_present),
+            "slots_bytes": float(self._clients.slots_bytes),
             "bytes_out": float(self.fetches.bytes_out),
             **self.pushes.counters(),
         }
@@ -139,7 +146,7 @@ class Service:
         """Take back all memory that was lent."""
         self._clients.release()
 
-    def lost(self, event: PeerLost) -> None:
+    def lost(self, event: PeerLost, now: Seconds) -> list[Action]:
         """A peer is gone: what it reads is free again, its buffers do not count."""
         held = self._held.get(event.peer)
         if held is not None and held[0].incarnation <= event.incarnation:
@@ -148,6 +155,32 @@ class Service:
         if client is not None and client.incarnation <= event.incarnation:
             client.present = False
             self.fetches.expire(client)
+            if client.slots:
+                return [self._wait_for(client, now)]
+        return []
+
+    def timer(self, name: str, now: Seconds) -> list[Action]:
+        """Take back the slots of who is gone for too long; or it is one of fetches."""
+        if not name.startswith(_ABSENT):
+            return self.fetches.timer(name, now)
+        client = self._clients.get(Address(name.removeprefix(_ABSENT)))
+        if client is None or client.present or not client.slots:
+            return []
+        is_applying = self.pushes.is_applying(client.name)
+        if is_applying or client.queued or client.n_held:
+            return [self._wait_for(client, now)]
+        n_bytes = client.slots_bytes
+        self._clients.take_back(client)
+        text = (
+            f"{client.name} has been gone for {self._absence_seconds_max:g} s: its "
+            f"slots are taken back ({n_bytes:,} bytes); it gets others if it returns"
+        )
+        return [Report(text=text)]
+
+    def _wait_for(self, client: Client, now: Seconds) -> SetTimer:
+        """Look again later whether it is back."""
+        at = now + self._absence_seconds_max
+        return SetTimer(name=f"{_ABSENT}{client.name}", at=at)
 
     # ------------------------------------------------------------------ handshake
 

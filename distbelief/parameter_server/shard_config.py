@@ -1,12 +1,19 @@
 """What a shard is to be, as numbers and rules."""
 
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.snapshots import ShardIdentity
 from distbelief.parameter_server.update_rules import UpdateRule
 from distbelief.roles import Seconds
+
+
+ABSENCE_SECONDS_MAX: Final = 300.0
+"""How long a client that is gone keeps its slots. One's own loop says nothing while it
+is not in a step: it measures, or writes a file, for minutes, and is taken for gone
+meanwhile. If it comes back later, a handshake lends it others, and what it had not
+been told of goes there; so the bound may be short beside a run that lasts for days."""
 
 
 @final
@@ -23,6 +30,7 @@ class ShardConfig:
     layout: Layout
     rule: UpdateRule
     lease_seconds_max: Seconds = 10.0  # without progress
+    absence_seconds_max: Seconds = ABSENCE_SECONDS_MAX  # then its slots are taken back
     n_copies: int = 2  # lent to those who fetch by blocks
     n_clients_max: int = 4096
     n_vectors_max: int = 64  # that a coordinator may make here
@@ -37,10 +45,9 @@ class ShardConfig:
                 f"index is {self.index}; the layout has {self.layout.n_shards} shards, "
                 "counted from 0"
             )
-        if not self.lease_seconds_max > 0:
-            raise ValueError(
-                f"lease_seconds_max is {self.lease_seconds_max}; use more than 0"
-            )
+        for name in ("lease_seconds_max", "absence_seconds_max"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
         for name in ("n_copies", "n_clients_max", "n_vectors_max"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; use at least 1")

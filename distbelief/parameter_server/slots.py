@@ -154,6 +154,11 @@ class Client:
         return self.watermark - self.n_held
 
     @property
+    def slots_bytes(self) -> int:
+        """Memory of the slots that it is lent."""
+        return sum(slot.values.nbytes for slot in self.slots)
+
+    @property
     def n_blocks(self) -> int:
         """How many make a push, or a fetch."""
         return len(self.holding.bounds)

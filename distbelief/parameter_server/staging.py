@@ -12,7 +12,7 @@ backward pass goes on below it.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import torch
 
@@ -20,6 +20,9 @@ from distbelief.errors import LocalProtocolError
 from distbelief.parameter_server.fetching import ShardReader
 from distbelief.parameter_server.layout import TensorSpec
 from distbelief.parameter_server.pushing import StagedSlot
+
+
+_ITEMSIZE_MIN: Final = 4  # bytes of an element whose sums are taken as they are
 
 
 @final
@@ -103,15 +106,26 @@ def staging(
             total += float(torch.from_numpy(slot.values).sum())
         if math.isfinite(total):
             return Staged(finite=True)
-        # The sum of finite numbers may overflow: now look at each.
-        culprits = tuple(
-            name
-            for name, tensor in zip(names, tensors, strict=True)
-            if tensor is not None and not bool(torch.isfinite(tensor).all())
-        )
-        return Staged(finite=not culprits, culprits=culprits)
+        return _looked_at(tensors, names)
 
     return work
+
+
+def _looked_at(tensors: Sequence[torch.Tensor | None], names: Sequence[str]) -> Staged:
+    """Look at each element: the sum of finite numbers may overflow."""
+    culprits = tuple(
+        name
+        for name, tensor in zip(names, tensors, strict=True)
+        if tensor is not None and not bool(torch.isfinite(tensor).all())
+    )
+    return Staged(finite=not culprits, culprits=culprits)
+
+
+def _total(tensor: torch.Tensor) -> float:
+    """Return the sum: not finite if an element is not, or if it overflows."""
+    # In half precision sums overflow where nothing is wrong.
+    short = tensor.is_floating_point() and tensor.dtype.itemsize < _ITEMSIZE_MIN
+    return float(tensor.sum(dtype=torch.float32 if short else None))
 
 
 @final
@@ -150,10 +164,9 @@ class Draft:
         for slot in self._slots:
             slot.exchange.put(index, tensor)
         self._missing.remove(index)
-        if not math.isfinite(float(tensor.sum())) and not bool(
-            torch.isfinite(tensor).all()
-        ):
-            self._culprits.append(self._tensors[index].name)
+        if not math.isfinite(_total(tensor)):
+            looked_at = _looked_at([tensor], [self._tensors[index].name])
+            self._culprits += looked_at.culprits
 
     def finish(self) -> Staged:
         """Fill the rest with zeros; return whether all that was put is finite.

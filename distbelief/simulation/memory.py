@@ -128,6 +128,12 @@ class LentMemory:
             self._attached.remove(name)
             self._memory.detach(name, self)
 
+    def disown(self, name: str) -> None:
+        """Let a region that this life owns end with its use."""
+        if name in self._owned:
+            self._owned.remove(name)
+            self._memory.orphan(name)
+
     def release_all(self) -> None:
         """This life is over: its regions outlive it where somebody uses them."""
         for name in self._attached:

@@ -149,6 +149,10 @@ class FileMemory:
             (self.directory / name).unlink(missing_ok=True)
             os.close(lock)
 
+    def disown(self, name: str) -> None:
+        """Forget a region; as for `release`, a mapping outlives its name."""
+        self.release(name)
+
     def retire(self, values: Vector) -> None:
         """Do nothing: real memory tells nobody that a lease has ended."""
 

@@ -87,6 +87,13 @@ class _Outbox:
     incarnation: int
     endpoint: str
     socket: "zmq.Socket[bytes]"
+    refusals: "zmq.Socket[bytes] | None"  # ZeroMQ's word that the token was not taken
+
+    def close(self, linger: int) -> None:
+        if self.refusals is not None:
+            self.socket.disable_monitor()
+            self.refusals.close(0)
+        self.socket.close(linger)
 
 
 class ZmqTransport:
@@ -161,7 +168,7 @@ class ZmqTransport:
             return
         for peer in list(self._outboxes):
             linger = round(1000 * self._options.linger_seconds)
-            self._outboxes.pop(peer).socket.close(linger)
+            self._outboxes.pop(peer).close(linger)
         self._context.destroy(linger=0)  # the other sockets; returns when all is sent
         self._context = None
 
@@ -179,8 +186,16 @@ class ZmqTransport:
         """Close."""
         self.close()
 
-    def connect(self, peer: str, incarnation: int, endpoint: str) -> None:
+    def connect(
+        self, peer: str, incarnation: int, endpoint: str, *, watched: bool = False
+    ) -> None:
         """From now on `peer` is at `endpoint`; what an older link still held is lost.
+
+        Args:
+            peer: Whose messages go there.
+            incarnation: Its life.
+            endpoint: Where it listens.
+            watched: Let `is_refused` know whether it takes the run's token.
 
         Raises:
             TransportError: no such endpoint can be connected to.
@@ -197,6 +212,9 @@ class ZmqTransport:
         socket.sndhwm = self._options.messages_max
         socket.reconnect_ivl = 50
         socket.reconnect_ivl_max = 2000
+        refusals = None
+        if watched:
+            refusals = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -205,14 +223,28 @@ class ZmqTransport:
                 f"cannot connect to {peer} at {endpoint!r}: {error.strerror}"
             ) from None
         self._outboxes[peer] = _Outbox(
-            incarnation=incarnation, endpoint=endpoint, socket=socket
+            incarnation=incarnation,
+            endpoint=endpoint,
+            socket=socket,
+            refusals=refusals,
         )
+
+    def is_refused(self, peer: str) -> bool:
+        """Return whether a watched peer has not taken the token since asked last."""
+        outbox = self._outboxes.get(peer)
+        if outbox is None or outbox.refusals is None:
+            return False
+        refused = False
+        while outbox.refusals.poll(0):
+            outbox.refusals.recv_multipart()
+            refused = True
+        return refused
 
     def disconnect(self, peer: str) -> None:
         """Forget where `peer` is, and what has not been sent to it."""
         outbox = self._outboxes.pop(peer, None)
         if outbox:
-            outbox.socket.close(0)
+            outbox.close(0)
 
     def send(self, peer: str, message: Message, *, lent: bool = False) -> bool:
         """Queue `message`; return False if it was dropped instead.

@@ -13,6 +13,9 @@ values lie in the model's tensors. One client, `--shards` shards of one thread e
              the model
     rpc_local  the same with transports of tensorpipe's own choice: on one host, copies
              by the kernel from process to process
+    zmq      bare pyzmq: the same bytes, copies and updates without a protocol; what our
+             transport could come to at the most
+    sockets  the same over bare sockets: what the network could
 
     shared_memory_over_floor        (push + fetch) of `shared` / (copy + update): the
                                     strict reading, for a fetch is a copy of its own
@@ -23,6 +26,11 @@ values lie in the model's tensors. One client, `--shards` shards of one thread e
     shared_over_torch_rpc_local     (push + fetch) of `rpc_local` / that of `shared`
     tcp_over_torch_rpc_local        (push + fetch) of `rpc_local` / that of `tcp`: a
                                     network against no network
+    tcp_over_zmq, tcp_over_sockets  (push + fetch) of `zmq`, or `sockets` / that of
+                                    `tcp`
+    zmq_over_torch_rpc              (push + fetch) of `rpc` / that of `zmq`: the limit
+                                    of `tcp_over_torch_rpc`
+    sockets_over_torch_rpc          the same of `sockets`: that of any program
     peak_bytes_per_parameter        the most memory a shard's process has held, beyond
                                     that of a shard with 64 parameters, per parameter:
                                     values 4, Adagrad 4, two slots of the client 8
@@ -36,7 +44,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -48,15 +56,24 @@ import torch
 from distbelief.allocator import keep_memory
 from distbelief.parameter_server.update_rules import Adagrad
 from distbelief.server import ParameterServer
-from experiments.benchmarks import measurement, rpc_server
+from experiments.benchmarks import bare_links, measurement, rpc_server
 from experiments.benchmarks.bare_client import BareClient
 from experiments.benchmarks.measurement import Spread
 from experiments.speech.model import acoustic_net
 
 
-CONTESTANTS: Final = ("floor", "shared", "tcp", "rpc", "rpc_local")
+CONTESTANTS: Final = (
+    "floor",
+    "shared",
+    "tcp",
+    "rpc",
+    "rpc_local",
+    "zmq",
+    "sockets",
+)
 LEARNING_RATE: Final = rpc_server.LEARNING_RATE
 BYTES_EXPECTED: Final = 16  # per parameter: values, state, two slots
+END_SECONDS_MAX: Final = 2.0
 
 
 Seconds = tuple[list[float], list[float]]  # of each push, of each fetch
@@ -154,11 +171,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 client = stack.enter_context(_client(server, parameters))
                 push = _pusher(client, gradients)
                 times[name] = Times(timing(push, client.fetch))
-        for name, tcp in (("rpc", True), ("rpc_local", False)):
-            if name in names:
-                meeting = Path(folder) / f"meeting_{name}"
-                measure = _rpc(n_elements, options.shards, meeting, tcp=tcp)
-                times[name] = Times(stack.enter_context(measure))
+        programs = {
+            "rpc": _rpc(n_elements, options.shards, Path(folder) / "rpc", tcp=True),
+            "rpc_local": _rpc(
+                n_elements, options.shards, Path(folder) / "rpc_local", tcp=False
+            ),
+            "zmq": _bare_links("zmq", n_elements, options.shards),
+            "sockets": _bare_links("sockets", n_elements, options.shards),
+        }
+        for name in [name for name in names if name in programs]:
+            times[name] = Times(stack.enter_context(_told(programs[name])))
         for name in names:
             times[name].turn(2)
             times[name].forget()
@@ -185,21 +207,36 @@ def _pusher(client: BareClient, gradients: list[torch.Tensor]) -> Callable[[], N
     return lambda: client.push(gradients)
 
 
-@contextmanager
 def _rpc(
     n_elements: int, n_servers: int, meeting: Path, *, tcp: bool
-) -> Iterator[Callable[[int], Seconds]]:
-    """Start client and servers; yield what measures them. They are stopped else."""
+) -> list[list[str]]:
+    """Return the commands of a client and its servers."""
     size = -(-n_elements // n_servers)
     command = [sys.executable, "-m", rpc_server.__name__, str(meeting)]
     kind = "tcp" if tcp else "local"
+    return [
+        [*command, str(rank), str(n_servers), str(size), kind]
+        for rank in range(n_servers + 1)
+    ]
+
+
+def _bare_links(kind: str, n_elements: int, n_servers: int) -> list[list[str]]:
+    """Return the command of a client, which starts its servers."""
+    size = -(-n_elements // n_servers)
+    command = [sys.executable, "-m", bare_links.__name__, kind]
+    return [[*command, str(n_servers), str(size)]]
+
+
+@contextmanager
+def _told(commands: list[list[str]]) -> Iterator[Callable[[int], Seconds]]:
+    """Start these, the first of which is told what to do; they are stopped else."""
     processes = [
         subprocess.Popen(
-            [*command, str(rank), str(n_servers), str(size), kind],
-            stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            stdout=subprocess.PIPE if rank == 0 else None,
+            command,
+            stdin=subprocess.DEVNULL if rank else subprocess.PIPE,
+            stdout=None if rank else subprocess.PIPE,
         )
-        for rank in range(n_servers + 1)
+        for rank, command in enumerate(commands)
     ]
     told, answers = processes[0].stdin, processes[0].stdout
     assert told is not None
@@ -215,7 +252,7 @@ def _rpc(
         told.flush()
         line = answers.readline()
         if not line:
-            raise RuntimeError("torch.distributed.rpc: its client has ended")
+            raise RuntimeError(f"{' '.join(commands[0])} has ended")
         send_all(signal.SIGSTOP)
         pushes, fetches = json.loads(line)
         return pushes, fetches
@@ -223,10 +260,14 @@ def _rpc(
     try:
         yield measure
     finally:
+        # Whoever has started others ends them when nobody tells it any more.
+        send_all(signal.SIGCONT)
+        told.close()
+        with suppress(subprocess.TimeoutExpired):
+            processes[0].wait(END_SECONDS_MAX)
         for process in processes:
             process.kill()
             process.wait()
-        told.close()
         answers.close()
 
 
@@ -306,6 +347,11 @@ def _report(
         if ours in times and theirs in times:
             key = f"{ours}_over_torch_{theirs}"
             ratios[key] = times[theirs].both / times[ours].both
+    for limit in ("zmq", "sockets"):
+        if limit in times and "tcp" in times:
+            ratios[f"tcp_over_{limit}"] = times[limit].both / times["tcp"].both
+        if limit in times and "rpc" in times:
+            ratios[f"{limit}_over_torch_rpc"] = times["rpc"].both / times[limit].both
     return ratios | figures
 
 

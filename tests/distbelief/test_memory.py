@@ -45,6 +45,17 @@ def test_a_released_region_is_gone_and_reads_as_nan_if_poisoned() -> None:
         memory.attach("a")
 
 
+def test_a_disowned_region_is_gone_and_keeps_its_bytes() -> None:
+    memory = PrivateMemory(poison=True)
+    region = memory.create("a", n_bytes=64)
+    region[:] = 7
+    memory.disown("a")
+    memory.disown("a")
+    assert (region == 7).all()
+    with pytest.raises(MemoryGoneError):
+        memory.attach("a")
+
+
 def test_without_poison_a_released_region_keeps_its_bytes() -> None:
     memory = PrivateMemory()
     region = memory.create("a", n_bytes=8)

@@ -9,7 +9,8 @@ from hypothesis import given, settings, strategies as st
 
 from distbelief.memory import Memory
 from distbelief.messages import Save
-from distbelief.roles import Address, Received
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.roles import Address, PeerLost, Received
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import (
     CutOff,
@@ -19,6 +20,7 @@ from distbelief.simulation.faults import (
     Fault,
     Kill,
     Pause,
+    Supersede,
     random_faults,
 )
 from distbelief.simulation.machines import Machine
@@ -28,6 +30,7 @@ from tests.simulation.workers import (
     N_MARKS,
     Ledger,
     Worker,
+    config_of,
     layout_of,
     shard_of,
 )
@@ -50,6 +53,7 @@ class Run:
         shared: bool,
         faults: Sequence[Fault] = (),
         n_wanted: int = N_WANTED,
+        absence_seconds_max: float = 300.0,
     ) -> None:
         self.ledger = Ledger()
         layout = layout_of(len(SHARDS))
@@ -57,8 +61,12 @@ class Run:
         def build_worker(memory: Memory) -> Worker:
             return Worker(SHARDS, layout, memory, ledger=self.ledger, n_wanted=n_wanted)
 
+        def build_shard(index: int, memory: Memory) -> ParameterServerShard:
+            config = config_of(index, layout, absence_seconds_max=absence_seconds_max)
+            return shard_of(index, layout, memory, config)
+
         builders = {
-            name: partial(shard_of, index, layout) for index, name in enumerate(SHARDS)
+            name: partial(build_shard, index) for index, name in enumerate(SHARDS)
         } | dict.fromkeys(WORKERS, build_worker)
         machine = Machine(host="one" if shared else "", jitter=0.5)
         self.cluster = SimulatedCluster(
@@ -182,6 +190,44 @@ def test_a_paused_worker_holds_up_nobody() -> None:
     run.finish()
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=8)
+def test_slots_taken_back_from_the_living_cost_them_a_handshake_and_no_push(
+    *, shared: bool, seed: int
+) -> None:
+    """Workers are taken for gone again and again, in the middle of whatever they do."""
+    faults = [
+        fault
+        for fault in random_faults(seed, WORKERS, horizon=HORIZON, intensity=1.0)
+        if not isinstance(fault, Kill | Supersede)
+    ]
+    run = Run(seed, shared=shared, faults=faults, absence_seconds_max=1e-3)
+    for n in range(1, 12):
+        run.cluster.run(until=0.02 * n)
+        for name in SHARDS:
+            for worker in WORKERS:
+                run.cluster.post(name, lost(worker))
+    run.finish()
+    for name in SHARDS:
+        assert times_applied(run.cluster, name).sum() == run.ledger.n_issued
+    for name in WORKERS:
+        assert run.worker(name).client.counters()["pushes_lost"] == 0
+
+
+def test_the_dead_give_back_their_slots() -> None:
+    run = Run(3, shared=True, absence_seconds_max=5.0)
+    run.finish()
+    for name in SHARDS:
+        run.cluster.post(name, lost(WORKERS[0]))
+    run.cluster.run(until=run.cluster.now + 4.9)
+    n_bytes = [run.cluster.role(name).status()[1]["slots_bytes"] for name in SHARDS]
+    run.cluster.run(until=run.cluster.now + 0.2)
+    for name, before in zip(SHARDS, n_bytes, strict=True):
+        after = run.cluster.role(name).status()[1]["slots_bytes"]
+        assert after * len(WORKERS) == before * (len(WORKERS) - 1)
+
+
 def test_the_same_seed_gives_the_same_trace_and_the_same_bits() -> None:
     faults = random_faults(11, (*SHARDS, *WORKERS), horizon=2.0)
     runs = [Run(11, shared=True, faults=faults) for _ in range(2)]
@@ -193,6 +239,10 @@ def test_the_same_seed_gives_the_same_trace_and_the_same_bits() -> None:
         assert np.array_equal(
             times_applied(one.cluster, name), times_applied(two.cluster, name)
         )
+
+
+def lost(worker: Address) -> PeerLost:
+    return PeerLost(peer=worker, incarnation=1, reason="silent")
 
 
 def save(label: str) -> Received:

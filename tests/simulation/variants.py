@@ -26,7 +26,8 @@ from distbelief.messages import (
     PushBlock,
     StateBlock,
 )
-from distbelief.parameter_server import client as client_module, shard as shard_module
+from distbelief.parameter_server import agenda as agenda_module, client as client_module
+from distbelief.parameter_server.agenda import Agenda
 from distbelief.parameter_server.clients import Clients
 from distbelief.parameter_server.fetching import Fetching
 from distbelief.parameter_server.following import Following
@@ -250,20 +251,21 @@ def watermarks_are_forgotten_in_the_snapshot(patch: Patch) -> None:
         )
         return take(label, replace(state, clients=tuple(clients)), identity=identity)
 
-    patch.setattr(shard_module, "take", forgetful)
+    patch.setattr(agenda_module, "take", forgetful)
 
 
 def snapshot_is_taken_while_a_push_is_applied(patch: Patch) -> None:
     """Save does not wait for the work under way."""
 
     def save(self: ParameterServerShard, _: Address, label: str) -> Sequence[Action]:
-        before = self._work
-        actions = self._begin_save(label)
-        self._work = before
+        agenda = self._agenda
+        before = agenda._work
+        actions = agenda._begin_save(label)
+        agenda._work = before
         return actions
 
     patch.setattr(ParameterServerShard, "_save", save)
-    patch.setattr(ParameterServerShard, "_persisted", lambda *_: [])
+    patch.setattr(Agenda, "persisted", lambda *_: [])
 
 
 # ------------------------------------------------------------ two copies of a shard

@@ -936,6 +936,21 @@ def test_gradients_are_pushed_for_parameters_and_values_for_buffers() -> None:
     assert block.values[n_gradient : n_gradient + 3].tolist() == [7.0] * 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
+def test_gradients_of_any_type_are_looked_at(dtype: torch.dtype) -> None:
+    alone = Alone()
+    gradients = [tensor.to(dtype) for tensor in full_of(LAYOUT, 60_000.0)]
+    drafted = alone.client.draft()
+    drafted.put(0, gradients[0])
+    assert drafted.finish().finite
+    alone.client.abandon()
+    if dtype.is_floating_point:
+        gradients[0][0] = torch.inf
+        drafted = alone.client.draft()
+        drafted.put(0, gradients[0])
+        assert drafted.finish().culprits == ("m",)
+
+
 def test_work_is_reported_before_it_is_asked_for_again() -> None:
     alone = Alone()
     staging = alone.client.stage(zeros_of(LAYOUT), zeros_of(LAYOUT))

@@ -8,13 +8,12 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from distbelief.parameter_server.exchange import scatter_blocks
 from distbelief.parameter_server.layout import (
-    Exchange,
     Layout,
     LayoutSpec,
     Segment,
     TensorSpec,
-    scatter_blocks,
 )
 from distbelief.vectors import ALIGNMENT, Vector
 
@@ -109,7 +108,7 @@ def test_a_vector_in_blocks_is_scattered_as_a_whole_one_is(
         layout.gather(k, tensors, vector)
         vector.flags.writeable = False
         blocks = [vector[start : start + size] for start in range(0, len(vector), size)]
-        scatter_blocks(layout, k, blocks, received)
+        scatter_blocks(layout.tensors, layout.segments(k), blocks, received)
     for tensor, copy in zip(tensors, received, strict=True):
         assert torch.equal(tensor, copy)
 
@@ -273,7 +272,7 @@ def test_values_reach_parameters_that_require_gradients() -> None:
 def test_an_exchange_is_used_again_for_new_tensors() -> None:
     layout = Layout.of([TensorSpec(name="a", shape=(3,))], n_shards=1)
     [vector] = vectors(layout)
-    exchange = Exchange(layout, 0, vector)
+    exchange = layout.exchange(0, vector)
     for value in (1.0, 2.0):
         exchange.gather([torch.full((3,), value)])
         received = torch.zeros(3)

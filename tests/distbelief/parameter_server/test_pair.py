@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from distbelief.errors import MemoryGoneError
 from distbelief.memory import PrivateMemory
 from distbelief.messages import (
     Acknowledge,
@@ -20,7 +21,9 @@ from distbelief.messages import (
     Save,
     Stop,
 )
+from distbelief.parameter_server.client import ClientConfig
 from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.shard_config import ABSENCE_SECONDS_MAX
 from distbelief.parameter_server.update_rules import SGD
 from distbelief.roles import Address, PeerLost
 from tests.distbelief.parameter_server.pair import (
@@ -444,3 +447,50 @@ def test_a_shard_that_is_stopped_leaves_its_memory_clean() -> None:
     assert bench.halted[SHARD].error is None
     assert bench.client().unacknowledged == 0
     assert not bench.memory.__dict__["_regions"]
+
+
+@both
+def test_who_was_gone_until_its_slots_were_taken_back_loses_no_push(
+    *, shared: bool
+) -> None:
+    """A guest that died kept its slots for ever; one that returns needs others."""
+    bench = bench_of(layout_of(LARGE), shared=shared, clients=())
+    patient = ClientConfig(
+        pushes=True, silence_seconds_max=1e4, stall_seconds_max=1e4, credit_blocks=4
+    )
+    client = bench.add_client(config=patient)
+    bench.settle()
+    bench.push(-1.0)
+    bench.settle()
+    # Cut off in the middle of a push: two blocks have arrived, and were answered.
+    n_messages = 0
+
+    def cut_off(receiver: Address, _message: Message) -> bool:
+        nonlocal n_messages
+        n_messages += receiver == SHARD
+        return n_messages > 2 and receiver == SHARD
+
+    if not shared:
+        bench.lose = cut_off
+    bench.push(-2.0)
+    bench.pass_messages()
+    bench.lose = lambda receiver, _message: receiver == SHARD
+    bench.messages.clear()
+    bench.deliver(SHARD, PeerLost(peer=CLIENT, incarnation=1, reason="cut off"))
+    bench.settle()
+    bench.advance(ABSENCE_SECONDS_MAX - 1.0)
+    slots = bench.counters()["slots_bytes"]
+    bench.advance(2.0 + shared * ABSENCE_SECONDS_MAX)
+    assert slots == 2 * 300_032 * 8
+    assert bench.counters()["slots_bytes"] == 0
+    if shared:
+        with pytest.raises(MemoryGoneError):
+            bench.memory.attach("shard-0.1.slots-0")
+    bench.lose = lambda _receiver, _message: False
+    bench.advance(10.0)
+    bench.push(-4.0)
+    bench.settle()
+    assert bench.fetch()[0].unique().tolist() == [7.0]
+    assert client.unacknowledged == 0
+    assert client.counters()["pushes_lost"] == 0
+    assert bench.counters()["pushes_applied"] == 3

@@ -35,6 +35,7 @@ from distbelief.messages import (
 from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.saves import N_SAVES_MAX
 from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
+from distbelief.parameter_server.shard_config import ABSENCE_SECONDS_MAX
 from distbelief.parameter_server.update_rules import SGD, Adagrad
 from distbelief.roles import (
     Action,
@@ -254,6 +255,7 @@ def indices(actions: Sequence[Action]) -> list[int]:
     [
         ({"index": 1}, "index is 1; the layout has 1 shards"),
         ({"lease_seconds_max": 0.0}, "lease_seconds_max is 0.0; use more than 0"),
+        ({"absence_seconds_max": 0.0}, "absence_seconds_max is 0.0; use more than 0"),
         ({"n_copies": 0}, "n_copies is 0; use at least 1"),
         ({"n_clients_max": 0}, "n_clients_max is 0"),
     ],
@@ -658,6 +660,66 @@ def test_buffers_of_several_clients_are_averaged_and_the_gone_do_not_count() -> 
     assert alone.counters()["clients"] == 2
 
 
+LOST = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
+
+
+def absence(alone: Alone, at: Seconds) -> Seconds:
+    """Return when the shard will look for the slots of who was lost at that time."""
+    (timer,) = alone.shard.handle(LOST, at)
+    assert isinstance(timer, SetTimer)
+    assert timer.name == f"absent:{CLIENT}"
+    return timer.at
+
+
+def test_slots_of_who_is_gone_are_taken_back_after_minutes() -> None:
+    alone = Alone()
+    alone.hello()
+    alone.work(alone.push(1))
+    n_bytes = alone.counters()["slots_bytes"]
+    assert n_bytes == 2 * 8 * LAYOUT.shard_size(0)
+    at = absence(alone, 7.0)
+    assert at == 7.0 + ABSENCE_SECONDS_MAX
+    assert alone.counters()["slots_bytes"] == n_bytes
+    (report,) = alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at)
+    assert isinstance(report, Report)
+    assert "replica-0 has been gone for 300 s" in report.text
+    assert alone.counters()["slots_bytes"] == 0
+    assert alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at) == []
+    only(alone.push(2), Refused)
+    welcome = only(alone.hello(), Welcome)
+    assert (welcome.watermark, welcome.applied) == (1, 1)  # it is still known
+
+
+def test_who_is_back_in_time_keeps_its_slots() -> None:
+    alone = Alone()
+    alone.hello()
+    at = absence(alone, 0.0)
+    alone.work(alone.push(1))
+    assert alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at) == []
+    assert alone.shard.handle(TimerFired(name=f"absent:{OTHER}"), at) == []
+    alone.work(alone.push(2))
+    assert alone.counters()["pushes_applied"] == 2
+
+
+def test_a_push_that_is_being_applied_keeps_its_slot() -> None:
+    alone = Alone()
+    alone.hello()
+    applying = alone.push(1)
+    at = absence(alone, 0.0)
+    (again,) = alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at)
+    assert again == SetTimer(name=f"absent:{CLIENT}", at=at + ABSENCE_SECONDS_MAX)
+    alone.work(applying)
+    alone.shard.handle(TimerFired(name=f"absent:{CLIENT}"), at)
+    assert alone.counters()["slots_bytes"] == 0
+    assert alone.counters()["pushes_applied"] == 1
+
+
+def test_who_only_reads_has_no_slots_to_be_taken_back() -> None:
+    alone = Alone()
+    alone.hello(pushes=False)
+    assert alone.shard.handle(LOST, 0.0) == []
+
+
 # ----------------------------------------------------------------------- fetches
 
 
@@ -782,7 +844,7 @@ def test_a_reader_that_is_gone_frees_its_copy() -> None:
     alone = large(n_copies=1)
     alone.work(alone.receive(fetch()))
     lost = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
-    assert alone.shard.handle(lost, 0.0) == []
+    assert sent(alone.shard.handle(lost, 0.0), ParameterBlock) == []
     only(alone.receive(credit(1)), Refused)  # it was not gone after all
     alone.shard.handle(PeerLost(peer=TEST, incarnation=1, reason="killed"), 0.0)
     assert alone.shard.handle(PeerJoined(peer=CLIENT, incarnation=1), 0.0) == []

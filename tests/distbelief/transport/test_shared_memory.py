@@ -61,6 +61,18 @@ region = memory.create("theirs", n_bytes=4096)
 """
 
 
+def test_a_disowned_region_is_gone_and_whoever_has_it_goes_on_with_it(
+    memory: FileMemory,
+) -> None:
+    region = memory.create("a", n_bytes=64)
+    theirs = FileMemory(memory.directory).attach("a")
+    memory.disown("a")
+    region[3] = 7
+    assert theirs[3] == 7
+    with pytest.raises(MemoryGoneError):
+        FileMemory(memory.directory).attach("a")
+
+
 @pytest.mark.parametrize("n_bytes", [0, 1, 4096, 1 << 20])
 def test_a_new_region_is_zeroed_aligned_and_writable(
     memory: FileMemory, n_bytes: int

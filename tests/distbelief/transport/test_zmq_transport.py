@@ -404,6 +404,23 @@ def test_who_does_not_know_the_token_is_refused_at_the_door(
     stranger.close()
 
 
+def test_who_watches_a_peer_hears_that_its_token_is_not_taken(
+    inbox: ZmqTransport, make: Make
+) -> None:
+    stranger, member, careless = make("s", token="other"), make("m"), make("c")
+    stranger.connect("inbox", 1, inbox.endpoint, watched=True)
+    member.connect("inbox", 1, inbox.endpoint, watched=True)
+    careless.connect("inbox", 1, inbox.endpoint)
+    wait(inbox, until=lambda: stranger.is_refused("inbox"))
+    member.send("inbox", Save(label="honest"))
+    assert labels(take(inbox, 1)) == ["honest"]
+    for transport in (member, careless):
+        assert not transport.is_refused("inbox")
+    assert not stranger.is_refused("nobody")
+    stranger.disconnect("inbox")
+    assert not stranger.is_refused("inbox")
+
+
 @pytest.mark.parametrize("kind", [zmq.PUSH, zmq.DEALER, zmq.REQ, zmq.PUB])
 def test_who_asks_for_no_admission_gets_none(inbox: ZmqTransport, kind: int) -> None:
     stranger = Stranger(token=None)
