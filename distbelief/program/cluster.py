@@ -8,16 +8,29 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import combinations
 from typing import Final, Literal, final
 
 import msgspec
 
 from distbelief.graph.layer import GraphError
+from distbelief.program.outages import Outages, OutageTrace
 
 
 Origin = Literal["measured", "assumed"]
 
 UNLIMITED: Final = math.inf
+
+_PRICED: Final = (
+    "flops",
+    "memory_rate",
+    "message_rate",
+    "memory",
+    "overhead",
+    "jitter",
+    "bandwidth",
+)
+"""Of a machine, what a plan depends on."""
 
 
 @final
@@ -34,6 +47,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         jitter: Standard deviation of the logarithm of its compute times: 0.1 is a
             machine whose steps are often 10 % faster or slower.
         bandwidth: Bytes per second that it can send, and likewise receive.
+        cores: Among which `flops` are divided evenly; only simulations ask.
+        handling: Seconds that a message takes of the process that receives it; only
+            simulations ask, plans know `message_overhead`.
     """
 
     flops: float
@@ -43,18 +59,49 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     overhead: float = 0.0
     jitter: float = 0.0
     bandwidth: float
+    cores: int = 1
+    handling: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.cores < 1:
+            raise GraphError(f"a machine's cores is {self.cores}; use 1 or more")
         for name in ("flops", "memory_rate", "message_rate", "memory", "bandwidth"):
             if not getattr(self, name) > 0:
                 raise GraphError(
                     f"a machine's {name} is {getattr(self, name)}; use a number above 0"
                 )
-        for name in ("overhead", "jitter"):
+        for name in ("overhead", "jitter", "handling"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise GraphError(
                     f"a machine's {name} is {getattr(self, name)}; use 0 or more"
                 )
+
+
+@final
+class Switch(msgspec.Struct, frozen=True, kw_only=True):
+    """What passes into, or out of, a group of machines shares this.
+
+    Attributes:
+        first: Of the machines.
+        last: Of them, included.
+        bandwidth: Bytes per second in each direction.
+    """
+
+    first: int
+    last: int
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.last:
+            raise GraphError(
+                f"a switch for machines {self.first} to {self.last}: name the lower "
+                "one first"
+            )
+        if not self.bandwidth > 0:
+            raise GraphError(
+                f"the switch of machines {self.first} to {self.last} has bandwidth "
+                f"{self.bandwidth}; use a number above 0"
+            )
 
 
 @final
@@ -71,6 +118,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             both of them can do; in both directions.
         origin: Where the figures are from.
         note: What a reader should know of them.
+        switches: Groups of machines behind a switch that may be the bottleneck; of any
+            two, one contains the other or they have no machine in common.
+        failures: How machines break; None: never.
+        preemptions: How they are taken back; None: never.
+        trace: Exactly when they were gone; None: nobody watched.
+        origins: Of single figures, by name: where they are from, in words.
     """
 
     name: str
@@ -80,6 +133,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     links: Mapping[str, float] = msgspec.field(default_factory=dict)
     origin: Origin = "assumed"
     note: str = ""
+    switches: tuple[Switch, ...] = ()
+    failures: Outages | None = None
+    preemptions: Outages | None = None
+    trace: OutageTrace | None = None
+    origins: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.machines:
@@ -95,6 +153,22 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 raise GraphError(
                     f"cluster {self.name!r}: link {ends} has bandwidth {rate}; use a "
                     "number above 0, or leave machines out that nobody can reach"
+                )
+        self._check_switches()
+
+    def _check_switches(self) -> None:
+        spans = [(switch.first, switch.last) for switch in self.switches]
+        for first, last in spans:
+            if last >= len(self.machines):
+                raise GraphError(
+                    f"cluster {self.name!r}: a switch for machines {first} to {last}; "
+                    f"there are {len(self.machines)}, counted from 0"
+                )
+        for (a, b), (c, d) in combinations(sorted(spans), 2):
+            if a < c <= b < d or (a, b) == (c, d):
+                raise GraphError(
+                    f"cluster {self.name!r}: switches for machines {a} to {b} and {c} "
+                    f"to {d}: let one contain the other, or neither touch the other"
                 )
 
     def __len__(self) -> int:
@@ -112,7 +186,16 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 f"cluster {self.name!r} has {len(self.machines)} machines; {n} are "
                 "asked for"
             )
-        return msgspec.structs.replace(self, machines=self.machines[:n])
+        cut = [
+            msgspec.structs.replace(switch, last=min(switch.last, n - 1))
+            for switch in self.switches
+            if switch.first < n
+        ]
+        cut.sort(key=lambda switch: -switch.bandwidth)  # of two alike the narrower
+        spans = {(switch.first, switch.last): switch for switch in cut}
+        return msgspec.structs.replace(
+            self, machines=self.machines[:n], switches=tuple(spans.values())
+        )
 
     def rate(self, sender: int, receiver: int) -> float:
         """Return the most bytes per second from one machine to another."""
@@ -129,9 +212,13 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all its figures; equal machines are equal whatever their name."""
+        """A hash of all that plans depend on, whatever its name is."""
         delays = (self.latency, self.message_overhead)
-        figures = (self.machines, delays, dict(self.links))
+        machines = [
+            {name: getattr(machine, name) for name in _PRICED}
+            for machine in self.machines
+        ]
+        figures = (machines, delays, dict(self.links))
         encoded = msgspec.json.encode(figures, order="sorted")
         return hashlib.sha256(encoded).hexdigest()[:16]
 

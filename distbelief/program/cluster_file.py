@@ -13,30 +13,59 @@
     overhead = "50 us"
     jitter = 0.1
 
+    cores = 8                       # for simulations: among which flops are divided
+    handling = "60 us"              # ... what a message takes of its receiver
+
     [links]                         # only those slower than their ends
     "0-7" = "100 Mbit/s"
+
+    [[switches]]                    # what enters or leaves the group shares this
+    machines = "0-3"
+    bandwidth = "2 Gbit/s"
+
+    [failures]                      # and [preemptions]: of each machine
+    mean_time = "30 d"
+    away = "10 min"
+    group = 4                       # machines that go together; 1 if left out
+
+    [trace]                         # or exactly when; see `outages`
+    file = "outages.csv"            # beside this one
+
+    [origins]                       # of single figures, where `origin` does not fit
+    flops = "measured: a product of 1024 x 1024 matrices"
 
 Machines are counted from 0 in the order of the file. Keys are those of `Cluster` and
 `Machine`, and no others: a mistake names the file, the key and what to write instead.
 """
 
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, get_args
 
-from distbelief.errors import JobFileError
 from distbelief.files import explained
 from distbelief.graph.layer import GraphError
 from distbelief.program.cluster import UNLIMITED, Cluster, Machine, Origin
-from distbelief.units import Dimension, parse
+from distbelief.program.cluster_hazards import (
+    origins_of,
+    outages_of,
+    switches_of,
+    trace_of,
+)
+from distbelief.program.cluster_values import (
+    ENDS,
+    Table,
+    check_keys,
+    count_of,
+    excerpt,
+    nearest,
+    quantity,
+    text_of,
+)
+from distbelief.units import Dimension
 
-
-Table = Mapping[str, object]
 
 N_BYTES_MAX: Final = 1 << 20
 N_MACHINES_MAX: Final = 10_000
@@ -50,6 +79,11 @@ _KEYS: Final = (
     "note",
     "machines",
     "links",
+    "switches",
+    "failures",
+    "preemptions",
+    "trace",
+    "origins",
 )
 _QUANTITIES: Final[Mapping[str, Dimension]] = {
     "flops": "compute",
@@ -58,13 +92,14 @@ _QUANTITIES: Final[Mapping[str, Dimension]] = {
     "memory": "bytes",
     "message_rate": "rate",
     "overhead": "time",
+    "handling": "time",
 }
 _DEFAULTS: Final = {
     "memory": UNLIMITED,
     "message_rate": UNLIMITED,
     "overhead": 0.0,
+    "handling": 0.0,
 }
-_ENDS: Final = re.compile(r"(0|[1-9][0-9]{0,5})-(0|[1-9][0-9]{0,5})")
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
@@ -88,14 +123,14 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     except FileNotFoundError:
         raise GraphError(
             f"there is no cluster '{name_or_path}': no such file, and none of that "
-            f"name comes along. {_nearest(str(name_or_path), names())}"
+            f"name comes along. {nearest(str(name_or_path), names())}"
         ) from None
     except OSError as error:
         raise explained(error, path, doing="read the cluster from") from error
     except ValueError as error:  # a zero byte, say
         raise GraphError(f"{name_or_path!r} is no path: {error}") from None
     try:
-        return read_cluster(content, name=path.stem)
+        return read_cluster(content, name=path.stem, directory=path.parent)
     except GraphError as error:
         raise GraphError(f"{path}: {error}") from None
 
@@ -110,18 +145,21 @@ def names() -> list[str]:
     )
 
 
-def read_cluster(content: bytes, *, name: str) -> Cluster:
+def read_cluster(
+    content: bytes, *, name: str, directory: Path | None = None
+) -> Cluster:
     """Return the cluster that a TOML document describes.
 
     Args:
         content: The document.
         name: What it is called unless it says so itself.
+        directory: Where files lie that it names; None: it may name none.
 
     Raises:
         GraphError: naming the key and the mend.
     """
     table = _parsed(content)
-    _check_keys(table, _KEYS, "the cluster")
+    check_keys(table, _KEYS, "the cluster")
     groups = [
         _group(group, f"[[machines]] {index}")
         for index, group in enumerate(_groups(table), start=1)
@@ -138,13 +176,18 @@ def read_cluster(content: bytes, *, name: str) -> Cluster:
                 "the fastest first, for plans for fewer machines take the first ones"
             )
     return Cluster(
-        name=_text(table, "name", default=name),
+        name=text_of(table, "name", default=name),
         machines=tuple(machine for count, machine in groups for _ in range(count)),
-        latency=_quantity(table, "latency", "time", "", default=0.0),
-        message_overhead=_quantity(table, "message_overhead", "time", "", default=0.0),
+        latency=quantity(table, "latency", "time", "", default=0.0),
+        message_overhead=quantity(table, "message_overhead", "time", "", default=0.0),
         links=_links(table.get("links", {}), n_machines=n_machines),
         origin=_origin(table),
-        note=_text(table, "note", default=""),
+        note=text_of(table, "note", default=""),
+        switches=switches_of(table.get("switches", [])),
+        failures=outages_of(table, "failures"),
+        preemptions=outages_of(table, "preemptions"),
+        trace=trace_of(table.get("trace"), directory, n_machines=n_machines),
+        origins=origins_of(table.get("origins", {}), figures=_QUANTITIES),
     )
 
 
@@ -176,25 +219,21 @@ def _groups(table: Table) -> Iterable[object]:
 def _group(group: object, where: str) -> tuple[int, Machine]:
     """Return how many machines, and what each is."""
     if not isinstance(group, dict):
-        raise GraphError(f"{where} = {_excerpt(group)}: wants a table of keys")
-    _check_keys(group, ("count", "jitter", *_QUANTITIES), where)
-    count = group.get("count", 1)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise GraphError(
-            f"{where} count = {_excerpt(count)}: wants a whole number, at least 1"
-        )
+        raise GraphError(f"{where} = {excerpt(group)}: wants a table of keys")
+    check_keys(group, ("count", "jitter", "cores", *_QUANTITIES), where)
+    count, cores = count_of(group, "count", where), count_of(group, "cores", where)
     jitter = group.get("jitter", 0.0)
     if not isinstance(jitter, int | float) or not 0 <= jitter <= _JITTER_MAX:
         raise GraphError(
-            f"{where} jitter = {_excerpt(jitter)}: wants a number from 0 to "
+            f"{where} jitter = {excerpt(jitter)}: wants a number from 0 to "
             f"{_JITTER_MAX}"
         )
     figures = {
-        key: _quantity(group, key, dimension, where, default=_DEFAULTS.get(key))
+        key: quantity(group, key, dimension, where, default=_DEFAULTS.get(key))
         for key, dimension in _QUANTITIES.items()
     }
     try:
-        return count, Machine(jitter=jitter, **figures)
+        return count, Machine(jitter=jitter, cores=cores, **figures)
     except GraphError as error:
         raise GraphError(f"{where}: {error}") from None
 
@@ -202,43 +241,18 @@ def _group(group: object, where: str) -> tuple[int, Machine]:
 def _links(links: object, *, n_machines: int) -> dict[str, float]:
     if not isinstance(links, dict):
         raise GraphError(
-            f"links = {_excerpt(links)}: wants a table; begin it with [links]"
+            f"links = {excerpt(links)}: wants a table; begin it with [links]"
         )
     rates = {}
     for ends in links:
-        match = _ENDS.fullmatch(ends)
+        match = ENDS.fullmatch(ends)
         if match is None or not int(match[1]) < int(match[2]) < n_machines:
             raise GraphError(
-                f"[links] has no key {_excerpt(ends)}: write two machines, the lower "
+                f"[links] has no key {excerpt(ends)}: write two machines, the lower "
                 f'one first, like "0-1"; there are {n_machines}, counted from 0'
             )
-        rates[ends] = _quantity(links, ends, "rate", "[links]")
+        rates[ends] = quantity(links, ends, "rate", "[links]")
     return rates
-
-
-def _quantity(
-    table: Table,
-    key: str,
-    dimension: Dimension,
-    where: str,
-    *,
-    default: float | None = None,
-) -> float:
-    if key not in table:
-        if default is not None:
-            return default
-        raise GraphError(f"{where} lacks the key '{key}'")
-    try:
-        return parse(table[key], dimension)
-    except JobFileError as error:
-        raise GraphError(f"{where} {key} = {error}".lstrip()) from None
-
-
-def _text(table: Table, key: str, *, default: str) -> str:
-    value = table.get(key, default)
-    if not isinstance(value, str):
-        raise GraphError(f'{key} = {_excerpt(value)}: wants text in quotes: "..."')
-    return value
 
 
 def _origin(table: Table) -> Origin:
@@ -248,22 +262,5 @@ def _origin(table: Table) -> Origin:
         if value == origin:
             return origin
     raise GraphError(
-        f"origin = {_excerpt(value)}: unknown. It knows {', '.join(known)}."
+        f"origin = {excerpt(value)}: unknown. It knows {', '.join(known)}."
     )
-
-
-def _check_keys(table: Table, known: Iterable[str], where: str) -> None:
-    for key in table:
-        if key not in known:
-            raise GraphError(f"{where} has no key '{key}'. {_nearest(key, known)}")
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    known = list(known)
-    near = get_close_matches(word.lower(), known, n=1, cutoff=0.6)
-    return f"Did you mean '{near[0]}'?" if near else f"It knows {', '.join(known)}."
-
-
-def _excerpt(value: object, *, n_max: int = 60) -> str:
-    text = f'"{value}"' if isinstance(value, str) else str(value)
-    return text if len(text) <= n_max else text[: n_max - 3] + "..."

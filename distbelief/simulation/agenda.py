@@ -17,10 +17,16 @@ Call = Callable[[], None]
 
 
 class Agenda:
-    """A virtual clock and the calls due on it."""
+    """A virtual clock and the calls due on it.
+
+    Attributes:
+        now: The time.
+        n_at_once: Calls made since it was last another one.
+    """
 
     def __init__(self) -> None:
         self.now: Seconds = 0.0
+        self.n_at_once = 0
         self._heap: list[tuple[Seconds, int, Call]] = []
         self._first: deque[Call] = deque()
         self._n_added = 0
@@ -31,12 +37,14 @@ class Agenda:
         Raises:
             LocalProtocolError: `time` is not a number.
         """
-        if math.isnan(time):
-            raise LocalProtocolError("nothing can be due at time NaN")
-        if time == math.inf:
-            return
+        if not self.now <= time < math.inf:
+            if math.isnan(time):
+                raise LocalProtocolError("nothing can be due at time NaN")
+            if time == math.inf:
+                return
+            time = self.now
         self._n_added += 1
-        heappush(self._heap, (max(time, self.now), self._n_added, call))
+        heappush(self._heap, (time, self._n_added, call))
 
     def before_all(self, calls: Iterable[Call]) -> None:
         """Make these calls now, in this order, before anything else that is due.
@@ -55,11 +63,24 @@ class Agenda:
 
     def step(self) -> None:
         """Move the clock to the next call, and make it."""
-        if self._first:
-            self._first.popleft()()
-            return
-        self.now, _, call = heappop(self._heap)
-        call()
+        self.steps(1, until=math.inf)
+
+    def steps(self, n_max: int, *, until: Seconds) -> int:
+        """Make the calls that are due by `until`, `n_max` at most; return how many."""
+        heap, first = self._heap, self._first  # they stay the same objects
+        for n in range(n_max):
+            if first:
+                call = first.popleft()
+            elif heap and heap[0][0] <= until:
+                time, _, call = heappop(heap)
+                if time != self.now:
+                    self.now = time
+                    self.n_at_once = 0
+            else:
+                return n
+            self.n_at_once += 1
+            call()
+        return n_max
 
     def advance(self, time: Seconds) -> None:
         """Let time pass during which nothing is due."""

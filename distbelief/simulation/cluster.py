@@ -28,6 +28,7 @@ from distbelief.simulation.faults import (
     Fault,
     Kill,
     NetworkFault,
+    Outage,
     Pause,
     Slow,
     Supersede,
@@ -36,13 +37,16 @@ from distbelief.simulation.faults import (
 from distbelief.simulation.lives import Life
 from distbelief.simulation.memory import HostMemory
 from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.scales import blocks_of
 from distbelief.simulation.streams import Streams
 from distbelief.simulation.trace import Trace
+from distbelief.simulation.traffic import Traffic
 from distbelief.simulation.world import Builder, Counts, Observer, World
 
 
 N_EVENTS_MAX = 1_000_000  # of one `run`
 N_EVENTS_AT_ONCE = 100_000  # without any time passing
+N_EVENTS_TOGETHER = 1000  # until it is looked at how things stand
 
 
 class SimulatedCluster:
@@ -65,7 +69,6 @@ class SimulatedCluster:
         self._world = World.of(builders, seed=seed, options=options)
         self._driver = Driver(self._world)
         self._lives = self._driver.lives
-        self._n_at_once = 0
         # Faults of the network act before the first message is sent; the others come
         # after there is someone to hit.
         of_network = [f for f in options.faults if isinstance(f, NetworkFault)]
@@ -93,17 +96,19 @@ class SimulatedCluster:
         Raises:
             SimulationFailed: a role or checker failed, or `max_events` did not suffice.
         """
-        agenda = self._world.agenda
-        self._start()
-        end = math.inf if until is None else until
-        n_events = 0
-        while agenda.next_time <= end and agenda.next_time < math.inf:
-            if n_events == max_events:
-                raise self._world.failure(f"it is not over after {max_events} events")
-            n_events += 1
-            self._step()
-        if until is not None and until > agenda.now:
-            agenda.advance(until)
+        with blocks_of(self._world.options.block_bytes):
+            agenda = self._world.agenda
+            self._start()
+            end = math.inf if until is None else until
+            n_left = max_events
+            while agenda.next_time <= end and agenda.next_time < math.inf:
+                if not n_left:
+                    raise self._world.failure(
+                        f"it is not over after {max_events} events"
+                    )
+                n_left -= self._steps(min(n_left, N_EVENTS_TOGETHER), until=end)
+            if until is not None and until > agenda.now:
+                agenda.advance(until)
 
     def run_until(
         self,
@@ -111,45 +116,45 @@ class SimulatedCluster:
         *,
         within: Seconds = 3600.0,
         max_events: int = N_EVENTS_MAX,
+        every: int = 1,
     ) -> None:
-        """Let things happen until `condition` holds (it is asked after each event).
+        """Let things happen until `condition` holds; it is asked `every` few events.
 
         Raises:
             SimulationFailed: it does not hold after `within` seconds, nor ever.
         """
-        agenda = self._world.agenda
-        self._start()
-        end = agenda.now + within
-        n_events = 0
-        while not condition():
-            if agenda.next_time > end or agenda.next_time == math.inf:
-                raise self._world.failure(
-                    f"what was waited for has not come about by {end!r} s"
-                )
-            if n_events == max_events:
-                raise self._world.failure(f"nor has it after {max_events} events")
-            n_events += 1
-            self._step()
+        with blocks_of(self._world.options.block_bytes):
+            agenda = self._world.agenda
+            self._start()
+            end = agenda.now + within
+            n_left = max_events
+            while not condition():
+                if (next_time := agenda.next_time) > end or next_time == math.inf:
+                    raise self._world.failure(
+                        f"what was waited for has not come about by {end!r} s"
+                    )
+                if not n_left:
+                    raise self._world.failure(f"nor has it after {max_events} events")
+                n_left -= self._steps(min(n_left, every), until=end)
 
     def _start(self) -> None:
         """Begin the lives that begin at time 0, if that has not been done."""
         while self._n_first:
             self._n_first -= 1
-            self._step()
+            self._steps(1, until=math.inf)
 
-    def _step(self) -> None:
+    def _steps(self, n_max: int, *, until: Seconds) -> int:
         agenda = self._world.agenda
-        before = agenda.now
         try:
-            agenda.step()
+            n = agenda.steps(n_max, until=until)
         except AssertionError as error:  # of a checker, or of our own
             raise self._world.failure(f"an invariant is broken: {error}") from error
-        self._n_at_once = self._n_at_once + 1 if agenda.now == before else 0
-        if self._n_at_once > N_EVENTS_AT_ONCE:
+        if agenda.n_at_once > N_EVENTS_AT_ONCE:
             raise self._world.failure(
                 f"{N_EVENTS_AT_ONCE} events and no time has passed: roles answer each "
                 "other without end"
             )
+        return n
 
     # --------------------------------------------------------------- observation
 
@@ -191,6 +196,15 @@ class SimulatedCluster:
     def counts(self) -> Counts:
         """How many messages were delivered, lost, refused."""
         return self._world.counts
+
+    @property
+    def traffic(self) -> Traffic:
+        """Messages and bytes sent so far, who to whom."""
+        return Traffic(self._world.tallies)
+
+    def busy(self, name: Address) -> Seconds:
+        """Return for how long the compute lane of `name` has worked, in all lives."""
+        return self._world.busy.get(name, 0.0)
 
     @property
     def trace(self) -> Trace:
@@ -262,6 +276,8 @@ class SimulatedCluster:
                 life = self._lives.newest.get(fault.role)
                 if life is not None and life.alive:
                     self._begin_for(life, fault)
+            case Outage():
+                self._begin_outage(fault)
             case Slow():
                 world.slow.append(fault)
                 agenda.at(agenda.now + fault.seconds, partial(world.slow.remove, fault))
@@ -272,6 +288,17 @@ class SimulatedCluster:
                 world.disk.tear_newest(fault.role)
             case _:
                 assert_never(fault)
+
+    def _begin_outage(self, fault: Outage) -> None:
+        back_at = self.now + fault.seconds
+        for name in fault.roles:
+            until = self._world.away_until
+            until[name] = max(until.get(name, 0.0), back_at)
+            life = self._lives.newest.get(name)
+            if life is not None and life.alive:
+                life.tears = False
+                life.restart_after = fault.seconds if fault.restarts else None
+                self._lives.end(life, f"its machine is away until {back_at!r}")
 
     def _begin_for(self, life: Life, fault: Kill | Pause | Supersede) -> None:
         match fault:

@@ -2,11 +2,12 @@
 
 Compute, Persist -> Lanes -> Computed, Persisted
 SetTimer -> Timers -> TimerFired
-Send -> Wire -> Network -> Wire -> Received
+Send -> Post -> Network -> Post -> Received
 Launch -> a new life -> Started; when it ends, PeerLost to its launcher
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import assert_never
 
 from distbelief.errors import (
@@ -16,7 +17,6 @@ from distbelief.errors import (
 )
 from distbelief.roles import (
     Action,
-    Address,
     CancelTimer,
     Compute,
     Computed,
@@ -39,8 +39,10 @@ from distbelief.simulation.disk import NO_SPACE, checksums, size_of
 from distbelief.simulation.lanes import Work
 from distbelief.simulation.lives import Life, Lives
 from distbelief.simulation.network import Network, Packet
+from distbelief.simulation.post import Encoded, PassedOn, Post
+from distbelief.simulation.scales import ONE
+from distbelief.simulation.sharing import Demand
 from distbelief.simulation.world import Happening, World
-from distbelief.wire import Wire
 
 
 class Driver:
@@ -52,7 +54,12 @@ class Driver:
             world.agenda, world.streams, deliver=self._arrive, lose=self._lose
         )
         self._world = world
-        self._wire = Wire(token=f"simulation-{world.seed}")
+        # What every event needs, at hand.
+        self._agenda = world.agenda
+        self._note = world.trace.event
+        self._observers, self._checks = world.observers, world.checks
+        token = f"simulation-{world.seed}"
+        self._post: Post = Encoded(token) if world.options.codec else PassedOn(token)
 
     # -------------------------------------------------------------------- events
 
@@ -63,17 +70,19 @@ class Driver:
         if life.paused_until is not None:
             life.waiting.append(event)
             return
-        self._world.trace.event(
-            self._world.agenda.now, life.name, life.incarnation, event
-        )
+        now = self._agenda.now
+        self._note(now, life.name, life.incarnation, event)
         try:
-            actions = self._handle(life, event)
-            n_performed = self._perform_all(life, actions)
+            try:
+                actions = life.role.handle(event, now)
+            except Exception as error:  # noqa: BLE001 - told apart there
+                actions = self._answer_to(life, error)
+            n_performed = self._perform_all(life, actions) if actions else 0
         except LocalProtocolError as error:  # of the wire, of the agenda
             raise self._blame(life, error) from error
-        if self._world.observers:
+        if self._observers:
             self._observe(life, event, actions[:n_performed])
-        for check in self._world.checks:
+        for check in self._checks:
             check()
 
     def _observe(self, life: Life, event: Event, actions: Sequence[Action]) -> None:
@@ -87,19 +96,19 @@ class Driver:
         for observer in self._world.observers:
             observer(happening)
 
-    def _handle(self, life: Life, event: Event) -> Sequence[Action]:
-        try:
-            return life.role.handle(event, self._world.agenda.now)
-        except RemoteProtocolError as error:
-            self._world.counts.refused += 1
-            self._world.note(life.name, life.incarnation, f"refused: {error}")
-            return ()
-        except LocalProtocolError:
-            raise  # a bug: such a role must not merely halt, and be restarted
-        except DistBeliefError as error:
-            return (Halt(error=f"{type(error).__name__}: {error}"),)
-        except Exception as error:
-            raise self._blame(life, error) from error
+    def _answer_to(self, life: Life, error: Exception) -> Sequence[Action]:
+        """Return what a role that raised this is taken to have asked for."""
+        match error:
+            case RemoteProtocolError():
+                self._world.counts.refused += 1
+                self._world.note(life.name, life.incarnation, f"refused: {error}")
+                return ()
+            case LocalProtocolError():
+                raise error  # a bug: it must not merely halt, and be restarted
+            case DistBeliefError():
+                return (Halt(error=f"{type(error).__name__}: {error}"),)
+            case _:
+                raise self._blame(life, error) from error
 
     def _blame(self, life: Life, error: Exception) -> Exception:
         return self._world.failure(
@@ -107,24 +116,38 @@ class Driver:
         )
 
     def _arrive(self, packet: Packet) -> None:
-        receiver, incarnation = packet.path.receiver, packet.path.incarnation
+        path = packet.path
+        receiver, incarnation = path.receiver, path.incarnation
         # What was lent is read as late as it may be: when it arrives.
-        envelope = self._wire.decode([bytes(frame) for frame in packet.frames])
-        event = Received(
-            sender=Address(envelope.sender),
-            incarnation=envelope.incarnation,
-            message=envelope.message,
-        )
+        event = self._post.received(packet.payload)
         life = self.lives.find(receiver, incarnation)
         if life is not None and life.alive:
             self._world.counts.delivered += 1
-            self.deliver(life, event)
+            if life.handles_slowly:
+                self._hand_over(life, event, packet.n_bytes)
+            else:
+                self.deliver(life, event)
         elif receiver not in self._world.builders:
             self._world.hand_out(receiver, event)
         elif self._goes_astray():
             self.lives.deliver_to_next(receiver, incarnation, event)
         else:
             self._lose(packet, "nobody there")
+
+    def _hand_over(self, life: Life, event: Received, n_bytes: float) -> None:
+        """Deliver a message once its process has dealt with those before.
+
+        What it takes itself delays those behind it, and is part of its latency.
+        """
+        agenda, machine = self._agenda, life.machine
+        begins, now = life.handles_until, agenda.now
+        takes = machine.handling_seconds + n_bytes / machine.handling_bytes_per_second
+        if begins <= now:
+            life.handles_until = now + takes
+            self.deliver(life, event)
+        else:
+            life.handles_until = begins + takes
+            agenda.at(begins, partial(self.deliver, life, event))
 
     def _goes_astray(self) -> bool:
         port_reuse = self._world.options.port_reuse
@@ -141,8 +164,10 @@ class Driver:
 
     def _perform_all(self, life: Life, actions: Sequence[Action]) -> int:
         """Perform them as long as it lives; return how many that was."""
-        n_last = life.last_actions if actions else None
-        n_performed = 0
+        n_last, n_performed = life.last_actions, 0
+        if n_last is None and len(actions) == 1:  # as is most frequent
+            self._perform(life, actions[0])
+            return 1
         for action in actions[:n_last]:
             self._perform(life, action)
             n_performed += 1
@@ -153,9 +178,10 @@ class Driver:
         return n_performed
 
     def _perform(self, life: Life, action: Action) -> None:
+        if isinstance(action, Send):
+            self._send(life, action)
+            return
         match action:
-            case Send():
-                self._send(life, action)
             case SetTimer():
                 life.timers.set(action.name, action.at)
             case CancelTimer():
@@ -190,8 +216,8 @@ class Driver:
                 assert_never(action)
 
     def _send(self, life: Life, action: Send) -> None:
-        frames = self._wire.encode(
-            action.message, sender=life.name, incarnation=life.incarnation
+        payload = self._post.sent(
+            action, sender=life.name, incarnation=life.incarnation
         )
         path = self.lives.path(life, action.receiver)
         if path is None:
@@ -199,19 +225,26 @@ class Driver:
             text = f"lost, not connected to {action.receiver}"
             self._world.note(life.name, life.incarnation, text)
             return
-        if not action.lent:
-            # Copies: what the sender does to its array from now on is not seen.
-            frames = [bytes(frame) for frame in frames]
-        self.network.send(path, frames)
+        header, arrays = self._post.size
+        self.network.send(path, payload, header + round(arrays * path.frame_scale))
 
     def _compute(self, life: Life, action: Compute) -> None:
+        machine, cost = life.machine, action.cost
+        if life.scale is not ONE:
+            cost = life.scale.of(cost, action.lane)
+
         def seconds() -> Seconds:
-            modelled = life.machine.seconds_of(
-                action.cost, self._world.streams.schedule
-            )
+            modelled = machine.seconds_of(cost, self._world.streams.schedule)
             return modelled * self._world.slowness(life.name)
 
+        def demand(seconds: Seconds) -> Demand:
+            threads = machine.threads if action.lane is Lane.COMPUTE else 1
+            return machine.demand(cost, seconds, threads)
+
         def end(seconds: Seconds) -> None:
+            if action.lane is Lane.COMPUTE:
+                busy = self._world.busy
+                busy[life.name] = busy.get(life.name, 0.0) + seconds
             result: object = None
             failed: Exception | None = None
             try:
@@ -223,7 +256,7 @@ class Driver:
             )
             self.deliver(life, answer)
 
-        life.lanes.add(action.lane, Work(seconds=seconds, end=end))
+        life.lanes.add(action.lane, Work(seconds=seconds, end=end, demand=demand))
 
     def _persist(self, life: Life, snapshot: Snapshot) -> None:
         world = self._world
@@ -233,9 +266,8 @@ class Driver:
             sums.update(checksums(snapshot))
 
         def seconds() -> Seconds:
-            modelled = life.machine.seconds_to_save(
-                size_of(snapshot), world.streams.disk
-            )
+            n_bytes = size_of(snapshot) * life.scale.n_bytes
+            modelled = life.machine.seconds_to_save(n_bytes, world.streams.disk)
             return modelled * world.slowness(life.name)
 
         def end(_: Seconds) -> None:

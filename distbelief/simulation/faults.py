@@ -30,6 +30,16 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Outage:
+    """A machine is gone: its roles die, and no life of them begins for so long."""
+
+    at: Seconds
+    roles: tuple[Address, ...]
+    seconds: Seconds
+    restarts: bool = False  # they come back by themselves; else their supervisor asks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
     """The process stands still (SIGSTOP), then goes on as if nothing had been."""
 
@@ -119,7 +129,9 @@ class TornSnapshot:
 
 MessageFault = Drop | Duplicate | Delay
 NetworkFault = MessageFault | CutOff
-Fault = Kill | Pause | Supersede | Slow | DiskFull | TornSnapshot | NetworkFault
+Fault = (
+    Kill | Outage | Pause | Supersede | Slow | DiskFull | TornSnapshot | NetworkFault
+)
 
 
 def random_faults(

@@ -9,9 +9,8 @@ As over TCP, one message leaves after the other and none overtakes another of it
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from distbelief.roles import Address, Seconds
+from distbelief.simulation.fabric import Route
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +39,27 @@ class Path:
     __slots__ = (
         "_arrives_last",
         "_free_at",
+        "_jitter",
+        "_latency_seconds",
         "broken_at",
+        "frame_scale",
         "incarnation",
         "link",
         "receiver",
+        "route",
         "sender",
+        "tally",
     )
 
     def __init__(
         self, link: Link, *, sender: Address, receiver: Address, incarnation: int
     ) -> None:
         self.link = link
+        self.route: Route | None = None  # over a fabric; else the link is its own
+        self.frame_scale = 1.0  # of the arrays in its messages
+        self.tally: list[float] = [0, 0]  # messages, bytes sent, of the two roles
+        self._latency_seconds = link.latency_seconds
+        self._jitter = link.jitter
         self.sender = sender
         self.receiver = receiver
         self.incarnation = incarnation  # of the receiver
@@ -58,7 +67,16 @@ class Path:
         self._free_at: Seconds = 0.0
         self._arrives_last: Seconds = 0.0
 
-    def depart(self, n_bytes: int, now: Seconds) -> Seconds:
+    def lead_over(self, route: Route) -> None:
+        """Go over a fabric from now on."""
+        self.route = route
+        self._latency_seconds, self._jitter = route.latency_seconds, route.jitter
+
+    def take_longer(self, seconds: Seconds) -> None:
+        """Let every message arrive so much later."""
+        self._latency_seconds += seconds
+
+    def depart(self, n_bytes: float, now: Seconds) -> Seconds:
         """Return when a message sent now has left the sender."""
         begins = max(now, self._free_at)
         self._free_at = begins + n_bytes / self.link.bytes_per_second
@@ -67,17 +85,18 @@ class Path:
     def arrive(
         self,
         departs: Seconds,
-        stream: np.random.Generator,
+        chance: float,
         *,
         delay: Seconds = 0.0,
         overtaken: bool = False,
     ) -> Seconds:
-        """Return when it arrives: after all those before it.
+        """Return when it arrives, if it has left at `departs`: after all before it.
+
+        `chance` is a number in [0, 1) for its latency.
 
         Those behind it arrive after it as well, unless it may be overtaken.
         """
-        link = self.link
-        latency = link.latency_seconds * (1 + link.jitter * stream.random())
+        latency = self._latency_seconds * (1 + self._jitter * chance)
         arrives = departs + latency + delay
         if arrives < self._arrives_last:
             return self._arrives_last

@@ -23,10 +23,12 @@ from distbelief.roles import (
     Started,
     TimerFired,
 )
+from distbelief.simulation.agenda import Call
 from distbelief.simulation.lanes import Lanes
 from distbelief.simulation.links import Path
 from distbelief.simulation.machines import Machine
 from distbelief.simulation.memory import HostMemory, LentMemory
+from distbelief.simulation.scales import Scale, frame_scale, scale_of
 from distbelief.simulation.timers import Timers
 from distbelief.simulation.world import World
 
@@ -42,6 +44,7 @@ class Life:
     incarnation: int
     role: Role
     machine: Machine
+    scale: Scale
     memory: LentMemory
     lanes: Lanes
     timers: Timers
@@ -50,6 +53,8 @@ class Life:
     alive: bool = True
     paused_until: Seconds | None = None
     waiting: list[Event] = field(default_factory=list)  # while paused
+    handles_slowly: bool = False  # its process is busy with messages
+    handles_until: Seconds = 0.0  # the messages that have come so far
     last_actions: int | None = None  # it dies after so many more, in mid-event
     tears: bool = False  # a snapshot that its death cuts short stays, torn
     restart_after: Seconds | None = None  # it dies
@@ -89,7 +94,8 @@ class Lives:
 
     def host_of(self, name: Address) -> HostMemory:
         """Return the memory of the host on which `name` runs."""
-        host = self._world.options.machine_of(name).host
+        machine = self._world.options.machine_of(name)
+        host = machine.host if machine.shares_memory else ""
         # Host "" shares with nobody: each role has one of its own.
         key = host or f"/{name}"
         if key not in self._hosts:
@@ -117,14 +123,17 @@ class Lives:
         except DistBeliefError as error:
             self._stillborn(name, number, launcher, error)
             return
-        agenda = self._world.agenda
+        agenda, options = self._world.agenda, self._world.options
+        machine = options.machine_of(name)
         life = Life(
             name=name,
             incarnation=number,
             role=role,
-            machine=self._world.options.machine_of(name),
+            machine=machine,
+            scale=scale_of(options.scales, name),
+            handles_slowly=machine.handles_slowly,
             memory=memory,
-            lanes=Lanes(agenda),
+            lanes=Lanes(agenda, self._world.sharings.get(machine.host)),
             timers=Timers(agenda, lambda timer: self._fire(life, timer)),
             launcher=launcher,
         )
@@ -145,12 +154,24 @@ class Lives:
         agenda.at(begins, partial(self._finish_launch, launch))
 
     def _finish_launch(self, launch: "_Launch") -> None:
-        self._launches.remove(launch)
         name, number = launch.name, launch.incarnation
+        again = partial(self._finish_launch, launch)
+        if launch.cancelled is None and self._waits_for_machine(name, again):
+            return
+        self._launches.remove(launch)
         if launch.cancelled is None:
             self.start(name, incarnation=number, launcher=launch.launcher)
         else:
             self._tell(launch.launcher, name, number, launch.cancelled)
+
+    def _waits_for_machine(self, name: Address, call: Call) -> bool:
+        """Whether the machine of `name` is away; then `call` when it is back."""
+        agenda = self._world.agenda
+        back_at = self._world.away_until.get(name, 0.0)
+        if back_at <= agenda.now:
+            return False
+        agenda.at(back_at, call)
+        return True
 
     def _next_incarnation(self, name: Address, wanted: int | None) -> int:
         if name not in self._world.builders:
@@ -212,6 +233,8 @@ class Lives:
             agenda.at(agenda.now + life.restart_after, partial(self._succeed, life))
 
     def _succeed(self, life: Life) -> None:
+        if self._waits_for_machine(life.name, partial(self._succeed, life)):
+            return
         if self.newest[life.name] is life:
             self.start(life.name)
 
@@ -272,21 +295,34 @@ class Lives:
         """Let what `life` sends to `peer` go to this incarnation of it."""
         path = life.paths.get(peer)
         if path is None or path.incarnation != incarnation:
-            path = Path(
-                self._world.options.link_of(life.name, peer),
-                sender=life.name,
-                receiver=peer,
-                incarnation=incarnation,
-            )
-            life.paths[peer] = path
+            path = life.paths[peer] = self._new_path(life, peer, incarnation)
+        return path
+
+    def _new_path(self, life: Life, peer: Address, incarnation: int) -> Path:
+        world, ends = self._world, (life.name, peer)
+        options = world.options
+        path = Path(
+            options.link_of(life.name, peer),
+            sender=life.name,
+            receiver=peer,
+            incarnation=incarnation,
+        )
+        route = world.ports.route(life.machine.host, options.machine_of(peer).host)
+        if route is not None:
+            path.lead_over(route)
+        path.take_longer(options.machine_of(peer).handling_seconds)
+        path.frame_scale = frame_scale(options.scales, life.name, peer)
+        path.tally = world.tallies.setdefault(ends, [0, 0])
         return path
 
     def path(self, life: Life, receiver: Address) -> Path | None:
         """Return the connection to `receiver`, or None if there is none."""
         introduced = self._world.options.introduce
         known = life.paths.get(receiver)
-        if known is not None and not introduced:
-            return known
+        if known is not None:
+            newest = self.newest.get(receiver)
+            if not introduced or (newest and newest.incarnation == known.incarnation):
+                return known
         if receiver not in self._world.builders:
             return self.connect(life, receiver, 0)
         if not introduced and receiver != SUPERVISOR:

@@ -1,17 +1,18 @@
-"""The simulated network: carries frames along paths, subject to faults.
+"""The simulated network: carries messages along paths, subject to faults.
 
 It knows no roles and reads no message. What it promises is what ZeroMQ over TCP does:
-frames of one path arrive whole and in order, if at all, save where a fault says
-otherwise.
+messages of one path arrive whole and in order, if at all, save where a fault says
+otherwise. A path has a link of its own, or leads over a `fabric` that others share.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
 
 from distbelief.roles import Seconds
 from distbelief.simulation.agenda import Agenda
+from distbelief.simulation.fabric import SMALL_BYTES, Port
 from distbelief.simulation.faults import (
     CutOff,
     Delay,
@@ -21,17 +22,17 @@ from distbelief.simulation.faults import (
     NetworkFault,
 )
 from distbelief.simulation.links import Path
-from distbelief.simulation.streams import Streams
-from distbelief.wire import Frame
+from distbelief.simulation.streams import Streams, draws
 
 
 @dataclass(slots=True, eq=False)  # frozen would double its cost
 class Packet:
-    """The frames of one message under way."""
+    """One message under way: its frames, or itself."""
 
     path: Path
-    frames: Sequence[Frame]
-    departs: Seconds
+    payload: object
+    n_bytes: float
+    departs: Seconds = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -62,18 +63,55 @@ class Network:
         self._streams = streams
         self._deliver = deliver
         self._lose = lose
+        self._chances = draws(streams.network)
         self._faults: list[MessageFault] = []
         self._cuts: list[_Cut] = []
 
-    def send(self, path: Path, frames: Sequence[Frame]) -> None:
-        """Put frames on their way."""
-        n_bytes = sum(map(len, frames))
-        packet = Packet(path, frames, path.depart(n_bytes, self._agenda.now))
-        if self._faults:
-            self._send_with_faults(packet)
+    def send(self, path: Path, payload: object, n_bytes: float) -> None:
+        """Put a message of so many bytes on its way."""
+        tally = path.tally
+        tally[0] += 1
+        tally[1] += n_bytes
+        packet = Packet(path, payload, n_bytes)
+        route, now = path.route, self._agenda.now
+        if route is None:
+            packet.departs = leaves = path.depart(n_bytes, now)
+            self._go(packet, leaves)
+            return
+        card = route.card
+        if (card.free_at <= now and not card.turns) or (
+            n_bytes <= SMALL_BYTES and path not in card.queues
+        ):
+            packet.departs, passed = route.pass_through(n_bytes, now)
+            self._go(packet, passed)
         else:
-            arrives = path.arrive(packet.departs, self._streams.network)
-            self._agenda.at(arrives, partial(self._arrive, packet))
+            card.wait(path, packet)
+            self._wake(card)
+
+    def _wake(self, card: Port) -> None:
+        """See to it that what waits for the card goes out when it is free."""
+        if not card.woken and card.turns:
+            card.woken = True
+            self._agenda.at(card.free_at, partial(self._next_of, card))
+
+    def _next_of(self, card: Port) -> None:
+        card.woken = False
+        if card.free_at <= self._agenda.now:  # small ones may have come between
+            packet = card.next()
+            assert isinstance(packet, Packet)
+            assert packet.path.route is not None
+            now, route = self._agenda.now, packet.path.route
+            packet.departs, passed = route.pass_through(packet.n_bytes, now)
+            self._go(packet, passed)
+        self._wake(card)
+
+    def _go(self, packet: Packet, passed: Seconds) -> None:
+        """Let a packet arrive that has passed everything but its latency."""
+        if self._faults:
+            self._go_with_faults(packet, passed)
+            return
+        arrives = packet.path.arrive(passed, next(self._chances))
+        self._agenda.at(arrives, partial(self._arrive, packet))
 
     def begin(self, fault: NetworkFault) -> None:
         """Let `fault` act from now on, until its time has passed."""
@@ -86,7 +124,7 @@ class Network:
             end = partial(self._faults.remove, fault)
         self._agenda.at(self._agenda.now + fault.seconds, end)
 
-    def _send_with_faults(self, packet: Packet) -> None:
+    def _go_with_faults(self, packet: Packet, passed: Seconds) -> None:
         delay, overtaken, copies = 0.0, False, [0.0]
         for fault in self._faults:
             if not self._hits(fault, packet.path):
@@ -103,7 +141,7 @@ class Network:
                 case _:
                     assert_never(fault)
         arrives = packet.path.arrive(
-            packet.departs, self._streams.network, delay=delay, overtaken=overtaken
+            passed, next(self._chances), delay=delay, overtaken=overtaken
         )
         for late in copies:
             self._agenda.at(arrives + late, partial(self._arrive, packet))
@@ -119,17 +157,23 @@ class Network:
         return float(self._streams.faults.uniform(0.0, seconds_max))
 
     def _arrive(self, packet: Packet) -> None:
+        if self._cuts and self._is_cut_off(packet):
+            return
+        if packet.departs > packet.path.broken_at:
+            self._lose(packet, "its sender died before it had left")
+            return
+        self._deliver(packet)
+
+    def _is_cut_off(self, packet: Packet) -> bool:
+        """Whether a packet does not get through now; it is held, or lost."""
         for cut in self._cuts:
             if cut.holds(packet.path):
                 if cut.fault.loses:
                     self._lose(packet, "cut off")
                 else:
                     cut.held.append(packet)
-                return
-        if packet.departs > packet.path.broken_at:
-            self._lose(packet, "its sender died before it had left")
-            return
-        self._deliver(packet)
+                return True
+        return False
 
     def _heal(self, cut: _Cut) -> None:
         self._cuts.remove(cut)

@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from distbelief.roles import Address, Seconds
+from distbelief.simulation.fabric import Fabric
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.links import WITHIN_HOST, Link
 from distbelief.simulation.machines import Machine
+from distbelief.simulation.scales import Scale
+from distbelief.simulation.sharing import Processor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +22,12 @@ class ClusterOptions:
     link: Link = field(default_factory=Link)  # between hosts, save those named in:
     links: Mapping[tuple[Address, Address], Link] = field(default_factory=dict)
     link_within_host: Link = WITHIN_HOST
+    # What hosts share: without, each pair of roles has a link, and each role a speed,
+    # of its own. Links within a host are no part of the fabric.
+    fabric: Fabric | None = None
+    processors: Mapping[str, Processor] = field(default_factory=dict)  # by host
+    scales: Mapping[Address, Scale] = field(default_factory=dict)
+    block_bytes: int | None = None  # if not as usual: see `scales.block_bytes_for`
     faults: tuple[Fault, ...] = ()
     # Who begins at time 0: None is everybody; the rest wait to be launched.
     start: tuple[Address, ...] | None = None
@@ -33,13 +43,22 @@ class ClusterOptions:
     host_bytes_max: int = 1 << 34  # shared memory of one host
     n_lines_kept: int = 12  # per role, for the report of a failure
     full_trace: bool = False  # keep every line (`trace.lines`)
+    # What of an event enters the digest: all of it; or when, to whom and of what kind.
+    trace: Literal["content", "order"] = "content"
+    # False: messages are passed on as they are, arrays copied, and only their size is
+    # computed. Nobody then sees whether they could be encoded.
+    codec: bool = True
 
     def __post_init__(self) -> None:
         for name in ("launch_seconds", "notice_seconds"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, below 0")
+        if self.block_bytes is not None and self.block_bytes < 1:
+            raise ValueError(f"block_bytes is {self.block_bytes}, below 1")
         if not 0 <= self.port_reuse <= 1:
             raise ValueError(f"port_reuse is {self.port_reuse}; it is a probability")
+        if self.full_trace and self.trace == "order":
+            raise ValueError('a full trace has the content: use trace = "content"')
         for name in ("host_bytes_max", "n_lines_kept"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, below 1")

@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distbelief.memory import Memory
-from distbelief.roles import Action, Address, Event, Received, Report, Role
+from distbelief.roles import Action, Address, Event, Received, Report, Role, Seconds
 from distbelief.simulation.agenda import Agenda
 from distbelief.simulation.disk import Disk
+from distbelief.simulation.fabric import Fabric, Ports
 from distbelief.simulation.faults import Slow
 from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.sharing import Sharing
 from distbelief.simulation.streams import Streams
 from distbelief.simulation.trace import SimulationFailed, Trace
 
@@ -55,6 +57,12 @@ class World:
     disk: Disk = field(default_factory=Disk)
     counts: Counts = field(default_factory=Counts)
     slow: list[Slow] = field(default_factory=list)  # in force at present
+    ports: Ports = field(default_factory=lambda: Ports(Fabric(cards={})))
+    sharings: Mapping[str, Sharing] = field(default_factory=dict)  # by host
+    # Messages and bytes sent, by sender and receiver.
+    tallies: dict[tuple[Address, Address], list[float]] = field(default_factory=dict)
+    busy: dict[Address, Seconds] = field(default_factory=dict)  # compute lanes
+    away_until: dict[Address, Seconds] = field(default_factory=dict)  # outages
     checks: list[Callable[[], None]] = field(default_factory=list)
     observers: list[Observer] = field(default_factory=list)
     reports: deque[tuple[Address, Report]] = field(
@@ -68,12 +76,23 @@ class World:
         builders: Mapping[Address, Builder], *, seed: int, options: ClusterOptions
     ) -> "World":
         """Return a world in which nothing has happened yet."""
+        agenda = Agenda()
         return World(
             builders=dict(builders),
             seed=seed,
             options=options,
             streams=Streams.of(seed),
-            trace=Trace(n_kept=options.n_lines_kept, full=options.full_trace),
+            trace=Trace(
+                n_kept=options.n_lines_kept,
+                full=options.full_trace,
+                order_only=options.trace == "order",
+            ),
+            agenda=agenda,
+            ports=Ports(options.fabric or Fabric(cards={})),
+            sharings={
+                host: Sharing(agenda, processor)
+                for host, processor in options.processors.items()
+            },
         )
 
     def slowness(self, name: Address) -> float:

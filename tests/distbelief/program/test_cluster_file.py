@@ -9,9 +9,10 @@ from hypothesis import given, strategies as st
 
 from distbelief.errors import StorageError
 from distbelief.graph.layer import GraphError
-from distbelief.program import cluster_file
-from distbelief.program.cluster import Machine
+from distbelief.program import cluster_file, cluster_hazards
+from distbelief.program.cluster import Machine, Switch
 from distbelief.program.cluster_file import load_cluster, names, read_cluster
+from distbelief.program.outages import Outages
 
 
 MACHINE = """
@@ -134,7 +135,7 @@ def test_a_mistake_names_the_file(tmp_path: Path) -> None:
         (
             "latency",
             "zzz",
-            "It knows name, latency, message_overhead, origin, note, machines, links.",
+            "It knows name, latency, message_overhead, origin, note, machines, links, ",
         ),
         (
             '"1 TFLOP/s"',
@@ -261,3 +262,123 @@ def _toml(value: object) -> str:
             return "''"
         case _:
             return str(value)
+
+
+# ------------------------------------------------------- what only simulations ask for
+
+
+SIMULATED = """
+[[machines]]
+count = 8
+flops = "100 GFLOP/s"
+memory_rate = "30 GB/s"
+bandwidth = "1 Gbit/s"
+cores = 4
+handling = "50 us"
+
+[[switches]]
+machines = "0-3"
+bandwidth = "2 Gbit/s"
+[[switches]]
+machines = "0-7"
+bandwidth = "3 Gbit/s"
+
+[failures]
+mean_time = "30 d"
+away = "10 min"
+
+[preemptions]
+mean_time = "6 h"
+away = "5 min"
+group = 4
+
+[origins]
+flops = "measured: a product"
+"""
+
+
+def test_what_simulations_ask_for_is_read_and_no_plan_depends_on_it() -> None:
+    cluster = read_cluster(SIMULATED.encode(), name="lab")
+    assert cluster.machines[0].cores == 4
+    assert cluster.machines[0].handling == 50e-6
+    assert cluster.switches == (
+        Switch(first=0, last=3, bandwidth=250e6),
+        Switch(first=0, last=7, bandwidth=375e6),
+    )
+    assert cluster.failures == Outages(mean_time=30 * 86400.0, away=600.0)
+    assert cluster.preemptions == Outages(mean_time=21600.0, away=300.0, group=4)
+    assert cluster.origins == {"flops": "measured: a product"}
+    plain = read_cluster(b"[[machines]]\ncount = 8" + MACHINE[13:].encode(), name="lab")
+    assert plain.fingerprint == cluster.fingerprint
+    assert plain.trace is None
+    assert plain.failures is None
+
+
+def test_of_fewer_machines_switches_keep_their_ends() -> None:
+    cluster = read_cluster(SIMULATED.encode(), name="lab")
+    assert cluster.first(6).switches[-1] == Switch(first=0, last=3, bandwidth=250e6)
+    # Both are of machines 0 to 2 then: the narrower one counts.
+    assert cluster.first(3).switches == (Switch(first=0, last=2, bandwidth=250e6),)
+
+
+def test_a_trace_lies_beside_its_cluster(tmp_path: Path) -> None:
+    path = tmp_path / "lab.toml"
+    path.write_text(f'{MACHINE}\n[trace]\nfile = "spot.csv"\n')
+    with pytest.raises(StorageError, match="cannot read the trace from"):
+        load_cluster(path)
+    trace = tmp_path / "spot.csv"
+    trace.write_text("1,0,5\nend,60\n")
+    found = load_cluster(path).trace
+    assert found is not None
+    assert found.covers == 60
+    trace.write_text("1,0,5\n")
+    with pytest.raises(GraphError, match=r"lab.toml: \[trace\] spot.csv: .* ends wit"):
+        load_cluster(path)
+    trace.write_bytes(b"\xff")
+    with pytest.raises(GraphError, match="is no UTF-8 text"):
+        load_cluster(path)
+    trace.write_bytes(b"0" * 100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster_hazards, "N_TRACE_BYTES_MAX", 99)
+        with pytest.raises(GraphError, match="is larger than 99 bytes"):
+            load_cluster(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("cores = 4", "cores = 0", "cores = 0: wants a whole number, at least 1"),
+        ('"50 us"', '"-50 us"', "handling ="),
+        ('"0-3"', '"3-0"', "a switch for machines 3 to 0: name the lower one first"),
+        ('"0-3"', '"3"', 'machines = "3": write the first and the last of a group'),
+        ('"0-3"', '"0-8"', "a switch for machines 0 to 8; there are 8, counted from 0"),
+        ('"0-3"', '"0-7"', "switches for machines 0 to 7 and 0 to 7: let one contain"),
+        ('"0-7"', '"2-7"', "switches for machines 0 to 3 and 2 to 7: let one contain"),
+        ('"2 Gbit/s"', '"0 Gbit/s"', "has bandwidth 0.0; use a number above 0"),
+        ("[[switches]]", "[switches]", "switches: begin each of them with"),
+        (
+            '"30 d"',
+            '"0 d"',
+            "[failures]: mean_time of outages is 0.0; use a time above",
+        ),
+        ('away = "10 min"', "", "[failures] lacks the key 'away'"),
+        ("group = 4", "group = 0", "[preemptions] group = 0: wants a whole number"),
+        ("group = 4", "grop = 4", "[preemptions] has no key 'grop'. Did you mean 'gr"),
+        ("[failures]", "[[failures]]", "wants a table of keys"),
+        ('flops = "measured', 'flop = "measured', "[origins] has no key 'flop'. Did"),
+        ("[origins]", '[trace]\nfile = "a.csv"\n[origins]', "lies beside this one"),
+    ],
+)
+def test_a_mistake_in_those_names_the_key_and_the_mend(
+    old: str, new: str, message: str
+) -> None:
+    text = SIMULATED.replace(old, new, 1)
+    if old == "[[switches]]":  # both, or it is no TOML
+        text = SIMULATED.split(old, maxsplit=1)[0] + '[switches]\nmachines = "0-1"\n'
+    with pytest.raises(GraphError, match=re.escape(message)):
+        read_cluster(text.encode(), name="lab")
+
+
+def test_a_machine_without_cores_is_refused() -> None:
+    with pytest.raises(GraphError, match="cores is 0; use 1 or more"):
+        Machine(flops=1.0, memory_rate=1.0, bandwidth=1.0, cores=0)

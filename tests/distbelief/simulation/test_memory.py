@@ -162,6 +162,23 @@ def test_what_its_owner_releases_is_poison_whoever_has_it() -> None:
     assert host.n_bytes == 0
 
 
+def test_what_its_owner_disowns_ends_with_its_use() -> None:
+    host = HostMemory("h", n_bytes_max=1024)
+    owner, reader, late = host.lend(), host.lend(), host.lend()
+    owner.create("a", n_bytes=64)[:] = 7
+    seen = reader.attach("a")
+    reader.disown("a")  # it is not its own
+    late.attach("a")
+    late.release("a")
+    owner.disown("a")
+    assert (seen == 7).all()
+    with pytest.raises(MemoryGoneError, match="its owner"):
+        late.attach("a")
+    reader.release("a")
+    assert host.n_bytes == 0
+    assert (seen == 0xFF).all()
+
+
 def test_regions_of_a_zombie_stay_until_it_dies() -> None:
     launches = [Launch(name=A, incarnation=1), Launch(name=A, incarnation=2)]
     boss = Scripted(on_start(*launches))

@@ -27,6 +27,7 @@ from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import random_faults
 from distbelief.simulation.options import ClusterOptions
 from distbelief.simulation.trace import SimulationFailed
+from tests.distbelief.simulation import test_fabric
 from tests.distbelief.simulation.toys import (
     A,
     B,
@@ -70,11 +71,15 @@ def busy_run(seed: int) -> SimulatedCluster:
     return cluster
 
 
+def digests() -> list[str]:
+    return [busy_run(seed).trace.digest for seed in range(5)]
+
+
 def test_the_trace_is_the_same_whatever_the_hash_seed() -> None:
     """FoundationDB's check: same seed, same digest, in two fresh processes."""
     program = (
-        "from tests.distbelief.simulation.test_trace import busy_run\n"
-        "print([busy_run(seed).trace.digest for seed in range(5)])"
+        "from tests.distbelief.simulation import test_trace, test_fabric\n"
+        "print(test_trace.digests() + test_fabric.digests())"
     )
     outputs = {
         subprocess.run(
@@ -87,7 +92,7 @@ def test_the_trace_is_the_same_whatever_the_hash_seed() -> None:
         ).stdout
         for hash_seed in ("1", "2")
     }
-    assert outputs == {f"{[busy_run(seed).trace.digest for seed in range(5)]}\n"}
+    assert outputs == {f"{digests() + test_fabric.digests()}\n"}
 
 
 def test_a_full_trace_has_every_line_and_its_digest_is_that_of_the_lines() -> None:

@@ -1,0 +1,198 @@
+"""The fabric: network cards and switches that all flows through them share.
+
+    sender's card --> [switches] --> receiver's card -- latency --> arrived
+
+Each of these *ports* carries so many bytes per second in each direction. A message is
+sent through at the pace of the slowest, without being stored on the way. What waits for
+a card goes out one message of each flow in turn, so that flows share it fairly, as
+blocks of about 1 MiB make good; switches and the receiver's card take what comes in
+order of its coming. Messages of a few packets do not wait behind large ones, save those
+of their own flow.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from distbelief.roles import Seconds
+
+
+SMALL_BYTES: Final = 4096
+"""Of a message that slips in between the packets of larger ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """How one host is connected, in each direction."""
+
+    bytes_per_second: float
+    overhead_seconds: Seconds = 0.0  # that each message keeps it busy besides
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0 or not 0 <= self.overhead_seconds < math.inf:
+            raise ValueError(
+                f"{self}: bytes_per_second must be above 0, overhead_seconds 0 or more"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uplink:
+    """What passes into, or out of, a group of hosts shares this."""
+
+    hosts: frozenset[str]
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """All cards and switches.
+
+    Attributes:
+        cards: Of each host, by its name.
+        uplinks: Of groups of hosts, the inner ones first.
+        links: Bytes per second between two hosts, where that is less than their cards.
+        latency_seconds: From the end of sending to the arrival.
+        jitter: A latency is drawn from [1, 1 + jitter] times that.
+    """
+
+    cards: Mapping[str, Card]
+    uplinks: tuple[Uplink, ...] = ()
+    links: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    latency_seconds: Seconds = 0.0
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("latency_seconds", "jitter"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"a fabric's {name} is {getattr(self, name)}; use 0 or more"
+                )
+
+
+@final
+class Port:
+    """One direction of one card, switch or link."""
+
+    __slots__ = (
+        "bytes_per_second",
+        "free_at",
+        "overhead_seconds",
+        "queues",
+        "turns",
+        "woken",
+    )
+
+    def __init__(self, bytes_per_second: float, overhead_seconds: Seconds) -> None:
+        self.bytes_per_second = bytes_per_second
+        self.overhead_seconds = overhead_seconds
+        self.free_at: Seconds = 0.0
+        # What waits, by flow, and whose turn is next; of a sender's card only.
+        self.queues: dict[object, deque[object]] = {}
+        self.turns: deque[object] = deque()
+        self.woken = False  # does the agenda know when it is free again?
+
+    def wait(self, flow: object, packet: object) -> None:
+        """Let a packet wait for its turn."""
+        queue = self.queues.get(flow)
+        if queue is None:
+            queue = self.queues[flow] = deque()
+            self.turns.append(flow)
+        queue.append(packet)
+
+    def next(self) -> object:
+        """Take what goes out next: the flows take turns."""
+        flow = self.turns.popleft()
+        queue = self.queues[flow]
+        packet = queue.popleft()
+        if queue:
+            self.turns.append(flow)
+        else:
+            del self.queues[flow]
+        return packet
+
+
+@final
+class Route:
+    """The ports between two hosts."""
+
+    __slots__ = ("_ports", "card", "jitter", "latency_seconds")
+
+    def __init__(
+        self, card: Port, others: tuple[Port, ...], *, latency: Seconds, jitter: float
+    ) -> None:
+        self.card = card
+        self.latency_seconds = latency
+        self.jitter = jitter
+        self._ports = (card, *others)
+
+    def pass_through(self, n_bytes: float, now: Seconds) -> tuple[Seconds, Seconds]:
+        """Send so much from now on; return when it has left the card, and has passed.
+
+        A small message does not wait, but takes its room.
+        """
+        begins, departs, ends = now, 0.0, 0.0
+        for port in self._ports:  # without max() and the like: it is called often
+            takes = port.overhead_seconds + n_bytes / port.bytes_per_second
+            free_at = port.free_at
+            if free_at <= begins:
+                port.free_at = begins + takes
+            else:
+                port.free_at = free_at + takes
+                if n_bytes > SMALL_BYTES:
+                    begins = free_at
+            ended = begins + takes
+            ends = max(ends, ended)
+            if not departs:
+                departs = ends
+        return departs, ends
+
+
+@final
+class Ports:
+    """The state of a fabric."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+        self._known: dict[tuple[object, ...], Port] = {}
+        self._routes: dict[tuple[str, str], Route | None] = {}
+
+    def route(self, sender: str, receiver: str) -> Route | None:
+        """Return the way between two hosts; None if that is not over the fabric."""
+        ends = sender, receiver
+        if ends not in self._routes:
+            self._routes[ends] = self._found(sender, receiver)
+        return self._routes[ends]
+
+    def _found(self, sender: str, receiver: str) -> Route | None:
+        fabric = self._fabric
+        cards = fabric.cards
+        if sender == receiver or sender not in cards or receiver not in cards:
+            return None
+        others = []
+        rate = fabric.links.get((sender, receiver))
+        if rate is not None:
+            others.append(self._port(("link", sender, receiver), rate))
+        for index, up in enumerate(fabric.uplinks):
+            if (sender in up.hosts) is not (receiver in up.hosts):
+                way = "out" if sender in up.hosts else "in"
+                others.append(self._port((way, index), up.bytes_per_second))
+        return Route(
+            self._card("out", sender),
+            (*others, self._card("in", receiver)),
+            latency=fabric.latency_seconds,
+            jitter=fabric.jitter,
+        )
+
+    def _card(self, way: str, host: str) -> Port:
+        card = self._fabric.cards[host]
+        key = ("card", way, host)
+        return self._port(key, card.bytes_per_second, card.overhead_seconds)
+
+    def _port(
+        self, key: tuple[object, ...], rate: float, overhead: Seconds = 0.0
+    ) -> Port:
+        if key not in self._known:
+            self._known[key] = Port(rate, overhead)
+        return self._known[key]

@@ -1,0 +1,133 @@
+"""Processors: the roles of one host share its cores, and its way to memory.
+
+Each piece of work asks for some cores and, for a part of its time, for memory. While
+more cores are asked for than there are, all works go on slower by the same factor; so
+do the parts that move memory, if together they would move more than the host can:
+
+    speed = 1 / ((1 - m) * c + m * max(c, b))     m: its share of memory time
+                                                  c, b: by how much too many cores and
+                                                  bytes are asked for; 1 if not
+
+Whenever a piece begins or ends, the others are brought up to date.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import final
+
+from distbelief.roles import Seconds
+from distbelief.simulation.agenda import Agenda
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processor:
+    """What the roles of one host compute with.
+
+    Attributes:
+        cores: As many threads go on at full speed side by side.
+        bytes_per_second: To and from memory, for all of them together.
+    """
+
+    cores: float
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        if not self.cores > 0 or not self.bytes_per_second > 0:
+            raise ValueError(f"{self}: cores and bytes_per_second must be above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What one piece of work asks of its host.
+
+    Attributes:
+        seconds: How long it takes if it has all it asks for.
+        threads: Cores that it keeps busy.
+        memory_share: Part of the time for which it waits for memory.
+        bytes_per_second: That it then moves.
+    """
+
+    seconds: Seconds
+    threads: float = 1.0
+    memory_share: float = 0.0
+    bytes_per_second: float = 0.0
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Job:
+    """A piece of work under way."""
+
+    demand: Demand
+    end: Callable[[], None]
+    left: Seconds
+    speed: float = 0.0
+    held: bool = False  # it stands still
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Sharing:
+    """The works under way on one host."""
+
+    agenda: Agenda
+    processor: Processor
+    _jobs: list[Job] = field(default_factory=list)
+    _since: Seconds = 0.0
+    _n_changes: int = 0
+
+    def add(self, demand: Demand, end: Callable[[], None]) -> Job:
+        """Begin a piece of work; `end` is called when it is done."""
+        self._catch_up()
+        job = Job(demand, end, demand.seconds)
+        self._jobs.append(job)
+        self._plan()
+        return job
+
+    def remove(self, job: Job) -> None:
+        """Drop a piece of work that is not done."""
+        if job in self._jobs:
+            self._catch_up()
+            self._jobs.remove(job)
+            self._plan()
+
+    def hold(self, job: Job, *, held: bool) -> None:
+        """Let it stand still, or go on."""
+        if job.held is not held:
+            self._catch_up()
+            job.held = held
+            self._plan()
+
+    def _catch_up(self) -> None:
+        seconds = self.agenda.now - self._since
+        self._since = self.agenda.now
+        if seconds > 0:
+            for job in self._jobs:
+                job.left -= seconds * job.speed
+
+    def _plan(self) -> None:
+        """Set all speeds, and ask for the next end."""
+        running = [job for job in self._jobs if not job.held]
+        processor = self.processor
+        threads = sum(job.demand.threads for job in running)
+        crowd = max(1.0, threads / processor.cores)
+        moved = sum(j.demand.memory_share * j.demand.bytes_per_second for j in running)
+        squeeze = max(crowd, moved / processor.bytes_per_second)
+        for job in self._jobs:
+            share = job.demand.memory_share
+            stretch = (1.0 - share) * crowd + share * squeeze
+            job.speed = 0.0 if job.held else 1.0 / stretch
+        self._n_changes += 1
+        if running:
+            first = min(running, key=lambda job: max(0.0, job.left) / job.speed)
+            ends = self.agenda.now + max(0.0, first.left) / first.speed
+            self.agenda.at(ends, partial(self._end, first, self._n_changes))
+
+    def _end(self, job: Job, n_changes: int) -> None:
+        if n_changes != self._n_changes:
+            return  # something began or ended meanwhile, and it was planned anew
+        self._catch_up()
+        self._jobs.remove(job)
+        self._plan()
+        job.end()
