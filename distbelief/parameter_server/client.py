@@ -169,7 +169,8 @@ class ParameterClient:
                 return []
             case _:
                 assert_never(event)
-        self._release()
+        if not self._is_working:
+            link.release()
         return [*actions, *link.wait(now)]
 
     def _link_timed(self, name: str) -> Link | None:
@@ -368,6 +369,10 @@ class ParameterClient:
 
     def _release(self) -> None:
         """Let go of memory of former leaders, unless work touches it."""
-        if not (self._fetches.under_way or self._pushes.under_way):
+        if not self._is_working:
             for link in self._links.values():
                 link.release()
+
+    @property
+    def _is_working(self) -> bool:
+        return self._fetches.under_way or self._pushes.under_way

@@ -103,6 +103,11 @@ class Fetching:
         self._request = first_request
 
     @property
+    def received(self) -> int:
+        """Blocks of the present fetch that have come."""
+        return self._received
+
+    @property
     def complete(self) -> bool:
         """Nothing more needs to arrive before the fetch can be installed."""
         if not self.wanted or not self._by_blocks:

@@ -205,8 +205,11 @@ class Link:
             case Acknowledge():
                 progress = self.pushing.acknowledged(message, staleness)
             case ParameterBlock():
+                before = self.fetching.received
                 replies = self.fetching.take(message)
-                progress = bool(replies)
+                # Each block, not only those that are answered: over a busy network a
+                # quarter of a window may take longer than `retry_seconds`.
+                progress = self.fetching.received > before
             case PushCredit():
                 replies = self.pushing.credited(message)
                 progress = bool(replies)
