@@ -583,6 +583,8 @@ class Proceed(_Message, frozen=True):
     steps: Count
     is_last: bool  # there will be no more: push what has accrued, and end
     ended: bool  # I know that you have
+    agreed: Count = 0  # steps that all have computed
+    square: float = 0.0  # of the last of them: sum of what all have said of it
 
 
 class Stepped(_Message, frozen=True):
@@ -595,6 +597,7 @@ class Stepped(_Message, frozen=True):
     no_loss: Count  # samples whose loss is not finite
     clock: float  # mean over my shards of those of the values in use; -1: none
     ended: bool  # after the last step: all that I pushed is applied
+    square: float = 0.0  # of the last step's gradient, my part; NaN: it is not finite
 
 
 class Transfer(_Message, frozen=True):

@@ -33,7 +33,6 @@ from distbelief.runtime.samples import capture_for
 from distbelief.runtime.task import (
     BuildContext,
     RosterEntry,
-    build_dataset,
     build_loss,
     build_model,
 )
@@ -205,7 +204,7 @@ DOWNPOUR: Final = DownpourAlgorithm()
 
 def _replica(index: int, *, config: DownpourSettings, context: BuildContext) -> Role:
     task = context.task
-    dataset = build_dataset(task.train)
+    dataset = context.train_data()
     data_shard = DataShard(
         len(dataset),
         replica_index=index,

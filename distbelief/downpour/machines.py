@@ -26,6 +26,7 @@ from distbelief.parameter_server.selection import Selection
 from distbelief.program.compilation import Compiled, compile_plan
 from distbelief.program.plan import Plan
 from distbelief.roles import Role
+from distbelief.runtime.counting import with_counts
 from distbelief.runtime.courier import Courier
 from distbelief.runtime.course import Course, MeasuringCourse, TrainingCourse
 from distbelief.runtime.dataflow import dataflow
@@ -43,7 +44,6 @@ from distbelief.runtime.stepping import Stepping
 from distbelief.runtime.task import (
     BuildContext,
     TaskSpec,
-    build_dataset,
     build_loss,
     build_metric,
 )
@@ -108,16 +108,10 @@ def build_machine(
 
 
 def _check(config: DownpourSettings, split: Split) -> None:
-    n_machines = split.plan.cluster.n_machines
     if config.batch_size != split.plan.batch:
         raise JobError(
             f"[algorithm] batch_size is {config.batch_size}, and the plan is for "
             f"{split.plan.batch}: plan again, or use that"
-        )
-    if config.clip_norm is not None and n_machines > 1:
-        raise JobError(
-            f"[algorithm] clip_norm is {config.clip_norm}, which needs the norm over "
-            f"all {n_machines} machines of a replica: leave it out"
         )
 
 
@@ -126,10 +120,13 @@ def _training_machine(
 ) -> Role:
     assert place.replica is not None
     compiled = split.compiled()
-    flow = dataflow(compiled, place.machine, loss=split.graph.outputs[-1])
+    flow = with_counts(
+        dataflow(compiled, place.machine, loss=split.graph.outputs[-1]),
+        {spec.name for spec in _layout(context).tensors},
+    )
     dtype = _dtype(context)
     client = _client(flow, context, pushes=True)
-    dataset = build_dataset(context.task.train)
+    dataset = context.train_data()
     data_shard = DataShard(
         len(dataset),
         replica_index=place.replica,
@@ -139,16 +136,23 @@ def _training_machine(
     course = TrainingCourse(data_shard, batch_size=config.batch_size)
     reader = PortionReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype)
     of_replica = _of_replica(config, context)
+    n_machines = split.plan.cluster.n_machines
     duty = Training(
         of_replica,
         client=client,
         sizes=[region.n_elements for _, region in flow.items],
         trained=flow.trained,
+        counts=flow.counts,
         dtype=dtype,
         await_begin=context.await_begin,
+        n_machines=n_machines,
     )
-    n_machines = split.plan.cluster.n_machines
-    leader = Leader(n_machines, plan=split.fingerprint, steps_max=of_replica.max_steps)
+    leader = Leader(
+        n_machines,
+        plan=split.fingerprint,
+        steps_max=of_replica.max_steps,
+        n_steps=course.n_steps,
+    )
     if not context.await_begin:
         leader.begin(0.0)
     return _machine(
@@ -171,10 +175,7 @@ def _training_machine(
 
 def _evaluating_machine(place: Place, *, context: BuildContext, split: Split) -> Role:
     task, plan, graph = context.task, split.plan, split.graph
-    if task.test is None:
-        raise JobError(
-            "an evaluator needs held-out data: give [data.test], or do without it"
-        )
+    dataset = context.test_data()
     n_machines = plan.cluster.n_machines
     compiled = inference_of(
         graph,
@@ -187,7 +188,6 @@ def _evaluating_machine(place: Place, *, context: BuildContext, split: Split) ->
     flow = dataflow(compiled, place.machine, training=False, outputs=outputs)
     dtype = _dtype(context)
     client = _client(flow, context, pushes=False)
-    dataset = build_dataset(task.test, table="data.test")
     config = EvaluatorConfig(subset=context.evaluation_subset, seed=context.seed)
     course = MeasuringCourse(held_out(len(dataset), config), chunk=plan.batch)
     reader = PortionReader(

@@ -109,14 +109,18 @@ class Tally:
         """What was looked at is finite: a row of bad gradients, if any, is over."""
         self._n_bad_in_row = 0
 
-    def skip(self, blame: str | None = None) -> Sequence[Action]:
+    def skip(
+        self, blame: str | None = None, *, samples: Sequence[int] = ()
+    ) -> Sequence[Action]:
         """Count the gradient of the last step, which is not finite.
 
         Args:
             blame: Which sample is to blame, if one is.
+            samples: Of the step, in the data set; none if blame says enough.
         """
+        of = f" of {_samples(samples)}" if len(samples) else ""
         text = (
-            f"step {self.counters.steps}: the gradient is NaN or infinite (loss "
+            f"step {self.counters.steps}: the gradient{of} is NaN or infinite (loss "
             f"{self._loss:g}); it is skipped" + (f": {blame}" if blame else "")
         )
         return self.bad(1, [Report(text=text, level="warning")], blame=blame)
@@ -152,3 +156,14 @@ class Tally:
             "learning_rate, or "
             + ("a clip_norm" if clip is None else f"a clip_norm below {clip:g}")
         )
+
+
+def _samples(indices: Sequence[int]) -> str:
+    """Return which samples these are, in a few words."""
+    n, first = len(indices), indices[0]
+    if n > 1 and list(indices) == list(range(first, first + n)):
+        return f"samples {first} to {indices[-1]}"
+    if n <= 4:
+        return f"sample{'s' if n > 1 else ''} {', '.join(map(str, indices))}"
+    few = ", ".join(map(str, indices[:3]))
+    return f"samples {few}, ... ({n} from {min(indices)} to {max(indices)})"

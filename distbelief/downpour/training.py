@@ -6,8 +6,15 @@ for each machine, and the machines meet in the step alone. Whose shards have the
 samples after a life was given up pushes nothing until the others have as many: each
 gradient is applied once (`pushed`).
 
+One push goes to several shards. A machine that dies after some have applied it and
+before all have goes on from where the least advanced shard is, so that those apply it
+twice: its number dies with the machine's incarnation, and what shards keep, samples,
+does not tell two pushes of several steps apart. It is one gradient of one replica.
+
 If a push follows every step its gradients are laid into the slots while the backward
-pass of earlier layers still runs.
+pass of earlier layers still runs. Whether a step counts all machines decide together:
+each says what it has of the gradient's squared norm, not a number if that is not
+finite, and learns the sum. So all skip the same steps, and clip by the same factor.
 """
 
 import math
@@ -18,6 +25,7 @@ from typing import Final, assert_never, final
 import torch
 
 from distbelief.downpour.config import DownpourConfig
+from distbelief.downpour.norms import bad_sample, clip, is_finite, sum_of_squares
 from distbelief.downpour.tally import Tally
 from distbelief.errors import LocalProtocolError
 from distbelief.messages import Begin, Evaluate, Progress, Stop
@@ -33,6 +41,7 @@ from distbelief.roles import (
     Send,
 )
 from distbelief.runtime.course import Chosen
+from distbelief.runtime.duty import Vote
 from distbelief.runtime.execution import Found, Put
 from distbelief.runtime.leading import Done, Leader, Outgoing
 from distbelief.runtime.portions import Portion
@@ -47,12 +56,15 @@ class Closed:
     """What was done in the compute lane at the end of a step.
 
     Attributes:
-        is_finite: Whether its gradient is, as far as that was looked at.
+        is_finite: Whether the gradient is, as far as that was looked at, on all
+            machines.
         staged: What lies in the slots, if anything was laid there.
+        blame: If it is not finite: which sample is to blame, if one is.
     """
 
     is_finite: bool
     staged: Staged | None = None
+    blame: str | None = None
 
 
 @final
@@ -66,6 +78,10 @@ class _Step:
         counts: Whether its gradient is wanted: the shards do not have it already.
         draft: Where it is laid at once.
         gradients: Where it is kept otherwise, by item.
+        chosen: Its samples.
+        portion: What this machine has of them.
+        staged: What lies in the slots, once all does.
+        after: What running averages are after it.
     """
 
     number: int
@@ -73,6 +89,10 @@ class _Step:
     counts: bool
     draft: Draft | None
     gradients: dict[int, torch.Tensor]
+    chosen: Chosen
+    portion: Portion
+    staged: Staged | None = None
+    after: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @final
@@ -84,27 +104,33 @@ class Training:
         client: Of the shards.
         sizes: Elements of each item.
         trained: Items that have a gradient; the others are pushed as they are.
+        counts: By item of a running average, the item that counts its steps.
         dtype: Of all of them.
         await_begin: The leader waits for `Begin`.
+        n_machines: Of the replica.
 
     Attributes:
         values: Flat, one per item.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- one call site; each is a thing of its own
         self,
         config: DownpourConfig,
         *,
         client: ParameterClient,
         sizes: Sequence[int],
         trained: frozenset[int],
+        counts: Mapping[int, int],
         dtype: torch.dtype,
         await_begin: bool,
+        n_machines: int,
     ) -> None:
         self.values = [torch.zeros(size, dtype=dtype) for size in sizes]
         self._config = config
         self._client = client
         self._trained = trained
+        self._counts = counts
+        self._votes = n_machines > 1
         self._tally = Tally(config)
         self._begun = not await_begin
         self._accrued: list[torch.Tensor | None] = [None] * len(sizes)
@@ -175,10 +201,10 @@ class Training:
 
     def open(self, step: int, chosen: Chosen, portion: Portion) -> Put:
         """Begin a step; return what takes its gradients."""
-        del portion
         config = self._config
         counts = bool(self.values) and chosen.stop > self._pushed
-        at_once = counts and not config.checks_every_gradient and not self._n_accrued
+        waits = config.checks_every_gradient or config.clip_norm is not None
+        at_once = counts and not waits and not self._n_accrued
         draft = self._client.draft() if at_once and self._client.can_push else None
         gradients: dict[int, torch.Tensor] = {}
         self._step = _Step(
@@ -187,25 +213,62 @@ class Training:
             counts=counts,
             draft=draft,
             gradients=gradients,
+            chosen=chosen,
+            portion=portion,
         )
         return gradients.__setitem__ if draft is None else draft.put
 
-    def close(self, found: Found) -> Closed:
-        """Step locally and accrue, or complete the slots. Work."""
+    def close(self, found: Found) -> Vote | Closed:
+        """Say what this machine has of the step; alone, go on at once. Work."""
         step = self._step
         assert step is not None
-        for item, value in found.averages.items():
-            self.values[item].copy_(value.reshape(-1))
+        step.after = self._after(found)
         if step.draft is not None:
             for item, value in enumerate(self.values):
                 if item not in self._trained:
-                    step.draft.put(item, value)
-            return Closed(is_finite=True, staged=step.draft.finish())
-        gradients = step.gradients
-        is_finite = not self._config.checks_every_gradient or _is_finite(gradients)
-        if is_finite and step.counts:
+                    step.draft.put(item, step.after.get(item, value))
+            step.staged = step.draft.finish()
+            square = 0.0 if step.staged.finite else math.nan
+        else:
+            square = self._square(step)
+        if not self._votes:
+            return self.settle(square)
+        n_bytes = 2.0 * sum(gradient.nbytes for gradient in step.gradients.values())
+        return Vote(square=square, settle=self.settle, cost=Cost(n_bytes=n_bytes))
+
+    def _square(self, step: _Step) -> float:
+        """Return the squared norm; if nobody asks for that, only whether it is one."""
+        clips, gradients = self._config.clip_norm is not None, step.gradients
+        if clips:
+            return sum_of_squares(gradients)
+        looks = self._votes or self._config.checks_every_gradient
+        return 0.0 if not looks or is_finite(gradients) else math.nan
+
+    def settle(self, square: float) -> Closed:
+        """Step locally and accrue, or let the push go, as all have agreed. Work.
+
+        Args:
+            square: Squared norm of the gradient of all machines.
+        """
+        step = self._step
+        assert step is not None
+        if not math.isfinite(square):
+            return Closed(is_finite=False, staged=step.staged, blame=_blame(step))
+        if is_finite(step.after):
+            for item, value in step.after.items():
+                self.values[item].copy_(value)
+        if step.staged is None and step.counts:
+            clip(step.gradients, square, norm_max=self._config.clip_norm)
             self._accrue(step)
-        return Closed(is_finite=is_finite)
+        return Closed(is_finite=True, staged=step.staged)
+
+    def _after(self, found: Found) -> dict[int, torch.Tensor]:
+        """Return what running averages, and counts of their steps, are after a step."""
+        after = {item: value.reshape(-1) for item, value in found.averages.items()}
+        for item, count in self._counts.items():
+            if item in found.averages:
+                after[count] = self.values[count] + 1
+        return after
 
     def _accrue(self, step: _Step) -> None:
         rate = self._config.local_rate(step.number, clock=self._clock)
@@ -236,7 +299,7 @@ class Training:
         if not step.counts:
             return []
         if not result.is_finite:
-            return self._tally.skip()
+            return self._skip(result, step, tells=found.loss is not None)
         counters = self._tally.counters
         counters.gradients += 1
         if step.draft is not None:
@@ -252,6 +315,14 @@ class Training:
             self._tally.good()
         self._push_due = self._config.pushes_at(step.number)
         return []
+
+    def _skip(self, result: Closed, step: _Step, *, tells: bool) -> Sequence[Action]:
+        """Skip a step, as all machines do; who knows the loss tells of it."""
+        if result.staged is not None:
+            self._client.abandon()
+        samples = step.chosen.indices.tolist()
+        said = self._tally.skip(result.blame, samples=samples)
+        return said if tells else []
 
     # ------------------------------------------------------------------------ the push
 
@@ -370,7 +441,12 @@ class _Told:
     done: Done = field(default_factory=Done)
 
 
-def _is_finite(gradients: Mapping[int, torch.Tensor]) -> bool:
-    """Return whether all are, by their sums; see `LocalModel.is_finite`."""
-    sums = [gradient.sum() for gradient in gradients.values()]
-    return not sums or bool(torch.stack(sums).sum().isfinite())
+def _blame(step: _Step) -> str | None:
+    """Return a sentence on the first sample that is NaN or infinite, if one is."""
+    row = bad_sample(step.portion)
+    if row is None:
+        return None
+    return (
+        f"[data.train] sample {int(step.chosen.indices[row])} has NaN or infinite "
+        "values: mend or leave out such samples"
+    )

@@ -27,7 +27,12 @@ from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
 from distbelief.runtime.imports import place
 from distbelief.runtime.local_model import LocalModel
 from distbelief.runtime.recording import recorded_initials
-from distbelief.runtime.samples import Sample, capture_for, check_data
+from distbelief.runtime.samples import (
+    Sample,
+    capture_for,
+    check_data,
+    check_evaluation,
+)
 from distbelief.runtime.task import build_dataset, build_model, check, metric_name
 from distbelief.runtime.weights import reader
 
@@ -87,7 +92,7 @@ def main(name: str, incarnation: int, path: str) -> int:
     import_from(job)
     torch.set_num_threads(job.cluster.threads)
     try:
-        answer = _answer(job, question)
+        answer = answer_to(job, question)
     except DistBeliefError as error:
         answer = Answer(error=str(error), is_users=isinstance(error, JobError))
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code
@@ -108,7 +113,12 @@ def read_answer(path: Path) -> Answer | None:
         return None
 
 
-def _answer(job: Job, question: Question) -> Answer:
+def answer_to(job: Job, question: Question) -> Answer:
+    """Try model and data out in this process; return what was found.
+
+    Raises:
+        JobError: the job cannot be run.
+    """
     task = job.task
     if not job.cluster.is_split:
         check(task, job.batch_size)
@@ -116,6 +126,7 @@ def _answer(job: Job, question: Question) -> Answer:
     _check_device(job.cluster.device)
     sample = check_data(task, job.batch_size)
     captured = capture_for(task, sample)
+    check_evaluation(task, sample)
     if task.model.initial == "module":
         check(task, job.batch_size)  # whose values are wanted, has to be built
         model = LocalModel(build_model(task.model))

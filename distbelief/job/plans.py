@@ -1,6 +1,7 @@
 """The plan of a job whose replicas are split over machines: made, or obeyed.
 
     partitions = 4            the planner is asked, for machines like this one
+    pins = ["conv1=rows:4"]   and told how some layers must be split
     plan = "plan.json"        obeyed exactly, or refused: for another model, batch, loss
     --resume                  the plan of the run's last life, if it still fits
 
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from distbelief.errors import JobError
+from distbelief.errors import JobError, StorageError
 from distbelief.graph.layer import GraphError, LayerGraph
 from distbelief.job.sections import Job
 from distbelief.partition.costs import AnalyticCosts, single_sample
@@ -85,7 +86,7 @@ def _given(job: Job, graph: LayerGraph, path: Path) -> Plan:
         plan = load(path)
         cluster = None if machines == HERE else load_cluster(machines)
         plan.check(graph, batch=job.batch_size, loss=job.loss, cluster=cluster)
-    except GraphError as error:
+    except (GraphError, StorageError) as error:
         raise JobError(f"[cluster] plan = {str(path)!r}: {error}") from error
     planned = plan.cluster.n_machines
     if wanted not in {1, planned}:
@@ -119,7 +120,7 @@ def _made(job: Job, graph: LayerGraph, tell: Told) -> Plan:
         cluster=cluster,
         batch=batch,
         costs=AnalyticCosts(cluster, batch=batch, single=single),
-        pins={},
+        pins=_pins(job),
         costs_for=lambda n: AnalyticCosts(cluster, batch=n, single=single),
         exactly=True,
         solver_seconds=SOLVER_SECONDS,
@@ -133,8 +134,20 @@ def _made(job: Job, graph: LayerGraph, tell: Told) -> Plan:
             tell=lambda what: tell(f"planning: {what}"),
         )
     except GraphError as error:
-        raise JobError(f"[cluster] partitions = {count}: {error}") from error
+        raise JobError(f"[cluster] {_asked(job)}: {error}") from error
     return outlook.plan
+
+
+def _pins(job: Job) -> dict[str, str]:
+    """Return what the job pins, per layer; that it is well formed is known."""
+    parts = [pin.partition("=") for pin in job.cluster.pins]
+    return {name: split for name, _, split in parts}
+
+
+def _asked(job: Job) -> str:
+    """Return what the planner was asked for, as it stands in the job file."""
+    pins = f", pins = {list(job.cluster.pins)!r}" if job.cluster.pins else ""
+    return f"partitions = {job.cluster.partitions}{pins}"
 
 
 def _cluster(job: Job, count: int) -> Cluster:

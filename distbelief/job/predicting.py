@@ -24,14 +24,15 @@ from safetensors.torch import load_file
 from distbelief import files
 from distbelief.errors import JobError, StorageError
 from distbelief.graph.layer import GraphError
-from distbelief.job.hand import OUTPUT, graph_of
+from distbelief.job.hand import graph_of
 from distbelief.job.jobfile import load_job
 from distbelief.job.process import import_from
 from distbelief.job.rehearsal import Rehearsal, rehearse
+from distbelief.job.rehearsing import OUTPUT
 from distbelief.job.run_directory import RunDirectory
 from distbelief.job.sections import Job
 from distbelief.program.plan import Plan, load
-from distbelief.runtime.samples import Sample
+from distbelief.runtime.samples import Sample, check_evaluation
 from distbelief.runtime.task import build_model
 
 
@@ -162,6 +163,7 @@ def _split(job: Job, run: RunDirectory, plan: Plan, inputs: Array) -> Array:
             threads=job.cluster.threads,
             import_paths=job.import_paths,
         )
+        check_evaluation(job.task, rehearsal.sample)
         graph, _, output = graph_of(rehearsal)
         place = rehearsal.path(OUTPUT)
         np.lib.format.open_memmap(

@@ -51,6 +51,7 @@ class ClusterTable(
         partitions: Machines per replica: of more than one, each computes its part of
             the model. The planner says which part, and plan.json in the run directory.
         plan: Path of a plan.json to obey exactly, instead of `partitions`.
+        pins: Layers that must be split so, for the planner: "conv1=grid:3x3".
         machines: What machines the planner plans for: a ready-made cluster's name, the
             path of a cluster file, or "here" for machines like this one.
         device: What replicas compute on: "cpu" or "cuda".
@@ -64,6 +65,7 @@ class ClusterTable(
     threads: Threads = 1
     partitions: Processes = 1
     plan: str | None = None
+    pins: tuple[str, ...] = ()
     machines: str = "here"
     device: str = "cpu"
     shared_memory: bool = True
@@ -79,6 +81,32 @@ class ClusterTable(
                 f"plan = {self.plan!r}: wants the path of a plan.json, as "
                 "distbelief partition --out plan.json writes it"
             )
+        self._check_pins()
+
+    def _check_pins(self) -> None:
+        """Refuse pins that pin nothing, or that nobody would ask for."""
+        if self.pins and self.plan is not None:
+            raise JobFileError(
+                f"pins = {list(self.pins)!r} beside plan = {self.plan!r}, which says "
+                "already how layers are split: leave one of them out"
+            )
+        if self.pins and self.partitions == 1:
+            raise JobFileError(
+                f"pins = {list(self.pins)!r} with partitions = 1, where nothing is "
+                "split: give more partitions, or leave them out"
+            )
+        places: dict[str, str] = {}
+        for pin in self.pins:
+            name, _, split = pin.partition("=")
+            if not (name and split):
+                raise JobFileError(
+                    f"pins has {pin!r}, which pins nothing: write LAYER=SPLIT, as in "
+                    "'conv1=grid:3x3'"
+                )
+            if places.setdefault(name, split) != split:
+                raise JobFileError(
+                    f"pins has {name!r} twice, {places[name]!r} and {split!r}: keep one"
+                )
 
     @property
     def is_split(self) -> bool:

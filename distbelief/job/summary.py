@@ -76,6 +76,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         model_error: Why no model was written, if none was; one of an earlier life may
             still be there.
         seconds: How long it ran, over all lives.
+        start_seconds: The part of them before anything was trained, in each life.
+        training_seconds: The rest.
         step: Steps of all replicas together.
         samples: Samples trained on.
         samples_per_second: Mean over the time of training.
@@ -115,6 +117,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     model_error: str | None = None
     seconds: float
+    start_seconds: float | None = None
+    training_seconds: float | None = None
     step: int
     samples: int
     samples_per_second: float | None
@@ -180,6 +184,8 @@ def summarise(
         error=error,
         model_error=model_error,
         seconds=round(view.seconds, 3),
+        start_seconds=_start_seconds(view),
+        training_seconds=round(view.training_seconds, 3) or None,
         step=view.step,
         samples=view.samples,
         samples_per_second=view.samples / seconds if seconds and view.samples else None,
@@ -312,12 +318,28 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
     return [(head, figure) for head, figure in figures if figure != words.DASH]
 
 
+def _start_seconds(view: SupervisorView) -> float | None:
+    """Return how long nothing was trained yet, if anything ever was."""
+    if not view.training_seconds:
+        return None
+    return round(max(view.seconds - view.training_seconds, 0.0), 3)
+
+
+def _took(summary: Summary) -> list[str]:
+    """Return what part of its time was training, if any was."""
+    if not (summary.start_seconds and summary.training_seconds):
+        return []
+    training = words.duration(summary.training_seconds)
+    return [f"{training} of training, {words.duration(summary.start_seconds)} before"]
+
+
 def _end(summary: Summary) -> str:
     parts: list[str] = []
     if summary.error:
         parts.append(f"failed: {summary.error}")
     elif summary.stop_reason:
         parts.append(f"ended: {summary.stop_reason}")
+    parts += _took(summary)
     if summary.model_error and summary.model_error != summary.error:
         parts.append(summary.model_error)
     if summary.staleness_mean is not None:

@@ -28,15 +28,11 @@ import torch
 from rich.console import Console
 
 from distbelief import files
-from distbelief.errors import JobError, StorageError
+from distbelief.errors import StorageError
 from distbelief.job.agreement import agreed_label
-from distbelief.job.algorithms import (
-    coordinator_of,
-    fields_of,
-    roster_of,
-    verdict_of,
-)
+from distbelief.job.algorithms import coordinator_of
 from distbelief.job.checking import Answer
+from distbelief.job.configuring import check_data, supervisor_config
 from distbelief.job.jobfile import Job, load_job
 from distbelief.job.launcher import Launcher
 from distbelief.job.legacy import Legacy
@@ -48,7 +44,6 @@ from distbelief.job.resuming import check_same, take_up
 from distbelief.job.run import Run
 from distbelief.job.run_directory import RunDirectory, Status
 from distbelief.job.signals import EXIT_CODES, REASONS, caught_signals, ended_by_sigterm
-from distbelief.job.stop_rules import StopRules
 from distbelief.job.store import SnapshotStore
 from distbelief.job.summary import (
     Summary,
@@ -58,7 +53,6 @@ from distbelief.job.summary import (
     write_summary,
 )
 from distbelief.job.supervisor import USER, Supervisor
-from distbelief.job.supervisor_config import SupervisorConfig
 from distbelief.job.trying import CHECK, prepare, try_out
 from distbelief.job.view import SupervisorView
 from distbelief.messages import Stop
@@ -214,13 +208,7 @@ class _Training:
                 plan=self._run.plan_file,
                 log=self._run.log_file(CHECK),
             )
-        if job.cluster.replicas > 1 and self._answer.task.train is not None:
-            n_samples = self._answer.task.train.n_samples
-            if n_samples < job.cluster.replicas:
-                raise JobError(
-                    f"[cluster] replicas = {job.cluster.replicas}, but [data.train] "
-                    f"has {n_samples} samples: each replica needs at least one"
-                )
+        check_data(job, self._answer)
         self._layout = Layout.of(
             self._answer.tensors,
             n_shards=job.cluster.shards,
@@ -250,7 +238,8 @@ class _Training:
     def supervise(self, watch: Watch | None = None) -> None:
         """Run the supervisor until the job ends."""
         console = self._console
-        supervisor = Supervisor(self._config())
+        config = supervisor_config(self._job, self._answer, legacy=self._legacy)
+        supervisor = Supervisor(config)
         token = secrets.token_hex(16)
         transport = ZmqTransport(
             name=SUPERVISOR,
@@ -288,30 +277,6 @@ class _Training:
             self.exit_code = EXIT_CODES.get(caught.number or signal.SIGINT, 130)
         elif error is not None:
             self.exit_code = 1
-
-    def _config(self) -> SupervisorConfig:
-        job, answer, legacy = self._job, self._answer, self._legacy
-        roster = roster_of(job, n_machines=answer.n_machines)
-        assert answer.task.train is not None
-        return SupervisorConfig(
-            roster=tuple((entry.name, entry.kind) for entry in roster),
-            stop=StopRules(
-                job.stop,
-                n_train=answer.task.train.n_samples,
-                metric_name=answer.metric_name,
-                has_test=job.data.test is not None,
-            ),
-            metric_name=answer.metric_name,
-            warm_start_steps=getattr(job.algorithm, "warm_start_steps", 0),
-            evaluate_every=job.evaluation.every,
-            snapshot_every=job.output.snapshot_every,
-            report_every=job.output.report_every,
-            first_incarnation=legacy.incarnation,
-            first_label=legacy.label,
-            before=legacy.before,
-            fields=fields_of(job),
-            verdict=verdict_of(job),
-        )
 
     def _write_spec(self, token: str, endpoint: str) -> None:
         assert self._layout is not None

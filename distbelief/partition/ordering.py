@@ -20,6 +20,7 @@ from distbelief.graph.layer import GraphError, LayerGraph
 from distbelief.graph.losses import append_loss, whole_loss
 from distbelief.partition.costs import AnalyticCosts, single_sample
 from distbelief.partition.planning import Order, Told
+from distbelief.partition.profiling.fewer_samples import FewerSamples
 from distbelief.partition.profiling.host import HERE, here
 from distbelief.partition.profiling.measuring import profiled
 from distbelief.partition.profiling.probing import recheck
@@ -98,8 +99,12 @@ def order_of(  # noqa: PLR0913 -- all that a plan depends on
     modules = _modules(model, graph, loss=loss)
     measured = profiled(graph, batch=batch, modules=modules, progress=progress)
     profiled_costs = ProfiledCosts(measured, machines=costs, host=host, slower=slower)
-    # Nobody measured fewer samples, for micro-batches.
-    return replace(order, costs=profiled_costs, costs_for=None)
+
+    def fewer(n_samples: int) -> FewerSamples:
+        part = AnalyticCosts(machines, batch=n_samples, single=single)
+        return FewerSamples(profiled_costs, batch=costs, part=part)
+
+    return replace(order, costs=profiled_costs, costs_for=fewer)
 
 
 def _check_sizes(graph: LayerGraph, batch: int) -> None:

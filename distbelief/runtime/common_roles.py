@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from distbelief.errors import JobError, LocalProtocolError
+from distbelief.errors import LocalProtocolError
 from distbelief.parameter_server.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.copies import copies_of_all, copy_names, shard_of
 from distbelief.parameter_server.initial import shard_values, shard_values_from
@@ -16,7 +16,6 @@ from distbelief.runtime.local_model import LocalModel
 from distbelief.runtime.task import (
     BuildContext,
     RosterEntry,
-    build_dataset,
     build_loss,
     build_metric,
     build_model,
@@ -82,15 +81,12 @@ def build_evaluator(context: BuildContext) -> Role:
         JobError: there is nothing to evaluate on.
     """
     task = context.task
-    if task.test is None:
-        raise JobError(
-            "an evaluator needs held-out data: give [data.test], or do without it"
-        )
+    dataset = context.test_data()
     return Evaluator(
         EvaluatorConfig(subset=context.evaluation_subset, seed=context.seed),
         client=build_client(context, pushes=False),
         model=LocalModel(build_model(task.model)),
-        dataset=build_dataset(task.test, table="data.test"),
+        dataset=dataset,
         loss=build_loss(task),
         metric=build_metric(task),
         names=trial.Names(

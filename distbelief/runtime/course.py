@@ -54,6 +54,7 @@ class TrainingCourse:
 
     def __init__(self, data_shard: DataShard, *, batch_size: int) -> None:
         self._cursor = BatchCursor(data_shard)
+        self._n_samples = len(data_shard)
         self._batch_size = batch_size
         self._known: dict[int, Chosen] = {}
         self._next = 0
@@ -73,6 +74,16 @@ class TrainingCourse:
             self._position += len(indices)
             self._next += 1
         return self._known[step]
+
+    def n_steps(self, start: int, stop: int) -> int:
+        """Return how many steps there are from one position to another."""
+        position, n = start, 0
+        while position < stop:
+            left = self._n_samples - position % self._n_samples
+            is_long = left == self._batch_size + 1 and self._batch_size > 1
+            position += left if is_long else min(left, self._batch_size)
+            n += 1
+        return n
 
 
 @final

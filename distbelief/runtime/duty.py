@@ -1,16 +1,35 @@
 """What a machine computes for: training, or measuring. The role asks; see `machine`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, final
 
 import torch
 
 from distbelief.messages import Begin, Evaluate, Stop
-from distbelief.roles import Action, Computed, Seconds
+from distbelief.roles import Action, Computed, Cost, Seconds
 from distbelief.runtime.course import Chosen
 from distbelief.runtime.execution import Found, Put
 from distbelief.runtime.leading import Leader, Outgoing
 from distbelief.runtime.portions import Portion
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """What a machine has of something that all of a step's machines decide together.
+
+    Attributes:
+        square: Sum of the squares of its part of the gradient; NaN if that is not
+            finite.
+        settle: Work: given the sum over all machines, does with the result of the step
+            what is to be done.
+        cost: Of that.
+    """
+
+    square: float
+    settle: Callable[[float], object]
+    cost: Cost
 
 
 class Duty(Protocol):
@@ -56,7 +75,12 @@ class Duty(Protocol):
         ...
 
     def close(self, found: Found) -> object:
-        """Do with the result of a step what is to be done in the compute lane."""
+        """Do with the result of a step what is to be done in the compute lane.
+
+        Returns:
+            What `closed` is given; or a `Vote`, and then it is given what comes of
+            that.
+        """
         ...
 
     def closed(

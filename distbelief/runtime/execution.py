@@ -16,8 +16,7 @@ from torch import nn
 from distbelief.errors import LocalProtocolError
 from distbelief.graph.kind import LayerKind, PartialSums, Step, kind_of
 from distbelief.graph.region import Region
-from distbelief.program.instructions import Fetch, Read
-from distbelief.runtime.gathering import Gather, gathered
+from distbelief.program.instructions import Fetch, Message, Read, Receive
 from distbelief.runtime.operations import (
     Back,
     Dataflow,
@@ -26,6 +25,7 @@ from distbelief.runtime.operations import (
     Leave,
     Task,
 )
+from distbelief.runtime.slots import Slots
 from distbelief.runtime.timetable import Timetable
 from distbelief.vectors import Vector
 
@@ -100,9 +100,7 @@ class _State:
     given: Given
     table: Timetable
     steps: list[Step]
-    n_readers: list[int]
-    values: dict[int, torch.Tensor] = field(default_factory=dict)
-    fresh: set[int] = field(default_factory=set)  # of these nobody else has the memory
+    slots: Slots
     tape: dict[int, _Taped] = field(default_factory=dict)
 
 
@@ -147,7 +145,10 @@ class Execution:
             )
             for first in firsts[:-1]
         ]
-        self._state = _State(given, table, steps, list(table.n_readers))
+        slots = Slots(
+            self.flow.once, table.n_readers, sizes=given.sizes, like=self._like
+        )
+        self._state = _State(given, table, steps, slots)
 
     def drop(self) -> None:
         """Forget the step under way."""
@@ -177,7 +178,7 @@ class Execution:
                 case Task():
                     self._task(operation, copy, instance)
                 case Join():
-                    (joined,) = self._read(operation.reads, copy)
+                    (joined,) = self._now().slots.read(operation.reads, copy)
                     self._have(
                         operation.writes,
                         operation.seed,
@@ -196,11 +197,11 @@ class Execution:
     def finish(self) -> Found:
         """Return what there is at the end of the step, and forget the rest."""
         state, self._state = self._now(), None
-        flow, n_slots = self.flow, len(self.flow.once)
+        flow = self.flow
         copies = range(len(state.steps))
 
         def found(slot: int) -> list[torch.Tensor]:
-            return [state.values[copy * n_slots + slot] for copy in copies]
+            return [state.slots.at(slot, copy) for copy in copies]
 
         def output(name: str, slot: int) -> torch.Tensor:
             parts = found(slot)
@@ -228,20 +229,25 @@ class Execution:
         match instruction:
             case Fetch():
                 for item, slot in zip(operation.items, operation.writes, strict=True):
-                    self._write(slot, copy, given.parameters[item].to(self._device))
+                    state.slots.write(
+                        slot, copy, given.parameters[item].to(self._device)
+                    )
             case Read():
                 start = state.steps[copy].first_sample
                 for slot, value in zip(
                     operation.writes, given.inputs[instruction.layer], strict=True
                 ):
                     part = value.narrow(0, start, given.sizes[copy])
-                    self._write(slot, copy, part.to(self._device))
-            case _:
+                    state.slots.write(slot, copy, part.to(self._device))
+            case Receive():
                 assert arrived is not None, instruction
-                self._unpack(operation, copy, arrived)
+                self._unpack(operation, instruction.message, copy, arrived)
+            case _:
+                assert_never(instruction)
 
-    def _unpack(self, operation: Enter, copy: int, arrived: Vector) -> None:
-        message = operation.instruction.message  # type: ignore[union-attr] # a Receive
+    def _unpack(
+        self, operation: Enter, message: Message, copy: int, arrived: Vector
+    ) -> None:
         flat = as_tensor(arrived).to(self._device)
         start = 0
         for slot, region in zip(operation.writes, message.regions, strict=True):
@@ -250,14 +256,14 @@ class Execution:
                 n = 1 if message.name in self.flow.joined else self._size(copy)
                 shape = (n, *shape)
             stop = start + int(np.prod(shape))
-            self._write(slot, copy, flat[start:stop].view(shape))
+            self._now().slots.write(slot, copy, flat[start:stop].view(shape))
             start = stop
 
     def _task(self, task: Task, copy: int, instance: int) -> None:
         state = self._now()
         leaves = []
         for value, back in zip(
-            self._read(task.reads, copy), task.goes_back, strict=True
+            state.slots.read(task.reads, copy), task.goes_back, strict=True
         ):
             assert value is not None, task.layer.name
             leaf = value.detach()
@@ -288,7 +294,7 @@ class Execution:
         taped = state.tape.get(task)
         if operation.is_last:
             state.tape.pop(task, None)
-        for gradient in self._read(operation.reads, copy):
+        for gradient in state.slots.read(operation.reads, copy):
             if taped is not None:
                 taped.gradient = gradient
         if taped is None or taped.gradient is None:
@@ -306,7 +312,7 @@ class Execution:
         for leaf, slot in zip(leaves, operation.writes, strict=True):
             value = next(found) if leaf.requires_grad else None
             if value is not None:
-                self._write(slot, copy, value, adds=slot in self.flow.added)
+                state.slots.write(slot, copy, value, adds=slot in self.flow.added)
 
     def _leave(
         self,
@@ -316,7 +322,7 @@ class Execution:
         sends: list[tuple[int, Vector]],
         put: Put,
     ) -> None:
-        found = self._read(operation.reads, copy)
+        found = self._now().slots.read(operation.reads, copy)
         if operation.message is None:
             for item, value in zip(operation.items, found, strict=True):
                 if value is not None:
@@ -354,44 +360,6 @@ class Execution:
     def _size(self, copy: int) -> int:
         return self._now().given.sizes[copy]
 
-    def _place(self, slot: int, copy: int) -> int:
-        return slot if self.flow.once[slot] else copy * len(self.flow.once) + slot
-
-    def _read(self, reads: Sequence[Gather], copy: int) -> list[torch.Tensor | None]:
-        """Return what is put together; forget what nobody reads after this."""
-        state = self._now()
-        result = []
-        for read in reads:
-            places = [self._place(piece.slot, copy) for piece in read.pieces]
-            pieces = [state.values.get(place) for place in places]
-            like = self._like
-            if read.samples and not pieces:
-                like = like.expand(self._size(copy), 1)
-            result.append(gathered(read, pieces, like=like))
-        for read in reads:
-            for piece in read.pieces:
-                place = self._place(piece.slot, copy)
-                state.n_readers[place] -= 1
-                if not state.n_readers[place]:
-                    state.values.pop(place, None)
-        return result
-
-    def _write(
-        self, slot: int, copy: int, value: torch.Tensor, *, adds: bool = False
-    ) -> None:
-        state = self._now()
-        place = self._place(slot, copy)
-        if not state.n_readers[place]:
-            return
-        if not adds or place not in state.values:
-            state.values[place] = value
-        elif place in state.fresh:
-            state.values[place] += value
-        else:
-            # The first may be somebody else's too: out of place once, then in place.
-            state.values[place] = state.values[place] + value
-            state.fresh.add(place)
-
     def _have(
         self,
         slot: int,
@@ -402,12 +370,12 @@ class Execution:
     ) -> None:
         if value is None:
             return
-        self._write(slot, copy, value)
+        self._now().slots.write(slot, copy, value)
         if seed is not None:
             n = self._now().given.n_samples
             gradient = self._seed_gradient(layer, value, n)
             if gradient is not None:
-                self._write(seed, copy, gradient)
+                self._now().slots.write(seed, copy, gradient)
 
 
 def as_tensor(array: Vector) -> torch.Tensor:

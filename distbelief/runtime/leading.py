@@ -5,7 +5,8 @@
       | <-------------- Gathered |   so far, my pushes are applied
       | Proceed -------------->  |   begin there in the data, take two steps
       | <--------------- Stepped |   one is done
-      | Proceed -------------->  |   one more: nobody is ever two steps ahead
+      | Proceed -------------->  |   one more: nobody is ever two steps ahead;
+      |                          |   and the gradient of the one done is so long
       |                          |   ...
       | Proceed (last) ------->  |   no more after these
       | <------- Stepped (ended) |   and all that I have pushed is applied
@@ -15,6 +16,7 @@ pushed is computed again: the life begins where the machine that has pushed leas
 off, and those that have pushed more push nothing until they are past that.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -62,7 +64,9 @@ class Leader:
     Args:
         n_machines: Of the group, itself included.
         plan: Hash of the plan.
-        steps_max: Steps of all lives; None: no end.
+        steps_max: Steps of all lives, those that are taken again counted once; None:
+            no end.
+        n_steps: Tells how many steps there are from one position to another.
         limit: Steps of the first life; None: no end.
     """
 
@@ -72,11 +76,14 @@ class Leader:
         *,
         plan: str,
         steps_max: int | None = None,
+        n_steps: Callable[[int, int], int] | None = None,
         limit: int | None = None,
     ) -> None:
         self._n = n_machines
         self._plan = plan
         self._steps_max = steps_max
+        self._n_steps = n_steps
+        self._first: int | None = None  # position of the first life
         self.life = 0
         self._may_step = False
         self._stopping = False
@@ -89,6 +96,8 @@ class Leader:
         self._ended: set[int] = set()
         self._gone: set[int] = set()  # of these: they know that I know
         self._missing: set[int] = set()
+        self._agreed = 0  # steps of this life that all have computed
+        self._square = 0.0  # of the gradient of the last of them
         self._before = 0  # steps of former lives
         self._position = 0  # of this life's first step
         self._wanted: int | None = None
@@ -114,6 +123,7 @@ class Leader:
         self._before += self.steps
         self.life += 1
         self._running = False
+        self._agreed, self._square = 0, 0.0
         self._frozen = 0 if self._stopping else None
         self._wanted, self._limit = position, limit
         self._heard_at = now
@@ -201,11 +211,21 @@ class Leader:
         if message.ended:
             self._ended.add(machine)
             return [(machine, self._proceeding(machine))]
-        if self.granted > granted:
+        if self._agree() or self.granted > granted:
             return self._proceed()
         # Who says the same again has not heard of what it may do.
         repeated = before is not None and message.steps == before.steps
         return [(machine, self._proceeding(machine))] if repeated else []
+
+    def _agree(self) -> bool:
+        """Add up what all have said of a step that all have computed, if they have."""
+        if self.steps <= self._agreed:
+            return False
+        self._agreed = self.steps
+        self._square = 0.0
+        for machine in sorted(self._stepped):  # never in the order of arrival
+            self._square += self._stepped[machine].square
+        return True
 
     # ------------------------------------------------------------------------- figures
 
@@ -314,6 +334,10 @@ class Leader:
             self._position = self._wanted
         elif pushed:
             self._position = min(pushed)
+        if self._first is None:
+            self._first = self._position
+        elif self._n_steps is not None:  # what is not pushed is taken again
+            self._before = self._n_steps(self._first, self._position)
         return self._proceed()
 
     def _proceed(self) -> Outgoing:
@@ -330,4 +354,6 @@ class Leader:
             steps=self.granted,
             is_last=self.is_last,
             ended=machine in self._gone,
+            agreed=self._agreed,
+            square=self._square,
         )

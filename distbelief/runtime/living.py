@@ -44,6 +44,8 @@ class Living:
         granted: Steps of this life that may be taken.
         is_last: There will be no others.
         has_ended: And the leader knows that they are taken.
+        agreed: Steps of this life that all machines have computed.
+        square: Of the gradient of the last of them, over all machines.
     """
 
     def __init__(self, name: str, *, plan: str) -> None:
@@ -53,6 +55,8 @@ class Living:
         self.granted = 0
         self.is_last = False
         self.has_ended = False
+        self.agreed = 0
+        self.square = 0.0
         self._name = name
         self._plan = plan
         self._sums = _Sums()
@@ -79,6 +83,7 @@ class Living:
         self.life, self.phase = message.life, Phase.GATHERING
         self.n_lives += 1
         self.granted, self.is_last, self.has_ended = 0, False, False
+        self.agreed, self.square = 0, 0.0
         self._sums = _Sums()
         return True
 
@@ -98,6 +103,8 @@ class Living:
         self.granted = max(self.granted, message.steps)
         self.is_last |= message.is_last
         self.has_ended |= message.ended
+        if message.agreed > self.agreed:
+            self.agreed, self.square = message.agreed, message.square
         begins = self.phase is Phase.GATHERED
         if begins:
             self.phase = Phase.RUNNING
@@ -118,7 +125,7 @@ class Living:
         """Return what the leader is told: so many samples are pushed."""
         return Gathered(life=self.life, pushes=pushed is not None, samples=pushed or 0)
 
-    def stepped(self, steps: int, *, clock: float | None) -> Stepped:
+    def stepped(self, steps: int, *, clock: float | None, square: float) -> Stepped:
         """Return what the leader is told: so many steps are taken."""
         return Stepped(
             life=self.life,
@@ -128,6 +135,7 @@ class Living:
             no_loss=self._sums.no_loss,
             clock=-1.0 if clock is None else clock,
             ended=self.phase is Phase.ENDED,
+            square=square,
         )
 
     def _check(self, message: Gather | Proceed) -> None:

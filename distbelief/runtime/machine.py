@@ -7,7 +7,9 @@
 
 A step: what it begins with (samples read, parameters fetched), then the operations of
 the program as their inputs arrive (`stepping`), then what is done with the result
-(`Duty`: train, or measure). Messages leave as soon as what they hold is computed. They
+(`Duty`: train, or measure). That may depend on all machines (`Vote`): whether the
+gradient is finite, and how long it is; then the step is over once all have said so.
+Messages leave as soon as what they hold is computed. They
 carry the number of the life, so those of a life that is over are refused, and those for
 a step that has not begun here are kept.
 
@@ -16,6 +18,7 @@ Whoever waits names whom: `status()` says "waiting for replica-0.3".
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, final
 
 from distbelief.errors import (
@@ -46,7 +49,6 @@ from distbelief.roles import (
     Halt,
     PeerJoined,
     Received,
-    Report,
     Seconds,
     Send,
     SetTimer,
@@ -55,20 +57,22 @@ from distbelief.roles import (
 )
 from distbelief.runtime.courier import Courier
 from distbelief.runtime.course import Chosen, Course
-from distbelief.runtime.duty import Duty
+from distbelief.runtime.duty import Duty, Vote
+from distbelief.runtime.ending import Ending
+from distbelief.runtime.execution import Found
 from distbelief.runtime.leading import Leader, Outgoing
 from distbelief.runtime.living import Living, Phase
 from distbelief.runtime.machine_names import member_names
 from distbelief.runtime.portions import READ, PortionsAhead
 from distbelief.runtime.renewing import Renewing
 from distbelief.runtime.stepping import CHAIN, Ran, Stepping
+from distbelief.runtime.whereabouts import Whereabouts
 
 
 REMIND: Final = "machine:remind"
+SETTLE: Final = "machine:settle"
 
 REMIND_SECONDS: Final = 0.25
-END_SECONDS: Final = 30.0
-"""After its end, until a machine that hears nothing of its leader is gone."""
 
 
 @final
@@ -89,6 +93,16 @@ class MachineConfig:
     n_machines: int
     plan: str
     await_begin: bool = True
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Ballot:
+    """A step that is computed, until all have said what they have of it."""
+
+    vote: Vote
+    found: Found
+    chosen: Chosen
 
 
 @final
@@ -135,13 +149,20 @@ class Machine:
         self._incarnation = 0
         self._living = Living(self._names[config.machine], plan=config.plan)
         self._lane = ""  # the work under way in the compute lane
-        self._renewing = Renewing(client, duty)
-        self._ended_at: Seconds = 0.0
-        self._stopped_at: Seconds | None = (
-            None  # told by the supervisor, not the leader
+        self._whereabouts = Whereabouts(
+            self._names,
+            config.machine,
+            client=client,
+            stepping=stepping,
+            living=self._living,
+            leader=leader,
         )
+        self._renewing = Renewing(client, duty)
+        self._ending = Ending(self._names, living=self._living, leader=leader)
         self._halted = False
         self._chosen: Chosen | None = None  # of the step under way
+        self._ballot: _Ballot | None = None  # of the step that is computed
+        self._square = 0.0  # what was said of it
 
     # ------------------------------------------------------------------------- events
 
@@ -194,41 +215,8 @@ class Machine:
         for machine, courier in self._couriers.items():
             if courier.n_bytes:
                 figures[f"bytes_to_{machine}"] = float(courier.n_bytes)
-        return self._state(), figures
-
-    def _state(self) -> str:
-        if self._lane and self._lane != CHAIN:
-            return self._lane.removeprefix("machine:")
-        machine = self._awaited()
-        if machine is not None and machine != self._config.machine:
-            return f"waiting for {self._names[machine]}"
-        if self._lane or self._stepping.is_open:
-            return "computing"
-        waited = self._client.waiting_for
-        if waited is not None:
-            return f"waiting for {waited}"
-        if self._living.phase is Phase.GATHERED:
-            return "waiting for begin"
-        return (
-            "reading"
-            if self._living.phase is Phase.RUNNING
-            else self._living.phase.value
-        )
-
-    def _awaited(self) -> int | None:
-        """Return the machine that this one waits for, if it does."""
-        leader = self._leader
-        match self._living.phase:
-            case Phase.RUNNING if self._stepping.is_open:
-                return None if self._lane else self._stepping.awaited
-            case Phase.RUNNING if not self._may_step:
-                return 0 if leader is None else leader.slowest
-            case Phase.ALONE | Phase.GATHERED if leader is None:
-                return 0
-            case Phase.GATHERED if leader is not None and leader.waiting_for:
-                return min(leader.waiting_for)
-            case _:
-                return None
+        counts = self._ballot is not None
+        return self._whereabouts.state(self._lane, counts=counts), figures
 
     def _start(self, incarnation: int, now: Seconds) -> list[Action]:
         self._incarnation = incarnation
@@ -267,8 +255,8 @@ class Machine:
 
     def _command(self, message: Begin | Evaluate | Stop, now: Seconds) -> list[Action]:
         if self._leader is None:  # who is told too, and decides
-            if isinstance(message, Stop) and self._stopped_at is None:
-                self._stopped_at = now
+            if isinstance(message, Stop):
+                self._ending.stop(now)
             return []
         return self._tell(self._duty.command(self._leader, message, now), now)
 
@@ -286,6 +274,10 @@ class Machine:
                 return self._renewing.installed(event, now)
             case "machine:chain":
                 return self._ran(event.result, now)
+            case "machine:settle":
+                assert self._ballot is not None
+                ballot, self._ballot = self._ballot, None
+                return self._duty.closed(event.result, ballot.found, ballot.chosen, now)
             case _:
                 return self._duty.computed(event, now)
 
@@ -295,12 +287,19 @@ class Machine:
         actions = self._stepping.ran(result, now)
         if result.found is None:
             return actions
-        # Of a life that is over too: its gradient is as good as any, if it is whole.
         assert self._chosen is not None
         chosen, self._chosen = self._chosen, None
-        actions += self._duty.closed(result.closed, result.found, chosen, now)
-        if result.life != self._stepping.life:
-            return actions
+        is_over = result.life != self._stepping.life
+        if isinstance(result.closed, Vote):
+            if is_over:
+                return actions  # nobody counts the votes; the duty drops it
+            self._square = result.closed.square
+            self._ballot = _Ballot(result.closed, result.found, chosen)
+        else:
+            # Of a life that is over too: it is as good as any, if it is whole.
+            actions += self._duty.closed(result.closed, result.found, chosen, now)
+            if is_over:
+                return actions
         self._living.add(result.found, len(chosen.indices))
         return [*actions, *self._say_stepped(now)]
 
@@ -343,13 +342,13 @@ class Machine:
 
     def _say_again(self, now: Seconds) -> list[Action]:
         match self._living.phase:
-            case Phase.ALONE if self._is_left(now):
+            case Phase.ALONE if self._ending.is_left(now):
                 return self._go()
             case Phase.ALONE if self._leader is None:
                 return self._say(Gathered(life=0, pushes=False, samples=0), now)
             case Phase.GATHERED:
                 return self._say_gathered(now)
-            case Phase.RUNNING | Phase.ENDED if not self._may_step:
+            case Phase.RUNNING | Phase.ENDED if not self._may_step or self._ballot:
                 return self._say_stepped(now)
             case _:
                 return []
@@ -378,7 +377,7 @@ class Machine:
 
     def _settle(self, now: Seconds) -> list[Action]:
         """Answer the leader once nothing is under way; the lane is idle."""
-        self._chosen = None
+        self._chosen = self._ballot = None
         self._duty.drop()
         if not (self._client.ready and self._duty.is_settled):
             return []
@@ -390,7 +389,8 @@ class Machine:
 
     def _say_stepped(self, now: Seconds) -> list[Action]:
         steps, clock = self._stepping.step, self._duty.clock
-        return self._say(self._living.stepped(steps, clock=clock), now)
+        said = self._living.stepped(steps, clock=clock, square=self._square)
+        return self._say(said, now)
 
     # ----------------------------------------------------------------------- the steps
 
@@ -401,20 +401,32 @@ class Machine:
         match self._living.phase:
             case Phase.GATHERING:
                 return self._settle(now)
-            case Phase.RUNNING if self._stepping.is_open:
-                return self._occupy(self._stepping.chain())
             case Phase.RUNNING:
-                return self._between(now)
+                return self._go_on(now)
             case Phase.ENDED:
                 return self._leave(now)
             case _:
                 return []
+
+    def _go_on(self, now: Seconds) -> list[Action]:
+        if self._ballot is not None:
+            return self._count(self._ballot)
+        if self._stepping.is_open:
+            return self._occupy(self._stepping.chain())
+        return self._between(now)
 
     def _occupy(self, actions: Sequence[Action]) -> list[Action]:
         for action in actions:
             if isinstance(action, Compute):
                 self._lane = action.name
         return list(actions)
+
+    def _count(self, ballot: "_Ballot") -> list[Action]:
+        """Do with the result of a step what all have agreed on, if they have."""
+        if self._living.agreed < self._stepping.step:
+            return []
+        work = partial(ballot.vote.settle, self._living.square)
+        return self._occupy([Compute(name=SETTLE, work=work, cost=ballot.vote.cost)])
 
     def _between(self, now: Seconds) -> list[Action]:
         """Do what comes between two steps; begin the next one."""
@@ -458,29 +470,19 @@ class Machine:
         """End once all that was pushed is known to be applied."""
         if not self._duty.is_settled:
             return []
-        self._living.phase, self._ended_at = Phase.ENDED, now
+        self._living.phase = Phase.ENDED
+        self._ending.end(now)
         return [*self._say_stepped(now), *self._leave(now)]
 
     def _leave(self, now: Seconds) -> list[Action]:
         """Go once all have taken the last step: nobody needs this machine any more."""
-        others = self._leader is None or self._leader.all_ended
-        done = others and self._living.has_ended
-        late = self._leader is None and now - self._ended_at > END_SECONDS
-        if not (done or late):
+        if not self._ending.may_go(now):
             return []
         actions: list[Action] = []
         if self._leader is not None:
             last, _ = self._duty.report(self._leader, now, final=True)
             actions += last
-            if self._leader.missing:
-                names = ", ".join(self._names[m] for m in sorted(self._leader.missing))
-                text = f"ended without {names}: no word from there"
-                actions.append(Report(text=text, level="warning"))
-        return [*actions, *self._go()]
-
-    def _is_left(self, now: Seconds) -> bool:
-        """Whether the others seem to have ended before this life of it began."""
-        return self._stopped_at is not None and now - self._stopped_at > END_SECONDS
+        return [*actions, *self._ending.farewell(), *self._go()]
 
     def _go(self) -> list[Action]:
         self._halted = True

@@ -13,7 +13,7 @@ reads, and for nothing else: the order of the program is only the order of prefe
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from distbelief.graph.layer import Layer
@@ -144,6 +144,7 @@ class Dataflow:
         reads: Of inputs, the regions that it needs.
         joined: Layers whose output is one sample.
         integers: Layers whose output is whole numbers.
+        counts: By item of a running average, the item that counts its steps.
     """
 
     operations: tuple[Operation, ...]
@@ -158,6 +159,7 @@ class Dataflow:
     reads: Mapping[str, tuple[Region, ...]]
     joined: frozenset[str]
     integers: frozenset[str]
+    counts: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def trained(self) -> frozenset[int]:

@@ -8,11 +8,16 @@ from typing_extensions import override
 
 from distbelief.data.dataset import Dataset, read_batch
 from distbelief.errors import JobError
-from distbelief.graph.capture import InputSpec
+from distbelief.graph.capture import InputSpec, evaluation_difference
 from distbelief.graph.region import Shape
 from distbelief.runtime.capturing import Captured, capture_task
 from distbelief.runtime.losses import CLASS_LOSSES
-from distbelief.runtime.task import TaskSpec, build_dataset, build_metric
+from distbelief.runtime.task import (
+    TaskSpec,
+    build_dataset,
+    build_metric,
+    build_model,
+)
 
 
 @final
@@ -71,12 +76,39 @@ def capture_for(task: TaskSpec, sample: Sample) -> Captured:
             "of [data.train] are whole numbers: use a loss by name, or let a replica "
             "be one process (partitions = 1)"
         )
+    if loss == "mse" and sample.target_is_integer:
+        raise JobError(
+            f"[algorithm] loss {task.loss} compares element by element, and targets of "
+            f"[data.train] are whole numbers of shape {list(sample.target_shape)}: let "
+            "the data set return them as floating-point numbers, of the outputs' "
+            "shape, or use loss = 'cross_entropy' if they are class labels"
+        )
     return capture_task(
         task,
         inputs=[InputSpec(shape=sample.input_shape, n_values=n_values)],
         targets=sample.target_shape,
         soft=loss in CLASS_LOSSES and not sample.target_is_integer,
     )
+
+
+def check_evaluation(task: TaskSpec, sample: Sample) -> None:
+    """Check that the layer graph of a task's model holds in evaluation mode as well.
+
+    Raises:
+        JobError: the model computes something else then.
+    """
+    with torch.device("meta"):
+        module = build_model(task.model)
+    n_values = 1 if sample.input_is_integer else None
+    spec = InputSpec(shape=sample.input_shape, n_values=n_values)
+    difference = evaluation_difference(module, [spec])
+    if difference is not None:
+        raise JobError(
+            f"{type(module).__name__} computes something else in evaluation mode than "
+            f"in training, and machines by a plan compute the latter: see {difference}."
+            " Let its forward return the same in both modes, or use one process: "
+            "`distbelief predict --whole`, partitions = 1 for training"
+        )
 
 
 def check_data(task: TaskSpec, batch_size: int) -> Sample:

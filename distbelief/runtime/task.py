@@ -141,6 +141,8 @@ class BuildContext:
         sample: What the data are like, for the layer graph of that plan.
         device: On which machines of such a plan compute.
         n_train: Training samples, where somebody has counted them.
+        datasets: Those that stand already, by table ("data.train"): roles that share a
+            process need no data of their own.
     """
 
     task: TaskSpec
@@ -159,6 +161,31 @@ class BuildContext:
     sample: "Sample | None" = None
     device: str = "cpu"
     n_train: int | None = None
+    datasets: Mapping[str, Dataset] = field(default_factory=dict)
+
+    def train_data(self) -> Dataset:
+        """Return the training data, built here unless it stands already.
+
+        Raises:
+            JobError: it cannot be built.
+        """
+        standing = self.datasets.get("data.train")
+        return build_dataset(self.task.train) if standing is None else standing
+
+    def test_data(self) -> Dataset:
+        """Return the held-out data, likewise.
+
+        Raises:
+            JobError: there are none, or they cannot be built.
+        """
+        if self.task.test is None:
+            raise JobError(
+                "an evaluator needs held-out data: give [data.test], or do without it"
+            )
+        standing = self.datasets.get("data.test")
+        if standing is not None:
+            return standing
+        return build_dataset(self.task.test, table="data.test")
 
 
 # -------------------------------------------------------------------- objects

@@ -180,12 +180,8 @@ def _loss(
     name = names.loss.removesuffix("_loss")
     if name in CLASS_LOSSES and targets.shape != outputs.shape:
         _check_labels(outputs, targets, names=names)
-    elif name in LOSSES and outputs.shape != targets.shape:
-        raise JobError(
-            f"[algorithm] loss {names.loss} compares element by element, but the model "
-            f"gives outputs of shape {tuple(outputs.shape)} and [{names.data}] targets "
-            f"of shape {tuple(targets.shape)}: make them equal"
-        )
+    elif name in LOSSES:
+        _check_elements(outputs, targets, names=names)
     try:
         value: object = loss(outputs, targets)
     except Exception as error:  # the loss may be the user's
@@ -207,6 +203,29 @@ def _loss(
             f"{dtype_name(outputs)}"
         )
     return value
+
+
+def _check_elements(
+    outputs: torch.Tensor, targets: torch.Tensor, *, names: Names
+) -> None:
+    """Refuse targets that outputs cannot be compared with one by one."""
+    is_alike = outputs.shape == targets.shape
+    numbers = targets.is_floating_point() or names.loss.removesuffix("_loss") != "mse"
+    if is_alike and numbers:
+        return
+    looks_like_labels = not targets.is_floating_point()
+    raise JobError(
+        f"[algorithm] loss {names.loss} compares element by element, but the model "
+        f"gives outputs of shape {tuple(outputs.shape)} and {dtype_name(outputs)}, and "
+        f"[{names.data}] targets of shape {tuple(targets.shape)} and "
+        f"{dtype_name(targets)}: let the data set return targets of shape "
+        f"{tuple(outputs.shape)} and {dtype_name(outputs)}"
+        + (
+            ", or use loss = 'cross_entropy' if they are class labels"
+            if looks_like_labels
+            else ""
+        )
+    )
 
 
 def _check_labels(

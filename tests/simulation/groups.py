@@ -10,6 +10,7 @@ import torch
 from distbelief.downpour.algorithm import DOWNPOUR, DownpourSettings
 from distbelief.downpour.machines import Split, build_machine
 from distbelief.graph.capture import InputSpec
+from distbelief.graph.layer import INPUT
 from distbelief.memory import Memory
 from distbelief.messages import (
     Begin,
@@ -20,6 +21,7 @@ from distbelief.messages import (
 from distbelief.parameter_server.initial import shard_values
 from distbelief.parameter_server.layout import ElementType, Layout
 from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.program.placement import Placement
 from distbelief.program.plan import Plan, Target
 from distbelief.roles import SUPERVISOR, Address, Received, Role
 from distbelief.runtime.capturing import Captured, capture_task
@@ -61,12 +63,19 @@ class Group:
         await_begin: bool = False,
         group: str = "replica-0",
         dtype: ElementType = "float32",
+        place: Callable[[str], int] | None = None,
     ) -> None:
         captured = _captured(task, tuple(inputs))
         graph = captured.graph
-        placements = random_plan(
-            graph, np.random.default_rng(plan_seed), n_machines=n_machines
-        )
+        if place is None:
+            generator = np.random.default_rng(plan_seed)
+            placements = random_plan(graph, generator, n_machines=n_machines)
+        else:  # whole layers, where this says
+            placements = {
+                layer.name: Placement.whole(len(layer.shape), place(layer.name))
+                for layer in graph.layers
+                if layer.kind != INPUT
+            }
         plan = Plan(
             graph=graph.fingerprint,
             inputs={},

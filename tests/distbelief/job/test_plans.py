@@ -144,8 +144,36 @@ def test_a_plan_for_another_job_is_refused(
 
 def test_a_plan_that_is_not_there_is_named(tmp_path: Path) -> None:
     wanted = job(f"cluster.plan={tmp_path}/no.json")
-    with pytest.raises(Exception, match=r"no\.json"):
+    with pytest.raises(JobError, match=r"\[cluster\] plan = '.*no\.json': cannot read"):
         plan_for_job(wanted, graph_of(wanted), kept=tmp_path / "plan.json")
+
+
+def test_pins_are_obeyed(tmp_path: Path) -> None:
+    wanted = job('cluster.pins=["0=inputs:2", "2=whole@1"]')
+    plan = plan_for_job(wanted, graph_of(wanted), kept=tmp_path / "plan.json")
+    assert plan.placements["2"].machines == (1,)
+    assert plan.placements["0"].combine is not None
+
+
+def test_an_impossible_pin_is_named(tmp_path: Path) -> None:
+    wanted = job('cluster.pins=["0=rows:2"]')
+    with pytest.raises(JobError, match=r"\[cluster\] partitions = 2, pins = .*'0' can"):
+        plan_for_job(wanted, graph_of(wanted), kept=tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["cluster.pins=['0']"], "'0', which pins nothing: write LAYER=SPLIT"),
+        (["cluster.pins=['0=whole', '0=whole@1']"], "'0' twice"),
+        (["cluster.pins=['0=whole']", "cluster.partitions=1"], "partitions = 1"),
+        (["cluster.pins=['0=whole']", "cluster.plan=plan.json"], "beside plan"),
+    ],
+)
+def test_pins_that_pin_nothing_are_refused(overrides: list[str], why: str) -> None:
+    with pytest.raises(JobError) as caught:
+        job(*overrides)
+    assert why in str(caught.value)
 
 
 def test_unknown_machines_are_refused(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def test_a_summary_holds_figures_seeds_versions_and_data() -> None:
     assert summary.rule == "adagrad"
     assert summary.restarts == 1
     assert summary.pushes_lost == 2
+    assert (summary.start_seconds, summary.training_seconds) == (11.0, 480.0)
     assert summary.seeds == {"model": 5, "algorithm": 3, "evaluation": 0}
     assert summary.versions["python"] == platform.python_version()
     assert {"torch", "numpy", "pyzmq"} <= summary.versions.keys()
@@ -116,8 +117,8 @@ TABLE = """
 Downpour, 2 replicas x 2 shards, Adagrad                      speech-demo, 710 samples, 49 held out
                         time    samples  samples/s  held-out accuracy  held-out loss  training loss
 Downpour + Adagrad  8 m 11 s  4,800,000     10,000             39.8 %           2.34           2.21
-ended: 1 epoch trained; staleness mean 0.9, p95 2; at least 2 pushes lost; 1 restart; everything in
-runs/speech-demo"""  # noqa: E501
+ended: 1 epoch trained; 8 m 00 s of training, 11 s before; staleness mean 0.9, p95 2; at least 2
+pushes lost; 1 restart; everything in runs/speech-demo"""  # noqa: E501
 
 
 def test_a_figure_that_was_not_measured_has_no_column() -> None:
@@ -138,4 +139,4 @@ def test_where_the_figures_do_not_fit_they_stand_below_each_other(width: int) ->
 
 def test_a_failed_run_says_why() -> None:
     text = " ".join(shown(a_summary(error="the loss is not finite"), width=200))
-    assert "failed: the loss is not finite; staleness" in text
+    assert "failed: the loss is not finite; 8 m 00 s of training" in text

@@ -9,7 +9,7 @@ from rich.console import Console
 from distbelief.errors import JobError
 from distbelief.graph.building import Builder
 from distbelief.job import verifying
-from distbelief.job.verifying import Agreement, Link, Verified
+from distbelief.job.verified import Agreement, Link, Verified
 
 
 def verified(

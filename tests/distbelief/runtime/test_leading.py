@@ -14,7 +14,9 @@ def gathered(life: int, samples: int = 0, *, pushes: bool = True) -> Gathered:
     return Gathered(life=life, pushes=pushes, samples=samples)
 
 
-def stepped(life: int, steps: int, *, ended: bool = False) -> Stepped:
+def stepped(
+    life: int, steps: int, *, ended: bool = False, square: float = 0.0
+) -> Stepped:
     return Stepped(
         life=life,
         steps=steps,
@@ -23,6 +25,7 @@ def stepped(life: int, steps: int, *, ended: bool = False) -> Stepped:
         no_loss=0,
         clock=float(steps),
         ended=ended,
+        square=square,
     )
 
 
@@ -33,9 +36,17 @@ def proceed(
     position: int = 0,
     is_last: bool = False,
     ended: bool = False,
+    agreed: int = 0,
+    square: float = 0.0,
 ) -> Proceed:
     return Proceed(
-        life=life, position=position, steps=steps, is_last=is_last, ended=ended
+        life=life,
+        position=position,
+        steps=steps,
+        is_last=is_last,
+        ended=ended,
+        agreed=agreed,
+        square=square,
     )
 
 
@@ -83,11 +94,26 @@ def test_nobody_is_more_than_two_steps_ahead_of_all() -> None:
     assert leader.hear(0, 1, stepped(LIFE, 1), 1.0) == []
     assert leader.hear(0, 1, stepped(LIFE, 2), 1.0) == []
     assert leader.slowest == 1
-    go = proceed(LIFE, 3, position=4)
+    go = proceed(LIFE, 3, position=4, agreed=1)
     assert same(leader.hear(1, 5, stepped(LIFE, 1), 1.0), (0, go), (1, go))
     assert leader.steps == 1
     done = leader.life_done()
     assert (done.loss, done.samples, leader.clock) == (6.0, 12, 1.5)
+
+
+def test_what_all_have_of_a_gradient_is_added_in_the_order_of_machines() -> None:
+    leader = leader_of_two()
+    parts = 1e16, 1.0  # whose sum depends on nothing but their order, for three
+    assert leader.hear(1, 5, stepped(LIFE, 1, square=parts[1]), 1.0) == []
+    go = proceed(LIFE, 3, position=4, agreed=1, square=sum(parts))
+    told = leader.hear(0, 1, stepped(LIFE, 1, square=parts[0]), 1.0)
+    assert same(told, (0, go), (1, go))
+    # Told again until the next step is.
+    assert same(leader.hear(1, 5, stepped(LIFE, 1, square=7.0), 1.0), (1, go))
+    leader.hear(0, 1, stepped(LIFE, 2, square=2.0), 1.0)
+    go = proceed(LIFE, 4, position=4, agreed=2, square=5.0)
+    told = leader.hear(1, 5, stepped(LIFE, 2, square=3.0), 1.0)
+    assert same(told, (0, go), (1, go))
 
 
 def test_who_says_the_same_again_is_told_again() -> None:
@@ -119,6 +145,21 @@ def test_a_new_incarnation_begins_a_new_life() -> None:
     assert same(out, (0, go), (1, go))
 
 
+def test_steps_that_are_taken_again_count_once() -> None:
+    leader = Leader(1, plan="p", steps_max=5, n_steps=lambda a, b: (b - a) // 4)
+    leader.begin(0.0)
+    leader.joined(0, 1, 0.0)
+    leader.start(1, 0.0)
+    out = leader.hear(0, 1, gathered(LIFE, 8), 0.0)
+    assert same(out, (0, proceed(LIFE, 2, position=8)))
+    leader.hear(0, 1, stepped(LIFE, 3), 0.0)
+    leader.new_life(0.0)
+    leader.hear(0, 1, gathered(LIFE + 1, 12), 0.0)  # of three, one was pushed
+    leader.hear(0, 1, stepped(LIFE + 1, 3), 0.0)
+    assert leader.granted == 4
+    assert leader.is_last
+
+
 def test_after_the_last_step_all_end_together() -> None:
     leader = leader_of_two(steps_max=1)
     last = proceed(LIFE, 1, position=4, is_last=True)
@@ -137,7 +178,8 @@ def test_stop_leaves_what_is_granted() -> None:
     last = proceed(LIFE, 2, position=4, is_last=True)
     assert same(leader.stop(1.0), (0, last), (1, last))
     leader.hear(0, 1, stepped(LIFE, 2), 1.0)
-    assert leader.hear(1, 5, stepped(LIFE, 1), 1.0) == []
+    last = proceed(LIFE, 2, position=4, is_last=True, agreed=1)
+    assert same(leader.hear(1, 5, stepped(LIFE, 1), 1.0), (0, last), (1, last))
     assert leader.granted == 2
 
 

@@ -36,11 +36,12 @@ def test_losses_are_summed_where_they_are_computed() -> None:
     machine = living()
     for loss in (None, 3.0, math.nan):
         machine.add(Found(loss=loss, averages={}, outputs=()), 4)
-    stepped = machine.stepped(2, clock=None)
+    stepped = machine.stepped(2, clock=None, square=3.0)
+    assert stepped.square == 3.0
     assert (stepped.loss, stepped.samples, stepped.no_loss) == (3.0, 4, 4)
     assert (stepped.steps, stepped.clock, stepped.ended) == (2, -1.0, False)
     machine.gather(Gather(life=6, plan="p"))
-    assert machine.stepped(0, clock=2.0).samples == 0
+    assert machine.stepped(0, clock=2.0, square=0.0).samples == 0
     assert machine.gathered(None).pushes is False
     assert machine.gathered(8).samples == 8
 

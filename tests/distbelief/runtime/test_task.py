@@ -235,8 +235,9 @@ def test_a_factory_of_no_data_is_told_what_it_returned() -> None:
         (task(model="embedding_net"), "takes whole numbers (int64), but [data.train]"),
         (
             task(loss="mse", train="flat_targets"),
-            "outputs of shape (8, 2) and [data.tr",
+            "(8,) and float32: let the data set return targets of shape (8, 2) and f",
         ),
+        (task(loss="mse"), "use loss = 'cross_entropy' if they are class labels"),
         (
             task(loss="mse", train="double_targets"),
             "targets are float64, but the model",

@@ -1,0 +1,59 @@
+"""When a machine may go: its last step is taken, and nobody needs it any more."""
+
+from collections.abc import Sequence
+from typing import Final, final
+
+from distbelief.roles import Action, Address, Report, Seconds
+from distbelief.runtime.leading import Leader
+from distbelief.runtime.living import Living
+
+
+END_SECONDS: Final = 30.0
+"""After its end, until a machine that hears nothing of its leader is gone."""
+
+
+@final
+class Ending:
+    """The end of one machine.
+
+    Args:
+        names: Of all machines of the group.
+        living: Its life.
+        leader: If it leads.
+    """
+
+    def __init__(
+        self, names: Sequence[Address], *, living: Living, leader: Leader | None
+    ) -> None:
+        self._names = names
+        self._living = living
+        self._leader = leader
+        self._ended_at: Seconds = 0.0
+        self._stopped_at: Seconds | None = None
+
+    def end(self, now: Seconds) -> None:
+        """Its last step is taken, and all that it pushed is applied."""
+        self._ended_at = now
+
+    def stop(self, now: Seconds) -> None:
+        """The supervisor has told it to stop: not its leader, who decides."""
+        if self._stopped_at is None:
+            self._stopped_at = now
+
+    def may_go(self, now: Seconds) -> bool:
+        """Whether all have taken the last step; or the leader has gone without it."""
+        others = self._leader is None or self._leader.all_ended
+        done = others and self._living.has_ended
+        return done or (self._leader is None and now - self._ended_at > END_SECONDS)
+
+    def is_left(self, now: Seconds) -> bool:
+        """Whether the others seem to have ended before this life of it began."""
+        return self._stopped_at is not None and now - self._stopped_at > END_SECONDS
+
+    def farewell(self) -> list[Action]:
+        """Return what the leader says of those without whom the end was made."""
+        if self._leader is None or not self._leader.missing:
+            return []
+        names = ", ".join(self._names[m] for m in sorted(self._leader.missing))
+        text = f"ended without {names}: no word from there"
+        return [Report(text=text, level="warning")]
