@@ -5,6 +5,7 @@ a sharded parameter server, on ordinary, unequal, failing machines.
 
     run = distbelief.train("job.toml")           # what `distbelief train` does
     run.model                                    # the trained torch module
+    distbelief.simulate("job.toml", cluster="rack-1g")   # `distbelief simulate`
 
     rule = distbelief.Adagrad(learning_rate=0.02)
     with distbelief.ParameterServer(net.parameters(), rule=rule) as server:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         PeerLostError as PeerLostError,
         StorageError as StorageError,
     )
+    from distbelief.forecast.simulating import simulate as simulate
     from distbelief.job.run import Run as Run
     from distbelief.job.training import train as train
     from distbelief.optimizer import DownpourSGD as DownpourSGD
@@ -47,6 +49,7 @@ _HOMES = {
     "StorageError": "distbelief.errors",
     "Run": "distbelief.job.run",
     "train": "distbelief.job.training",
+    "simulate": "distbelief.forecast.simulating",
     "DownpourSGD": "distbelief.optimizer",
     "ParameterServer": "distbelief.server",
     "plan": "distbelief.partition.outlook",

@@ -11,9 +11,6 @@ Rules:
 import datetime as dt
 import os
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from distbelief.cli_errors import FAILED, told
+from distbelief.cli_forecast import chaos, simulate
 from distbelief.cli_options import (
     BatchOption,
     ClusterOption,
@@ -48,16 +47,12 @@ from distbelief.cli_options import (
     VerifyOption,
     WholeOption,
 )
-from distbelief.errors import DistBeliefError, JobError
+from distbelief.errors import JobError
 
 
 if TYPE_CHECKING:
     from distbelief.job.run_directory import RunDirectory, Status
 
-
-FAILED: Final = 1
-MISTAKEN: Final = 2
-INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
 
 STALE_SECONDS: Final = 5.0
 """A running job writes its status every second; older than this, something is wrong."""
@@ -130,7 +125,7 @@ def train(
 
     Exit code: 0 done, 1 failed, 2 a mistake in what you gave, 130 stopped by Ctrl+C.
     """
-    with _told(show_traceback=show_traceback):
+    with told(show_traceback=show_traceback):
         job_file = _job_file(job_file, resume)
         from distbelief.job.jobfile import load_job  # noqa: PLC0415 -- start quickly
         from distbelief.job.launcher import Launcher  # noqa: PLC0415
@@ -161,7 +156,7 @@ def status(
 
     The figures are those of the job's last second; of a job that has ended, its last.
     """
-    with _told(show_traceback=show_traceback):
+    with told(show_traceback=show_traceback):
         from distbelief.job.run_directory import RunDirectory  # noqa: PLC0415
 
         run = (
@@ -191,7 +186,7 @@ def predict(
     A run that split its model over machines predicts with the same plan: one process
     for each machine, each of which reads only its part of the model.
     """
-    with _told(show_traceback=show_traceback):
+    with told(show_traceback=show_traceback):
         from distbelief.job import predicting  # noqa: PLC0415 -- torch
 
         done = predicting.predict(run_directory, inputs, out=out, whole=whole)
@@ -238,7 +233,7 @@ def partition(  # noqa: PLR0913 -- options
     Exit code: 0 done, 1 the plan does not fit the machines' memory (or, with --diff,
     the plans differ), 2 a mistake in what you gave.
     """
-    with _told(show_traceback=show_traceback):
+    with told(show_traceback=show_traceback):
         if diff is not None:
             from distbelief.partition import command  # noqa: PLC0415 -- torch
 
@@ -285,36 +280,8 @@ def partition(  # noqa: PLR0913 -- options
     raise typer.Exit(0 if fits else FAILED)
 
 
-@contextmanager
-def _told(*, show_traceback: bool) -> Iterator[None]:
-    """Turn what goes wrong into one message and an exit code."""
-    try:
-        yield
-    except DistBeliefError as error:
-        if show_traceback:
-            traceback.print_exc()
-        typer.echo(str(error), err=True)
-        code = MISTAKEN if isinstance(error, JobError) else FAILED
-        raise typer.Exit(code) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
-    except (typer.Exit, typer.Abort, BrokenPipeError):  # typer knows what to do
-        raise
-    except Exception as error:
-        if show_traceback:
-            raise
-        typer.echo(_pointer(error), err=True)
-        raise typer.Exit(FAILED) from None
-
-
-def _pointer(error: Exception) -> str:
-    """Return where an unexpected error arose, in two lines."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return (
-        f"{type(error).__name__}: {error}{where}\n"
-        "This was not foreseen. The same command with --traceback shows all of it."
-    )
+app.command()(simulate)
+app.command()(chaos)
 
 
 def _job_file(job_file: Path | None, resume: Path | None) -> Path:

@@ -184,3 +184,89 @@ DiffOption = Annotated[
         metavar="A B", help="Show where two plan files differ.", show_default=False
     ),
 ]
+SimulatedClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="NAME or FILE",
+        help="A ready-made cluster, or a TOML file: speed, memory and network of the "
+        "machines. Or `here`: as many machines like this one as --machines says.",
+        show_default="this host",
+    ),
+]
+SeedOption = Annotated[
+    int,
+    typer.Option(
+        metavar="N", min=0, help="Of all chance; the same seed, the same run."
+    ),
+]
+SeedsOption = Annotated[
+    int,
+    typer.Option(
+        metavar="K", min=1, help="Runs of each configuration: p10 to p90 is shown."
+    ),
+]
+SweepOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sweep",
+        metavar="KEY=V,V,...",
+        help="Try several values: replicas=1,2,4, or any key of the job file. Given "
+        "several times, all combinations are tried.",
+        show_default=False,
+    ),
+]
+SuggestOption = Annotated[
+    bool,
+    typer.Option(
+        "--suggest",
+        metavar=" ",
+        help="Look for the configuration that reaches the target of [stop] first, or "
+        "else computes the most samples per second, within --machines.",
+    ),
+]
+BudgetOption = Annotated[
+    int | None,
+    typer.Option(
+        "--machines",
+        metavar="N",
+        min=1,
+        help="Machines of the cluster that may be used.",
+        show_default="all",
+    ),
+]
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE.json",
+        help="Write the first run as a Chrome trace: what every role does when.",
+        show_default=False,
+    ),
+]
+CountedOption = Annotated[
+    bool,
+    typer.Option(
+        "--counted",
+        metavar=" ",
+        help="Take what work costs from counting its operations and bytes, instead of "
+        "measuring it on this machine.",
+    ),
+]
+PricedOption = Annotated[
+    bool,
+    typer.Option(
+        "--priced",
+        metavar=" ",
+        help="Compute nothing of the model: times and bytes only, of thousands of "
+        "machines.",
+    ),
+]
+RealOption = Annotated[
+    bool,
+    typer.Option(
+        "--real",
+        metavar=" ",
+        help="Break processes of this machine, instead of simulated ones.",
+    ),
+]

@@ -17,12 +17,11 @@ neither.
 import argparse
 import json
 import multiprocessing
-import os
 import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,6 +31,7 @@ from typing import final
 import numpy as np
 import torch
 
+from distbelief.forecast.chaos.hands import Hands
 from distbelief.optimizer import DownpourSGD
 from distbelief.parameter_server.update_rules import SGD
 from distbelief.server import ParameterServer
@@ -97,7 +97,8 @@ class Arena:
         suffixes = ["", "b"][:shard_copies]
         self._shards = [f"shard-{k}{s}" for k in range(N_SHARDS) for s in suffixes]
         self._stop = folder / "stop"
-        self._paused: tuple[int, float] | None = None  # pid, until when
+        self._hands = Hands()
+        self._paused_until = 0.0
         self._paused_worker: Worker | None = None
         self._begun = time.monotonic()
         self._watched = False  # the last fault was a shard's, and is being measured
@@ -117,7 +118,7 @@ class Arena:
                     self._launch(worker)
                 yield
             finally:
-                self._resume()
+                self._hands.release()
                 for worker in self.workers:
                     if worker.process is not None:
                         worker.process.kill()
@@ -161,8 +162,9 @@ class Arena:
 
     def _look(self, now: float) -> None:
         """Restart who is dead, wake who has slept enough, note who stands still."""
-        if self._paused is not None and now >= self._paused[1]:
-            self._resume()
+        self._hands.turn(now)
+        if now >= self._paused_until:
+            self._paused_worker = None
         for worker in self.workers:
             assert worker.process is not None
             if worker.process.exitcode is not None:
@@ -221,18 +223,10 @@ class Arena:
         self._watched = worker is None
         for other in self.workers:
             other.gap = 0.0
-        try:
-            os.kill(pid, signal.SIGKILL if kills else signal.SIGSTOP)
-        except ProcessLookupError:
-            return  # it is just being restarted
-        if not kills:
-            self._paused, self._paused_worker = (pid, now + seconds), worker
-
-    def _resume(self) -> None:
-        if self._paused is not None:
-            with suppress(ProcessLookupError):  # a new life may have taken its place
-                os.kill(self._paused[0], signal.SIGCONT)
-        self._paused = self._paused_worker = None
+        if kills:
+            self._hands.kill(pid)  # nobody, if it is just being restarted
+        elif self._hands.pause(pid, now=now, seconds=seconds):
+            self._paused_until, self._paused_worker = now + seconds, worker
 
     def _note_gaps(self) -> None:
         """Remember how long the workers stood still after a fault of a shard."""

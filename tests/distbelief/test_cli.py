@@ -10,7 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from distbelief.cli import FAILED, INTERRUPTED, MISTAKEN, _told, app
+from distbelief.cli import app
+from distbelief.cli_errors import FAILED, INTERRUPTED, MISTAKEN, told
 from distbelief.errors import JobError, StorageError
 from distbelief.job.run_directory import RunDirectory, Status
 from distbelief.job.view import RoleView, SupervisorView
@@ -144,7 +145,7 @@ def test_what_is_no_run_cannot_be_resumed() -> None:
 def test_each_kind_of_error_has_its_exit_code(
     error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(typer.Exit) as caught, _told(show_traceback=False):
+    with pytest.raises(typer.Exit) as caught, told(show_traceback=False):
         raise error
     assert caught.value.exit_code == code
     assert capsys.readouterr().err == said
@@ -153,7 +154,7 @@ def test_each_kind_of_error_has_its_exit_code(
 def test_an_unforeseen_error_points_at_its_place(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(typer.Exit) as caught, _told(show_traceback=False):
+    with pytest.raises(typer.Exit) as caught, told(show_traceback=False):
         _ = os.environ["NO SUCH NAME"]
     assert caught.value.exit_code == FAILED
     said = capsys.readouterr().err
@@ -166,10 +167,10 @@ def test_an_unforeseen_error_points_at_its_place(
 def test_a_traceback_is_shown_to_whoever_asks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(typer.Exit), _told(show_traceback=True):
+    with pytest.raises(typer.Exit), told(show_traceback=True):
         raise JobError("mend the model")
     assert "Traceback" in capsys.readouterr().err
-    with pytest.raises(ZeroDivisionError), _told(show_traceback=True):
+    with pytest.raises(ZeroDivisionError), told(show_traceback=True):
         _ = 1 / 0
 
 

@@ -1,0 +1,141 @@
+"""What came of breaking a job: a timeline, what was lost, what was done again."""
+
+from collections.abc import Sequence
+from typing import Literal, final
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from distbelief.forecast.chaos.schedule import Blow
+from distbelief.job import words
+from distbelief.job.view import SupervisorView
+from distbelief.roles import Seconds
+
+
+@final
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One moment of the timeline."""
+
+    seconds: Seconds
+    what: Literal["blow", "told", "end"]
+    text: str
+
+
+@final
+class Story(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it.
+
+    Attributes:
+        job: Its name.
+        seed: By which it happens again.
+        real: Whether to processes, or in virtual time.
+        horizon: Seconds that the blows were laid over.
+        blows: The whole schedule.
+        lines: What happened, in order of time.
+        error: Why the job failed, if it did.
+        samples: Trained on.
+        metric_name: What `metric` is.
+        metric: Held out, at the end.
+        undisturbed_seconds: How long it takes if nothing breaks; None if unknown.
+        seconds: How long it took.
+        pushes_applied: By all shards.
+        pushes_lost: Acknowledged, and gone with a shard.
+        pushes_refused: Too late, or of an older life.
+        messages_lost: That never arrived; None where nobody counts them.
+        restarts: By role.
+        steps_again: Steps that were computed and do not count; None if unknown.
+        digest: Of the trace; None of a real run.
+    """
+
+    job: str
+    seed: int
+    real: bool
+    horizon: Seconds
+    blows: tuple[Blow, ...]
+    lines: tuple[Line, ...]
+    error: str | None
+    samples: int
+    metric_name: str
+    metric: float | None
+    undisturbed_seconds: Seconds | None
+    seconds: Seconds
+    pushes_applied: int
+    pushes_lost: int
+    pushes_refused: int
+    messages_lost: int | None
+    restarts: dict[str, int]
+    steps_again: int | None
+    digest: str | None
+
+
+def told_lines(view: SupervisorView) -> list[Line]:
+    """Return what the supervisor has told."""
+    return [
+        Line(seconds=message.seconds, what="told", text=message.text)
+        for message in view.messages
+    ]
+
+
+def end_line(view: SupervisorView, error: str | None) -> Line:
+    """Return the last line."""
+    text = f"failed: {error}" if error else f"ended: {view.stop_reason}"
+    return Line(seconds=view.seconds, what="end", text=text)
+
+
+def in_order(lines: Sequence[Line]) -> tuple[Line, ...]:
+    """Return lines by time; of one moment, as they stand."""
+    return tuple(sorted(lines, key=lambda line: line.seconds))
+
+
+def restarts_of(view: SupervisorView) -> dict[str, int]:
+    """Return how often each role was restarted, if it was."""
+    return {role.name: role.restarts for role in view.roles if role.restarts}
+
+
+def shown(story: Story) -> RenderableType:
+    """Return the story for people."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    styles = {"blow": "bold red", "told": "", "end": "bold"}
+    marks = {"blow": "x", "told": "", "end": "="}
+    for line in story.lines:
+        style = styles[line.what]
+        table.add_row(
+            f"{line.seconds:.2f} s",
+            Text(marks[line.what], style),
+            Text(line.text, style),
+        )
+    return Group(table, Text(), *(Text(text) for text in _summary(story)))
+
+
+def _summary(story: Story) -> list[str]:
+    lost = [f"{story.pushes_lost:,} acknowledged pushes"]
+    if story.messages_lost is not None:
+        lost.append(f"{story.messages_lost:,} messages")
+    again = [f"{n} x {words.role(name)}" for name, n in story.restarts.items()]
+    took = words.duration(story.seconds)
+    if story.undisturbed_seconds is not None:
+        took += f", undisturbed {words.duration(story.undisturbed_seconds)}"
+    metric = words.metric(story.metric, story.metric_name)
+    lines = [
+        f"Lost: {', '.join(lost)}; {story.pushes_refused:,} pushes refused as too late",
+        f"Done again: {_steps(story)}; started again: {', '.join(again) or 'nobody'}",
+        f"Took {took}; {story.samples:,} samples, {story.metric_name} {metric}",
+    ]
+    replay = f"distbelief chaos JOB.toml --seed {story.seed}"
+    if story.real:
+        lines.append(f"The same blows again: {replay} --real")
+    else:
+        digest = (story.digest or "")[:16]
+        lines.append(f"Exactly the same again: {replay} (trace {digest})")
+    return lines
+
+
+def _steps(story: Story) -> str:
+    if story.steps_again is None:
+        return "nobody counts what was computed twice"
+    return f"{story.steps_again:,} steps"

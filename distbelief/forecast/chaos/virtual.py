@@ -1,0 +1,157 @@
+"""A job broken in virtual time: the same seed gives the same run, event by event.
+
+The machines are nobody's: as fast as makes the job a minute long if nothing breaks. So
+the supervisor's patience (a silence of 3 s is told, one of 10 s is a death) matters as
+it does in a job of any length, and nothing depends on the machine this runs on.
+"""
+
+from dataclasses import dataclass
+from typing import Final, final
+
+from distbelief.forecast.chaos.schedule import Blow, faults_of, schedule
+from distbelief.forecast.chaos.story import (
+    Line,
+    Story,
+    end_line,
+    in_order,
+    restarts_of,
+    told_lines,
+)
+from distbelief.forecast.staging import StagedJob
+from distbelief.forecast.watching import N_EVENTS_MAX, Tell, told_until_over, view_of
+from distbelief.job.view import SupervisorView
+from distbelief.roles import SUPERVISOR, Computed, Seconds
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.machines import Machine
+from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.world import Happening
+
+
+LENGTH_SECONDS: Final = 60.0
+PATIENCE: Final = 60.0
+"""Times the undisturbed length; a job that takes longer is given up."""
+
+_FLOPS: Final = 1e9
+_MEMORY_RATE: Final = 1e9
+_STEPS: Final = frozenset({"replica:step"})
+
+
+@final
+@dataclass(slots=True)
+class _Course:
+    """One run, and what is counted in it."""
+
+    simulation: SimulatedCluster
+    n_steps: int = 0
+
+    def observe(self, happening: Happening) -> None:
+        event = happening.event
+        if isinstance(event, Computed) and event.name in _STEPS:
+            self.n_steps += 1
+
+    @property
+    def view(self) -> SupervisorView:
+        return view_of(self.simulation)
+
+
+def break_virtually(staged: StagedJob, *, seed: int, tell: Tell | None = None) -> Story:
+    """Break a job by the schedule of a seed.
+
+    Args:
+        staged: The job.
+        seed: Of the schedule, and of all chance.
+        tell: Told how far it is, now and then.
+
+    Raises:
+        SimulationFailed: a role broke an assertion, or the job does not end.
+    """
+    roles = [entry.name for entry in staged.roster]
+    blows = schedule(seed, roles)
+    fast = _run(staged, seed=seed, slowness=1.0).view
+    slowness = LENGTH_SECONDS / max(fast.training_seconds, 1e-3)
+    undisturbed = _run(staged, seed=seed, slowness=slowness)
+    horizon = undisturbed.view.seconds
+    course = _run(
+        staged, seed=seed, slowness=slowness, blows=blows, horizon=horizon, tell=tell
+    )
+    return _story(
+        staged, course, undisturbed.view, seed=seed, blows=blows, horizon=horizon
+    )
+
+
+def _run(
+    staged: StagedJob,
+    *,
+    seed: int,
+    slowness: float,
+    blows: tuple[Blow, ...] = (),
+    horizon: Seconds = 1.0,
+    tell: Tell | None = None,
+) -> _Course:
+    roles = [entry.name for entry in staged.roster]
+    machine = Machine(
+        host="host-0" if staged.job.cluster.shared_memory else "",
+        flops_per_second=_FLOPS / slowness,
+        bytes_per_second=_MEMORY_RATE / slowness,
+    )
+    faults = [
+        fault
+        for blow in blows
+        for fault in faults_of(blow, horizon=horizon, roles=[*roles, SUPERVISOR])
+    ]
+    simulation = SimulatedCluster(
+        staged.builders(),
+        seed=seed,
+        options=ClusterOptions(
+            machine=machine, start=(SUPERVISOR,), faults=tuple(faults)
+        ),
+    )
+    course = _Course(simulation)
+    simulation.observe(course.observe)
+    is_over = told_until_over(simulation, tell)
+    within = PATIENCE * max(LENGTH_SECONDS, horizon) if blows else 1e7
+    simulation.run_until(is_over, within=within, max_events=N_EVENTS_MAX)
+    return course
+
+
+def _story(
+    staged: StagedJob,
+    course: _Course,
+    undisturbed: SupervisorView,
+    *,
+    seed: int,
+    blows: tuple[Blow, ...],
+    horizon: Seconds,
+) -> Story:
+    view, simulation = course.view, course.simulation
+    error = simulation.halted[SUPERVISOR]
+    struck = [blow for blow in blows if blow.at * horizon <= view.seconds]
+    lines = [
+        Line(seconds=blow.at * horizon, what="blow", text=blow.text(horizon))
+        for blow in struck
+    ]
+    lines += [*told_lines(view), end_line(view, error)]
+    has_coordinator = "coordinator" in staged.kinds.values()
+    return Story(
+        job=staged.job.name,
+        seed=seed,
+        real=False,
+        horizon=horizon,
+        blows=blows,
+        lines=in_order(lines),
+        error=error,
+        samples=view.samples,
+        metric_name=view.metric_name,
+        metric=view.metric,
+        undisturbed_seconds=undisturbed.seconds,
+        seconds=view.seconds,
+        pushes_applied=view.pushes_applied,
+        pushes_lost=view.pushes_lost,
+        pushes_refused=view.pushes_refused,
+        messages_lost=simulation.counts.lost,
+        restarts=restarts_of(view),
+        steps_again=None
+        if has_coordinator or staged.plan is not None
+        else max(course.n_steps - view.step, 0),
+        digest=simulation.trace.digest,
+    )

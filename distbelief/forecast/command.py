@@ -1,0 +1,118 @@
+"""What the commands do once their options are read: run, print, say whether it went."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from distbelief.forecast.chaos.real import break_really
+from distbelief.forecast.chaos.story import Story, shown
+from distbelief.forecast.chaos.virtual import break_virtually
+from distbelief.forecast.report import (
+    as_json as forecast_as_json,
+    constants_table,
+    details_of,
+    table_of,
+)
+from distbelief.forecast.simulating import Forecast, Wish, fulfil
+from distbelief.forecast.staging import Staging
+from distbelief.forecast.waiting import Waiting
+from distbelief.job.jobfile import load_job
+
+
+WIDTH: Final = 200
+"""Of what goes into a pipe; lines end where their text does."""
+
+
+def simulate(wish: Wish, *, as_json: bool) -> bool:
+    """Do what `distbelief simulate` does; return whether all runs came to their end.
+
+    Raises:
+        JobError: something that is wished for cannot be had.
+    """
+    console = _console()
+    aside = Console(stderr=True, highlight=False) if as_json else console
+    forecast = fulfil(wish, console=aside)
+    if as_json:
+        text = forecast_as_json(
+            forecast.job,
+            forecast.variants,
+            cluster=forecast.cluster,
+            constants=forecast.constants,
+            best=forecast.best,
+        )
+        console.out(text, highlight=False)
+    else:
+        _print(forecast, wish, console)
+    return all(
+        outcome.error is None
+        for variant in forecast.variants
+        for outcome in variant.outcomes
+    )
+
+
+def _console() -> Console:
+    """Return standard output; in a pipe tables are as wide as they like."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
+
+
+def _print(forecast: Forecast, wish: Wish, console: Console) -> None:
+    run = [variant for variant in forecast.variants if variant.outcomes]
+    n_seeds = len(wish.seeds)
+    seeds = "" if n_seeds == 1 else f", {n_seeds} seeds: median (p10 to p90)"
+    title = f"{forecast.job.name} on {forecast.cluster}{seeds}"
+    console.print(Text(title, "bold"))
+    console.print(table_of(run, best=forecast.best))
+    if len(run) == 1:
+        console.print(details_of(run[0]))
+    if forecast.best is not None:
+        chosen = " ".join(
+            f"--set {key}={value}" for key, value in forecast.best.settings.items()
+        )
+        console.print(f"suggested: {chosen}", soft_wrap=True)
+    left_out = len(forecast.variants) - len(run)
+    if left_out:
+        console.print(f"{left_out} configurations would take more machines")
+    if wish.trace is not None:
+        console.print(f"timeline of the first run: {wish.trace}", soft_wrap=True)
+    console.print()
+    console.print(constants_table(forecast.constants))
+
+
+def chaos(
+    job_file: Path,
+    *,
+    seed: int,
+    real: bool,
+    overrides: Sequence[str],
+    as_json: bool,
+) -> bool:
+    """Do what `distbelief chaos` does; return whether the job came to its end.
+
+    Raises:
+        JobError: the job cannot be run.
+    """
+    console = _console()
+    aside = Console(stderr=True, highlight=False) if as_json else console
+    job = load_job(job_file, overrides=overrides)
+    if real:
+        story = break_really(job, seed=seed, console=aside)
+    else:
+        with Staging() as staging, Waiting(aside, n_runs=1) as waiting:
+            waiting.say("Trying model and data")
+            staged = staging.stage(job)
+            waiting.begin(f"{job.name}, seed {seed}")
+            story = break_virtually(staged, seed=seed, tell=waiting.tell)
+    _show(story, console, as_json=as_json)
+    return story.error is None
+
+
+def _show(story: Story, console: Console, *, as_json: bool) -> None:
+    if as_json:
+        console.out(msgspec.json.encode(story).decode(), highlight=False)
+    else:
+        console.print(shown(story))

@@ -1,0 +1,199 @@
+"""Where the roles of a job run: on machines of a cluster, each as fast as it is there.
+
+On this host, as `train` would have it, all roles share one machine and its cores. On a
+cluster every machine of a replica and every shard has a machine of its own (Dean et al.
+2012, section 4: the parameter server is itself spread over machines), and one more has
+what computes little: supervisor, coordinator, evaluator.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, final
+
+from distbelief.errors import JobError
+from distbelief.forecast.adapted import Adapt, adapted
+from distbelief.forecast.rates import Rates
+from distbelief.forecast.staging import StagedJob
+from distbelief.graph.layer import GraphError
+from distbelief.program.cluster import Cluster, Machine
+from distbelief.roles import SUPERVISOR, Address, Compute, Cost, Seconds
+from distbelief.simulation.absences import absences
+from distbelief.simulation.faults import Fault
+from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.placing import Place, options_for
+from distbelief.simulation.world import Builder
+
+
+VECTORS_OF_SHARD: Final = 4
+"""Values, state of the rule, two slots: how often a shard has its part in memory."""
+
+VECTORS_OF_REPLICA: Final = 4
+"""Values, gradients, what has accrued, what is being fetched."""
+
+_FIRST: Final[Place] = 0
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosting:
+    """A cluster, and what this host's work takes on it.
+
+    Attributes:
+        cluster: Its machines.
+        reference: A machine like the cores of this host, on which rates were measured.
+        rates: Measured here; None if the job's own costs are to be believed.
+        together: Whether all roles share the first machine.
+    """
+
+    cluster: Cluster
+    reference: Machine
+    rates: Rates | None
+    together: bool
+
+    def placement(self, staged: StagedJob) -> dict[Address, Place]:
+        """Return the machine of every role.
+
+        Raises:
+            JobError: there are not enough.
+        """
+        kinds = staged.kinds
+        places: dict[Address, Place] = dict.fromkeys(kinds, _FIRST)
+        if self.together:
+            return places
+        alone = [name for name in kinds if has_machine(name, kinds)]
+        alone.sort(key=lambda name: kinds[name] == "shard")  # the fastest compute most
+        n_needed = self.n_needed(staged)
+        if n_needed > len(self.cluster):
+            raise JobError(
+                f"cluster {self.cluster.name!r} has {len(self.cluster)} machines, and "
+                f"the job takes {n_needed}: one for {count_of(staged)}, and one for "
+                "the supervisor and who else computes little. Lower [cluster] "
+                "replicas, partitions or shards, or name a larger cluster"
+            )
+        places.update(dict.fromkeys(kinds, len(alone)))
+        places.update({name: index for index, name in enumerate(alone)})
+        return places
+
+    def n_needed(self, staged: StagedJob) -> int:
+        """Return how many machines a job takes."""
+        kinds = staged.kinds
+        if self.together:
+            return 1
+        return 1 + sum(has_machine(name, kinds) for name in kinds)
+
+    def options(
+        self, staged: StagedJob, *, faults: Sequence[Fault] = ()
+    ) -> ClusterOptions:
+        """Return what the simulation is to be told of machines and links.
+
+        Raises:
+            JobError: the cluster cannot hold the job.
+        """
+        try:
+            options = options_for(
+                self.cluster,
+                self.placement(staged),
+                threads=staged.job.cluster.threads,
+                memory=memory_of(staged),
+                share_memory=staged.job.cluster.shared_memory,
+            )
+        except GraphError as error:
+            raise JobError(f"--cluster {self.cluster.name}: {error}") from error
+        return replace(options, start=(SUPERVISOR,), faults=tuple(faults))
+
+    @property
+    def loses_machines(self) -> bool:
+        """Whether machines of the cluster are gone now and then."""
+        cluster = self.cluster
+        return any((cluster.failures, cluster.preemptions, cluster.trace))
+
+    def outages(
+        self, staged: StagedJob, *, seed: int, horizon: Seconds
+    ) -> tuple[Fault, ...]:
+        """Return when machines of the job are gone, within so many seconds.
+
+        That of the supervisor never is: it is where the user sits.
+
+        Raises:
+            JobError: the trace of the cluster ends earlier.
+        """
+        kinds = staged.kinds
+        placement = {
+            name: place
+            for name, place in self.placement(staged).items()
+            if has_machine(name, kinds)
+        }
+        try:
+            return absences(self.cluster, placement, horizon=horizon, seed=seed)
+        except GraphError as error:
+            raise JobError(f"--cluster {self.cluster.name}: {error}") from error
+
+    def builders(self, staged: StagedJob) -> dict[Address, Builder]:
+        """Return how to build the roles of a job, with the costs that were measured."""
+        builders = staged.builders()
+        if self.rates is None:
+            return builders
+        adapt: Adapt = partial(
+            _at_cost,
+            rates=self.rates,
+            reference=self.reference,
+            on_one_host=self.together,
+        )
+        return adapted(builders, staged.kinds, adapt=adapt)
+
+
+def has_machine(name: Address, kinds: Mapping[Address, str]) -> bool:
+    """Return whether a role has a machine of its own."""
+    if kinds[name] == "machine":
+        return not name.startswith("evaluator")
+    return kinds[name] in {"replica", "shard"}
+
+
+def count_of(staged: StagedJob) -> str:
+    """Return in words what needs machines of its own."""
+    cluster = staged.job.cluster
+    n_machines = staged.answer.n_machines
+    per_replica = "" if n_machines is None else f" of {n_machines} machines"
+    copies = "" if cluster.shard_copies == 1 else f" in {cluster.shard_copies} copies"
+    replicas = f"each of {cluster.replicas} replicas{per_replica}"
+    return f"{replicas}, {cluster.shards} shards{copies}"
+
+
+def memory_of(staged: StagedJob) -> dict[Address, float]:
+    """Return about how many bytes the vectors of each role take."""
+    layout, kinds = staged.layout, staged.kinds
+    itemsize = layout.dtype.itemsize
+    n_shards, n_split = layout.n_shards, staged.answer.n_machines or 1
+    whole = sum(float(layout.shard_size(k)) for k in range(n_shards)) * itemsize
+    bytes_of = {
+        "shard": VECTORS_OF_SHARD * whole / n_shards,
+        "replica": VECTORS_OF_REPLICA * whole / n_split,
+        "machine": VECTORS_OF_REPLICA * whole / n_split,
+        "evaluator": whole / n_split,
+    }
+    return {name: bytes_of.get(kind, 0.0) for name, kind in kinds.items()}
+
+
+def _at_cost(
+    kind: str,
+    asked: Compute,
+    *,
+    rates: Rates,
+    reference: Machine,
+    on_one_host: bool,
+) -> Compute:
+    """Return the work with a cost that comes to the measured time on this host.
+
+    What was measured while all cores were at work holds as it is for this host. Only
+    elsewhere does it matter how much of it is memory's.
+    """
+    found = rates.seconds_of(kind, asked)
+    if found is None:
+        return asked
+    unit, seconds = found
+    if unit == "bytes" and not on_one_host:
+        cost = Cost(n_bytes=seconds * reference.memory_rate)
+    else:
+        cost = Cost(flops=seconds * reference.flops)
+    return replace(asked, cost=cost)

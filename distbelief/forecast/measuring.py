@@ -1,0 +1,249 @@
+"""Measures the rates of a job: a program that several processes run at once.
+
+    python -m distbelief.forecast.measuring FOLDER INDEX
+
+It runs the job of FOLDER/job.json with one replica in virtual time, times every piece
+of work, and writes what it has found to FOLDER/INDEX.json. It begins when all others
+are ready, so that all of them compute at once.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Final, final
+
+import msgspec
+
+from distbelief.allocator import keep_memory
+from distbelief.errors import DistBeliefError, JobError
+from distbelief.forecast.adapted import adapted
+from distbelief.forecast.exchange import seconds_of_message
+from distbelief.forecast.rates import (
+    Rate,
+    Rates,
+    Unit,
+    amount,
+    key_of,
+    now,
+    unit_of,
+)
+from distbelief.forecast.staging import Staging
+from distbelief.job.jobfile import job_from_json
+from distbelief.job.sections import Job, StopTable
+from distbelief.roles import SUPERVISOR, Action, Compute, Seconds
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.options import ClusterOptions
+
+
+SECONDS: Final = 4.0
+"""Of one measurement; the first part warms up."""
+
+N_WARM: Final = 3
+LAG: Final = 5.0
+"""Times as long as usual: then it was no work that took the time."""
+
+N_EVENTS_MAX: Final = 10**9
+READY_SECONDS_MAX: Final = 120.0
+POLL_SECONDS: Final = 0.02
+_WITHIN: Final = 1e6
+
+
+Piece = tuple[Seconds, float]
+"""How long a piece of work took, and how many units it was."""
+
+
+@final
+class _Found(msgspec.Struct, frozen=True, kw_only=True):
+    work: dict[str, tuple[Unit, list[Piece]]]
+    handling: dict[str, tuple[Seconds, int]]
+    messages: Seconds
+
+
+@final
+class Stopwatch:
+    """Times work and the handling of events.
+
+    By processor time, where one thread computes: what others take of the processors is
+    no property of the work.
+    """
+
+    def __init__(self, clock: Callable[[], Seconds] = time.thread_time) -> None:
+        self._clock = clock
+        self.work: dict[str, tuple[Unit, list[Piece]]] = {}
+        self.handling: dict[str, tuple[Seconds, int]] = {}
+
+    def adapt(self, kind: str, asked: Compute) -> Compute:
+        """Return the same work, timed."""
+        unit = unit_of(asked.cost)
+
+        def work() -> object:
+            begun = self._clock()
+            result = asked.work()
+            seconds = self._clock() - begun
+            key = key_of(kind, asked.name)
+            if self.work.get(key, ("", []))[0] != unit:
+                self.work[key] = (unit, [])  # it was not known before what it costs
+            self.work[key][1].append((seconds, amount(asked.cost, unit)))
+            return result
+
+        return Compute(name=asked.name, work=work, cost=asked.cost, lane=asked.lane)
+
+    def handled(
+        self, kind: str, handle: Callable[[], Sequence[Action]]
+    ) -> Sequence[Action]:
+        """Let a role handle an event, timed."""
+        begun = self._clock()
+        actions = handle()
+        seconds = self._clock() - begun
+        total, n = self.handling.get(kind, (0.0, 0))
+        self.handling[kind] = (total + seconds, n + 1)
+        return actions
+
+
+def measure(job: Job, *, n_processes: int) -> Rates:
+    """Measure the rates of a job, in so many processes at once.
+
+    Raises:
+        JobError: the job cannot be run.
+    """
+    with tempfile.TemporaryDirectory(prefix="distbelief-rates-") as folder:
+        path = Path(folder)
+        (path / "job.json").write_bytes(_alone(job).to_json())
+        command = [sys.executable, "-m", "distbelief.forecast.measuring", folder]
+        workers = [
+            subprocess.Popen(  # noqa: S603 -- our own program
+                [*command, str(index), str(n_processes)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            for index in range(n_processes)
+        ]
+        try:
+            said = [
+                worker.communicate()[0].decode(errors="replace") for worker in workers
+            ]
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        found = [_read(path / f"{i}.json", text) for i, text in enumerate(said)]
+    return _together(found)
+
+
+def _alone(job: Job) -> Job:
+    """Return the job with one replica, that ends never."""
+    cluster = msgspec.structs.replace(job.cluster, replicas=1, shard_copies=1)
+    return msgspec.structs.replace(
+        job,
+        cluster=cluster,
+        stop=StopTable(seconds=1e9),
+        evaluation=msgspec.structs.replace(job.evaluation, every=1.0),
+    )
+
+
+def _read(path: Path, said: str) -> _Found:
+    if not path.is_file():
+        raise JobError(
+            f"the job's work could not be measured; it said:\n{said[-2000:]}"
+        )
+    return msgspec.json.decode(path.read_bytes(), type=_Found)
+
+
+def _together(found: Sequence[_Found]) -> Rates:
+    work: dict[str, Rate] = {}
+    for key in sorted({key for each in found for key in each.work}):
+        measured = [each.work[key] for each in found if key in each.work]
+        pieces = [p for _, every in measured for p in every[N_WARM:] or every]
+        work[key] = Rate(unit=measured[0][0], seconds=rate_of(pieces), n=len(pieces))
+    handling = {
+        kind: median(
+            each.handling[kind][0] / each.handling[kind][1]
+            for each in found
+            if kind in each.handling
+        )
+        for kind in sorted({kind for each in found for kind in each.handling})
+    }
+    return Rates(
+        work=work,
+        handling=handling,
+        messages=median(each.messages for each in found),
+        n_side_by_side=len(found),
+        date=now(),
+    )
+
+
+def rate_of(pieces: Sequence[Piece]) -> Seconds:
+    """Return the seconds of a unit: of all pieces together, save for a few that lag.
+
+    Pieces of one kind may be of all sizes, and small ones take more for each unit.
+    """
+    usual = median(seconds / n for seconds, n in pieces)
+    kept = [(s, n) for s, n in pieces if s / n <= LAG * usual] or pieces
+    return sum(seconds for seconds, _ in kept) / sum(n for _, n in kept)
+
+
+# --------------------------------------------------------------------- the program
+
+
+def main(folder: str, index: int, n_processes: int) -> int:
+    """Measure, and write what was found; return the process's exit status."""
+    path = Path(folder)
+    job = job_from_json((path / "job.json").read_bytes())
+    keep_memory()
+    try:
+        with Staging() as staging:
+            staged = staging.stage(job)
+            watch = Stopwatch(
+                time.thread_time if job.cluster.threads == 1 else time.perf_counter
+            )
+            builders = adapted(
+                staged.builders(),
+                staged.kinds,
+                adapt=watch.adapt,
+                handled=watch.handled,
+            )
+            options = ClusterOptions(start=(SUPERVISOR,))
+            simulation = SimulatedCluster(builders, seed=0, options=options)
+            simulation.run_until(lambda: begun_in(simulation), within=_WITHIN)
+            _meet(path, index, n_processes)
+            begun = time.perf_counter()
+            simulation.run_until(
+                lambda: (
+                    time.perf_counter() - begun > SECONDS
+                    or SUPERVISOR in simulation.halted
+                ),
+                within=_WITHIN,
+                max_events=N_EVENTS_MAX,
+            )
+    except DistBeliefError as error:
+        sys.stdout.write(f"{error}\n")
+        return 1
+    found = _Found(
+        work=watch.work, handling=watch.handling, messages=seconds_of_message()
+    )
+    (path / f"{index}.json").write_bytes(msgspec.json.encode(found))
+    return 0
+
+
+def begun_in(simulation: SimulatedCluster) -> bool:
+    """Return whether training has begun."""
+    supervisor = simulation.role(SUPERVISOR)
+    return supervisor.status()[1]["samples"] > 0
+
+
+def _meet(path: Path, index: int, n_processes: int) -> None:
+    """Wait until all are here, though not for ever: one may have failed."""
+    (path / f"{index}.ready").touch()
+    deadline = time.perf_counter() + READY_SECONDS_MAX
+    while time.perf_counter() < deadline:
+        if len(list(path.glob("*.ready"))) >= n_processes:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,150 @@
+"""How long the work of a job's roles takes on this host: measured, and kept.
+
+    replica  replica:step      seconds of each floating point operation asked for
+             replica:push      seconds of each byte
+    shard    shard:apply       seconds of each byte
+    replica  handling          seconds of each event, of the role's own thread
+
+What the parts of a job take is known best from doing them: the real roles run for a few
+seconds in virtual time, with their real work, and every piece is timed. As many
+processes as there are cores do so side by side, for a core computes faster, and memory
+is nearer, while the others idle. What comes of it is kept in ~/.cache/distbelief.
+
+On another machine work takes as many times as long as that one is slower: what was
+counted in operations by its speed, what was counted in bytes by its memory.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Literal, final
+
+import msgspec
+
+from distbelief import files
+from distbelief.errors import StorageError
+from distbelief.job.sections import Job
+from distbelief.partition.profiling.profile import Host, this_host
+from distbelief.roles import Compute, Cost, Seconds
+
+
+VERSION: Final = 3
+
+Unit = Literal["flops", "bytes", "times"]
+
+
+@final
+class Rate(msgspec.Struct, frozen=True, kw_only=True):
+    """How long one kind of work takes.
+
+    Attributes:
+        unit: What its cost is counted in.
+        seconds: Of each unit.
+        n: Pieces that were timed.
+    """
+
+    unit: Unit
+    seconds: Seconds
+    n: int
+
+
+@final
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured of one job on one host.
+
+    Attributes:
+        work: By "KIND NAME": of a role, of its work.
+        handling: Seconds of an event, by kind of role.
+        messages: Seconds of processors that a message takes, both ends together.
+        n_side_by_side: Processes that computed at once.
+        date: Of the measurement, ISO 8601.
+        version: Of what is measured, and how.
+    """
+
+    work: Mapping[str, Rate]
+    handling: Mapping[str, Seconds]
+    messages: Seconds
+    n_side_by_side: int = 1
+    date: str = ""
+    version: int = VERSION
+
+    @property
+    def seconds_of_message(self) -> Seconds:
+        """All that a message takes, from where it is sent to when it is handled."""
+        return self.messages + max(self.handling.values(), default=0.0)
+
+    def seconds_of(self, kind: str, asked: Compute) -> tuple[Unit, Seconds] | None:
+        """Return what this work takes here, and by what that would change."""
+        rate = self.work.get(key_of(kind, asked.name))
+        if rate is None:
+            return None
+        return rate.unit, rate.seconds * amount(asked.cost, rate.unit)
+
+
+def key_of(kind: str, name: str) -> str:
+    """Return how a kind of work is called; numbers in names are of no account."""
+    plain = "".join(letter for letter in name if not letter.isdigit())
+    return f"{kind} {plain}"
+
+
+def unit_of(cost: Cost) -> Unit:
+    """Return what a cost is best counted in."""
+    if cost.flops > 0:
+        return "flops"
+    return "bytes" if cost.n_bytes > 0 else "times"
+
+
+def amount(cost: Cost, unit: Unit) -> float:
+    """Return how many of the unit it is."""
+    match unit:
+        case "flops":
+            return cost.flops
+        case "bytes":
+            return cost.n_bytes
+        case "times":
+            return 1.0
+
+
+def now() -> str:
+    """Return the date, for what is measured now."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# ------------------------------------------------------------------------- keeping
+
+
+def kept(job: Job) -> Rates | None:
+    """Return what was measured of such a job on this host before, if anything was."""
+    try:
+        content = _path(job, this_host()).read_bytes()
+        rates = msgspec.json.decode(content, type=Rates)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return rates if rates.version == VERSION else None
+
+
+def keep(job: Job, rates: Rates) -> None:
+    """Keep what was measured, where that can be; else it is measured again."""
+    path = _path(job, this_host())
+    with suppress(StorageError, OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write(path, msgspec.json.format(msgspec.json.encode(rates)))
+
+
+def _path(job: Job, host: Host) -> Path:
+    cluster = job.cluster
+    what = (
+        VERSION,
+        job.task,
+        job.algorithm_name,
+        job.batch_size,
+        cluster.threads,
+        cluster.shared_memory,
+        (cluster.partitions, cluster.plan, cluster.device),
+        os.cpu_count(),
+    )
+    digest = hashlib.sha256(msgspec.json.encode(what)).hexdigest()[:16]
+    return host.path.with_name(f"rates-{digest}-{host.path.stem[-8:]}.json")

@@ -1,0 +1,164 @@
+"""A forecast as a table for people, and as JSON for programs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from distbelief.forecast.outcome import Spread, has_target
+from distbelief.forecast.sweeping import Variant
+from distbelief.job import words
+from distbelief.job.sections import Job
+
+
+Show = Callable[[float | None], str]
+
+
+def _milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return words.DASH
+    return words.duration(seconds) if seconds >= 10 else f"{1e3 * seconds:.3g} ms"
+
+
+def _share(value: float | None) -> str:
+    return words.DASH if value is None else f"{value:.0%}".replace("%", " %")
+
+
+def _small(value: float | None) -> str:
+    return words.DASH if value is None else f"{value:.2g}"
+
+
+def _hours(value: float | None) -> str:
+    return words.DASH if value is None else f"{value:.3g}"
+
+
+COLUMNS: Final[Mapping[str, tuple[str, Show]]] = {
+    "step_seconds": ("step", _milliseconds),
+    "samples_per_second": ("samples/s", words.rate),
+    "target_seconds": ("to target", words.duration),
+    "training_seconds": ("training", words.duration),
+    "staleness_mean": ("staleness", _small),
+    "staleness_p95": ("p95", _small),
+    "pushed_bytes": ("pushed", words.size),
+    "fetched_bytes": ("fetched", words.size),
+    "machine_hours": ("machine-hours", _hours),
+}
+
+
+def table_of(variants: Sequence[Variant], *, best: Variant | None = None) -> Table:
+    """Return one row per variant; the best one is marked."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    keys = list(variants[0].settings)
+    for key in keys:
+        table.add_column(key.rpartition(".")[2], justify="right", no_wrap=True)
+    table.add_column("machines", justify="right", no_wrap=True)
+    job = variants[0].job
+    shown = {
+        name: column
+        for name, column in COLUMNS.items()
+        if name != "target_seconds" or has_target(job)
+    }
+    for heading, _ in shown.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    metric = next((o.metric_name for v in variants for o in v.outcomes), "metric")
+    table.add_column(metric, justify="right", no_wrap=True)
+    for variant in variants:
+        found = variant.spreads
+        cells = [variant.settings[key] for key in keys]
+        cells.append(str(variant.n_machines))
+        cells += [
+            spread_text(found.get(name), show) for name, (_, show) in shown.items()
+        ]
+        cells.append(
+            spread_text(found.get("metric"), lambda v: words.metric(v, metric))
+        )
+        style = "bold green" if variant is best else None
+        table.add_row(*cells, style=style)
+    return table
+
+
+def spread_text(spread: Spread | None, show: Show) -> str:
+    """Return "12 (10-15)": the median, and between what most runs lie."""
+    if spread is None:
+        return words.DASH
+    middle = show(spread.p50)
+    low, high = show(spread.p10), show(spread.p90)
+    if spread.n == 1 or low == high:
+        return middle
+    return f"{middle} ({low} to {high})"
+
+
+def details_of(variant: Variant) -> RenderableType:
+    """Return what a single configuration is told of besides: traffic, utilisation."""
+    outcome = variant.outcomes[0]
+    lines = [Text(f"ended: {outcome.error or outcome.ended}")]
+    if outcome.utilisation:
+        busy = ", ".join(
+            f"{kind} {_share(share)}" for kind, share in outcome.utilisation.items()
+        )
+        lines.append(Text(f"at work: {busy}"))
+    if outcome.traffic:
+        sent = ", ".join(
+            f"{ends} {words.size(n_bytes)}" for ends, n_bytes in outcome.traffic.items()
+        )
+        lines.append(Text(f"messages: {sent}"))
+    notes = []
+    if outcome.pushes_lost:
+        notes.append(f"{outcome.pushes_lost:,} pushes lost")
+    if outcome.restarts:
+        notes.append(f"{outcome.restarts} restarts")
+    notes += words.named(outcome.figures)
+    if notes:
+        lines.append(Text("; ".join(notes)))
+    lines.append(
+        Text(
+            f"seed {outcome.seed}, trace {outcome.digest[:16]}, "
+            f"{outcome.n_messages:,} messages",
+            "dim",
+        )
+    )
+    return Group(*lines)
+
+
+def constants_table(constants: Sequence[tuple[str, str, str]]) -> Table:
+    """Return every constant with its value and where it is from."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("constant", "value", "origin"):
+        table.add_column(heading, overflow="fold")
+    for row in constants:
+        table.add_row(*row, style="dim")
+    return table
+
+
+def as_json(
+    job: Job,
+    variants: Sequence[Variant],
+    *,
+    cluster: str,
+    constants: Sequence[tuple[str, str, str]],
+    best: Variant | None = None,
+) -> str:
+    """Return all of it as JSON."""
+    content = {
+        "job": job.name,
+        "cluster": cluster,
+        "constants": [
+            {"name": name, "value": value, "origin": origin}
+            for name, value, origin in constants
+        ],
+        "variants": [_plain(variant) for variant in variants],
+        "suggested": None if best is None else dict(best.settings),
+    }
+    return msgspec.json.encode(content).decode()
+
+
+def _plain(variant: Variant) -> dict[str, object]:
+    return {
+        "settings": dict(variant.settings),
+        "n_machines": variant.n_machines,
+        "spreads": variant.spreads,
+        "outcomes": variant.outcomes,
+    }

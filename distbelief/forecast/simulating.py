@@ -1,0 +1,269 @@
+"""`simulate`: what a job would do on a cluster, without having one.
+
+The roles are those of `distbelief train`, and so is the supervisor; gradients are real,
+time is virtual. What work takes is measured on this host (`rates`), and carried over to
+the cluster's machines by their speed.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, final
+
+import msgspec
+from rich.console import Console
+
+from distbelief.errors import JobError
+from distbelief.forecast.hosting import Hosting
+from distbelief.forecast.hosts import Hosts
+from distbelief.forecast.pricing import (
+    PricedHosting,
+    check_learns_nothing,
+    stand_in_for,
+)
+from distbelief.forecast.staging import StagedJob, Staging
+from distbelief.forecast.sweeping import (
+    Axis,
+    Variant,
+    best_of,
+    combinations,
+    usual_axes,
+)
+from distbelief.forecast.timeline import write_trace
+from distbelief.forecast.virtual_run import Ended, Host, run_virtually
+from distbelief.forecast.waiting import Waiting
+from distbelief.job.jobfile import load_job
+from distbelief.job.sections import Job
+
+
+N_SEEDS_MAX: Final = 1000
+
+
+@final
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be simulated.
+
+    Attributes:
+        job: Path of the job file.
+        overrides: "TABLE.KEY=VALUE", as for `train`.
+        axes: What is varied.
+        cluster: Name or path of a cluster; None: this host.
+        machines: How many of its machines there are; None: all.
+        suggests: Whether the best configuration is looked for.
+        seeds: Of the runs of each variant.
+        trace: Where the timeline of the first run is written.
+        measures: Whether work takes what it takes on this host, measured if need be;
+            else what the roles say it costs, at the speed of the cluster's machines.
+        priced: Whether nothing is computed: times and bytes are all that is wanted.
+    """
+
+    job: Path | Job
+    overrides: tuple[str, ...] = ()
+    axes: tuple[Axis, ...] = ()
+    cluster: str | None = None
+    machines: int | None = None
+    suggests: bool = False
+    seeds: tuple[int, ...] = (0,)
+    trace: Path | None = None
+    measures: bool = True
+    priced: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be."""
+        if not 1 <= len(self.seeds) <= N_SEEDS_MAX:
+            raise JobError(
+                f"--seeds {len(self.seeds)}: use 1 to {N_SEEDS_MAX} runs of each"
+            )
+        if self.machines is not None and self.machines < 1:
+            raise JobError(f"--machines {self.machines}: use 1 or more")
+        if self.trace is not None and (self.axes or self.suggests):
+            raise JobError(
+                f"--trace {self.trace}: of which configuration? Leave --sweep and "
+                "--suggest out"
+            )
+        if self.suggests and self.machines is None:
+            raise JobError(
+                "--suggest: within how many machines? Give --machines, for example "
+                "--machines 16"
+            )
+
+
+@final
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it.
+
+    Attributes:
+        job: As in the file, with what was set.
+        cluster: Its name.
+        constants: Name, value and origin of every figure it rests on.
+        variants: All that were run, in order.
+        best: The one to be suggested, if one was asked for.
+    """
+
+    job: Job
+    cluster: str
+    constants: tuple[tuple[str, str, str], ...]
+    variants: tuple[Variant, ...]
+    best: Variant | None = None
+
+
+def simulate(  # noqa: PLR0913 -- a front door: all but the first are options
+    job: Job | str | os.PathLike[str],
+    *,
+    cluster: str | None = None,
+    seed: int = 0,
+    seeds: int = 1,
+    overrides: Sequence[str] = (),
+    sweep: Mapping[str, Sequence[object]] | None = None,
+    machines: int | None = None,
+    suggest: bool = False,
+    priced: bool = False,
+) -> Forecast:
+    """Return what a job would do on a cluster.
+
+    Args:
+        job: A job, or the path of a job file.
+        cluster: Name of one that comes along, or path of a cluster file; by default
+            this host.
+        seed: Of the first run.
+        seeds: How many runs of each variant, to see how far they lie apart.
+        overrides: "TABLE.KEY=VALUE", as for `train`.
+        sweep: Values by key ("cluster.replicas"): all combinations are run.
+        machines: How many machines of the cluster there are.
+        suggest: Whether to look for the best configuration within `machines`.
+        priced: Whether times and bytes are all that is wanted: nothing is computed.
+
+    Raises:
+        JobError: the job cannot be run, or the cluster cannot hold it.
+    """
+    axes = tuple(
+        Axis.of(f"{key}={','.join(map(str, values))}")
+        for key, values in (sweep or {}).items()
+    )
+    wish = Wish(
+        job=job if isinstance(job, Job) else Path(job),
+        overrides=tuple(overrides),
+        axes=axes,
+        cluster=cluster,
+        machines=machines,
+        suggests=suggest,
+        seeds=tuple(range(seed, seed + seeds)),
+        priced=priced,
+    )
+    return fulfil(wish, console=Console(quiet=True))
+
+
+def fulfil(wish: Wish, *, console: Console) -> Forecast:
+    """Run everything that is wished for.
+
+    Raises:
+        JobError: something in it cannot be had.
+    """
+    axes = wish.axes
+    if wish.suggests and not axes:
+        assert wish.machines is not None
+        axes = tuple(usual_axes(wish.machines))
+    chosen = list(combinations(axes))
+    jobs = [_job(wish, settings) for settings in chosen]
+    hosts = Hosts(wish.cluster, machines=wish.machines, measures=wish.measures)
+    if wish.priced:
+        check_learns_nothing(jobs[0], suggests=wish.suggests)
+    n_runs = len(chosen) * len(wish.seeds)
+    with Staging() as staging, Waiting(console, n_runs=n_runs) as waiting:
+        planned = []
+        for job, settings in zip(jobs, chosen, strict=True):
+            staged = staging.stage(job)
+            planned.append((staged, hosts.hosting(job, tell=waiting.say), settings))
+        variants = tuple(
+            _variant(wish, *each, staging=staging, waiting=waiting) for each in planned
+        )
+    best = None
+    if wish.suggests:
+        assert wish.machines is not None
+        best = best_of(variants, n_machines=wish.machines)
+    return Forecast(
+        job=jobs[0],
+        cluster=hosts.cluster.name,
+        constants=hosts.constants,
+        variants=variants,
+        best=best,
+    )
+
+
+def _job(wish: Wish, settings: Mapping[str, str]) -> Job:
+    if isinstance(wish.job, Job):
+        if settings or wish.overrides:
+            raise JobError(
+                "a job that is no file cannot be varied: give the path of its file"
+            )
+        return wish.job
+    overrides = [*wish.overrides, *(f"{key}={v}" for key, v in settings.items())]
+    return load_job(wish.job, overrides=overrides)
+
+
+def _variant(
+    wish: Wish,
+    staged: StagedJob,
+    hosting: Hosting,
+    settings: Mapping[str, str],
+    *,
+    staging: Staging,
+    waiting: Waiting,
+) -> Variant:
+    """Run one combination with every seed; not at all if it takes too many machines."""
+    variant = Variant(
+        settings=settings, job=staged.job, n_machines=hosting.n_needed(staged)
+    )
+    most = wish.machines if wish.suggests else None
+    if most is not None and variant.n_machines > most:
+        for _ in wish.seeds:
+            waiting.end()
+        return variant
+    host: Host = hosting
+    runs = staged
+    if wish.priced:
+        host = PricedHosting(hosting=hosting, large=staged)
+        runs = stand_in_for(staged, staging)
+    outcomes = []
+    for index, seed in enumerate(wish.seeds):
+        name = ", ".join(f"{key.rpartition('.')[2]} {v}" for key, v in settings.items())
+        waiting.begin(f"{name or staged.job.name}, seed {seed}")
+        draws = wish.trace is not None and not index
+        ended = _run(runs, host, hosting, seed=seed, waiting=waiting, draws=draws)
+        if draws and wish.trace is not None:
+            write_trace(wish.trace, ended.ledger)
+        outcomes.append(ended.outcome)
+        waiting.end()
+    return msgspec.structs.replace(variant, outcomes=tuple(outcomes))
+
+
+def _run(
+    staged: StagedJob,
+    host: Host,
+    hosting: Hosting,
+    *,
+    seed: int,
+    waiting: Waiting,
+    draws: bool,
+) -> Ended:
+    """Run a job once; if machines are lost now and then, as long as it takes with that.
+
+    Raises:
+        JobError: it takes longer than is known of the machines.
+    """
+    ended = run_virtually(staged, host, seed=seed, tell=waiting.tell, keeps_spans=draws)
+    horizon = 0.0
+    while hosting.loses_machines and ended.outcome.seconds > horizon:
+        # With every outage within twice that time it may take longer still.
+        trace = hosting.cluster.trace
+        known = float("inf") if trace is None else trace.covers
+        horizon = max(ended.outcome.seconds, min(2 * ended.outcome.seconds, known))
+        ended = run_virtually(
+            staged,
+            host,
+            seed=seed,
+            faults=hosting.outages(staged, seed=seed, horizon=horizon),
+            tell=waiting.tell,
+            keeps_spans=draws,
+        )
+    return ended

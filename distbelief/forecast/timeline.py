@@ -1,0 +1,65 @@
+"""A run in virtual time as a picture for a trace viewer: who worked on what when.
+
+For chrome://tracing and ui.perfetto.dev, like the timeline of a planned step
+(`program.timeline`): a process per role, with a row for each of its lanes.
+"""
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from distbelief import files
+from distbelief.forecast.ledger import Ledger
+from distbelief.roles import Address, Lane
+
+
+TraceEvent = dict[str, str | int | float | dict[str, str]]
+
+_ROWS: Final = {Lane.COMPUTE: 0, Lane.DATA: 1}
+
+
+def chrome_trace(ledger: Ledger) -> list[TraceEvent]:
+    """Return the work of a run in the trace event format: to be written as JSON."""
+    roles: dict[Address, int] = {}
+    for span in ledger.spans:
+        roles.setdefault(span.role, len(roles))
+    trace: list[TraceEvent] = []
+    for role, number in roles.items():
+        trace.append(_name("process_name", number, 0, role))
+        trace += [
+            _name("thread_name", number, row, lane.value) for lane, row in _ROWS.items()
+        ]
+    trace += [
+        {
+            "ph": "X",
+            "pid": roles[span.role],
+            "tid": _ROWS[span.lane],
+            "name": span.name,
+            "cat": span.name.partition(":")[2] or span.name,
+            "ts": (span.ends - span.seconds) * 1e6,
+            "dur": span.seconds * 1e6,
+            "args": {"role": span.role},
+        }
+        for span in ledger.spans
+    ]
+    return trace
+
+
+def write_trace(path: Path, ledger: Ledger) -> None:
+    """Write the timeline of a run.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    files.write(path, msgspec.json.encode({"traceEvents": chrome_trace(ledger)}))
+
+
+def _name(what: str, process: int, row: int, text: str) -> TraceEvent:
+    return {
+        "ph": "M",
+        "pid": process,
+        "tid": row,
+        "name": what,
+        "args": {"name": text},
+    }

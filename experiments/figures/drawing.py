@@ -1,0 +1,141 @@
+"""Draws the figures as PNG, with what the paper published beside our curves."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from experiments.figures.results import FOLDER
+from experiments.figures.scaled import CORES, Course
+
+
+if TYPE_CHECKING:
+    from experiments.figures.speedup import SpeedUp
+
+
+PAPERS_SPEED_UPS: Final[Mapping[str, tuple[float, float]]] = {
+    "speech 42M": (8, 2.2),
+    "images 1.7B": (81, 12.0),
+}
+"""What section 5 of Dean et al. 2012 says in words: machines, and times as fast."""
+
+COLOURS: Final = ("#444444", "#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#ff7f0e")
+
+
+def draw_speed_up(found: "Sequence[SpeedUp]") -> None:
+    """Draw Figure 3."""
+    figure, (axes,) = _figure(1, width=7.0)
+    names = list(dict.fromkeys(each.net for each in found))
+    for name, colour in zip(names, COLOURS[1:], strict=False):
+        own = [each for each in found if each.net == name]
+        machines = [each.machines for each in own]
+        axes.plot(machines, [e.speed_up for e in own], "o-", color=colour, label=name)
+        evenly = [each.even for each in own]
+        axes.plot(machines, evenly, ":", color=colour)
+        one = own[0].seconds[1] * own[0].speed_up
+        slow = [one / each.seconds[2] for each in own]
+        fast = [one / each.seconds[0] for each in own]
+        axes.fill_between(machines, slow, fast, color=colour, alpha=0.15, linewidth=0)
+        if name in PAPERS_SPEED_UPS:
+            axes.plot(*PAPERS_SPEED_UPS[name], "*", color=colour, markersize=14)
+    axes.plot([], [], ":", color="black", label="every layer cut evenly")
+    axes.plot([], [], "*", color="black", markersize=12, label="the paper, in words")
+    axes.set(
+        xlabel="machines of one replica", ylabel="speed-up of a step", ylim=(0, None)
+    )
+    axes.legend(frameon=False)
+    _save(figure, "figure3.png")
+
+
+def draw_methods(courses: Sequence[Course]) -> None:
+    """Draw Figure 4."""
+    figure, panels = _figure(2, width=11.0)
+    groups = by_method(courses)
+    for axes, part in zip(panels, ("trained", "held_out"), strict=True):
+        for name, colour in zip(groups, COLOURS, strict=False):
+            _band(axes, groups[name], part, name, colour)
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
+        axes.set(
+            xlabel="hours",
+            ylabel=f"accuracy, {part.replace('_', ' ')}",
+            xscale="log",
+        )
+    panels[1].legend(frameon=False, loc="lower right")
+    _save(figure, "figure4.png")
+
+
+def draw_crossings(courses: Sequence[Course], *, target: float) -> None:
+    """Draw Figure 5."""
+    figure, panels = _figure(2, width=11.0)
+    names = list(dict.fromkeys(course.name for course in courses))
+    for axes, factor, what in zip(
+        panels, (1, CORES), ("machines", "cores"), strict=True
+    ):
+        for name, colour in zip(names, COLOURS[1:], strict=False):
+            rows = _times(courses, name)
+            x = [machines * factor for machines, _ in rows]
+            middle = [float(np.median(times)) / 3600 for _, times in rows]
+            low = [min(times) / 3600 for _, times in rows]
+            high = [max(times) / 3600 for _, times in rows]
+            axes.plot(x, middle, "o-", color=colour, label=name)
+            axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.set(xlabel=what, ylabel=f"hours to {target:.0%} held out", xscale="log")
+        axes.set_yscale("log")
+    panels[1].legend(frameon=False)
+    _save(figure, "figure5.png")
+
+
+def by_method(courses: Sequence[Course]) -> dict[str, list[Course]]:
+    """Return courses by method and replicas, as the legend has them."""
+    groups: dict[str, list[Course]] = defaultdict(list)
+    for course in courses:
+        groups[f"{course.name} [{course.replicas}]"].append(course)
+    return groups
+
+
+def _times(courses: Sequence[Course], name: str) -> list[tuple[int, list[float]]]:
+    """Return machines, and times to the target of the seeds that reached it."""
+    rows: dict[int, list[float]] = defaultdict(list)
+    for course in courses:
+        if course.name == name and course.target_seconds is not None:
+            rows[course.machines].append(course.target_seconds)
+    return sorted(rows.items())
+
+
+def _band(
+    axes: Axes, courses: Sequence[Course], part: str, name: str, colour: str
+) -> None:
+    """Draw the median of the seeds, and all between the lowest and the highest."""
+    end = min(course.points[-1].seconds for course in courses)
+    begin = max(course.points[0].seconds for course in courses)
+    grid = np.geomspace(max(begin, 1.0), max(end, 2.0), 60)
+    curves = np.array(
+        [
+            np.interp(
+                grid,
+                [point.seconds for point in course.points],
+                [getattr(point, part) for point in course.points],
+            )
+            for course in courses
+        ]
+    )  # (seeds, times)
+    hours = grid / 3600
+    axes.plot(hours, np.median(curves, axis=0), color=colour, label=name)
+    axes.fill_between(
+        hours, curves.min(axis=0), curves.max(axis=0), color=colour, alpha=0.2
+    )
+
+
+def _figure(n_panels: int, *, width: float) -> tuple[Figure, Sequence[Axes]]:
+    figure = Figure(figsize=(width, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(1, n_panels, squeeze=False)[0])
+
+
+def _save(figure: Figure, name: str) -> None:
+    figure.savefig(FOLDER / name, format="png")

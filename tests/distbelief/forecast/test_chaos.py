@@ -1,0 +1,167 @@
+"""Breaking jobs on purpose: the schedule, both kinds of runs, the story."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from distbelief.forecast.chaos.hands import Hands
+from distbelief.forecast.chaos.real import Attacker
+from distbelief.forecast.chaos.schedule import KINDS, Blow, faults_of, schedule
+from distbelief.forecast.chaos.story import Story, shown
+from distbelief.forecast.chaos.virtual import break_virtually
+from distbelief.forecast.staging import Staging
+from distbelief.job.view import RoleView, SupervisorView
+from distbelief.roles import Address
+from distbelief.simulation.faults import CutOff, Drop, Kill, Pause, Slow
+from tests.distbelief.forecast.jobs import SANDBLASTER, small
+
+
+ROLES = ["shard-0", "shard-1", "replica-0", "replica-1"]
+
+
+def test_a_seed_always_gives_the_same_blows_and_another_one_others() -> None:
+    assert schedule(7, ROLES) == schedule(7, ROLES)
+    assert schedule(7, ROLES) != schedule(8, ROLES)
+    times = [blow.at for blow in schedule(7, ROLES)]
+    assert times == sorted(times)
+
+
+def test_every_kind_of_blow_and_every_role_comes_up() -> None:
+    drawn = [blow for seed in range(20) for blow in schedule(seed, ROLES)]
+    assert {blow.kind for blow in drawn} == set(KINDS)
+    assert {blow.role for blow in drawn} == set(ROLES)
+    assert all(blow.other != blow.role for blow in drawn)
+
+
+def test_blows_are_faults_of_the_simulation_over_the_jobs_length() -> None:
+    shard = Address("shard-0")
+
+    def fault(**given: object) -> object:
+        blow = Blow(role="shard-0", at=0.5, lasts=0.1, **given)  # type: ignore[arg-type]  # by name
+        (found,) = faults_of(blow, horizon=60.0, roles=["shard-0", "replica-0"])
+        return found
+
+    assert fault(kind="kill") == Kill(at=30.0, role=shard)
+    assert fault(kind="pause") == Pause(at=30.0, role=shard, seconds=6.0)
+    assert fault(kind="slow", factor=3.0) == Slow(
+        at=30.0, role=shard, factor=3.0, seconds=6.0
+    )
+    assert fault(kind="cut off") == CutOff(at=30.0, a=shard, seconds=6.0)
+    ends = (shard, Address("replica-0"))
+    assert fault(kind="drop", probability=0.2) == Drop(
+        probability=0.2, between=ends, at=30.0, seconds=6.0
+    )
+
+
+def printed(story: Story) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(shown(story))
+    return capture.get()
+
+
+def test_a_job_broken_twice_by_one_seed_breaks_alike() -> None:
+    with Staging() as staging:
+        staged = staging.stage(small())
+        story = break_virtually(staged, seed=3)
+        assert break_virtually(staged, seed=3) == story
+    assert story.error is None
+    assert story.undisturbed_seconds is not None
+    times = [line.seconds for line in story.lines]
+    assert times == sorted(times)
+    assert story.lines[-1].text.startswith("ended: ")
+    text = printed(story)
+    assert "Lost: " in text
+    assert "Done again: " in text
+    assert "Exactly the same again: distbelief chaos JOB.toml --seed 3 (trace " in text
+
+
+def test_a_sandblaster_job_comes_to_its_end_all_the_same() -> None:
+    with Staging() as staging:
+        story = break_virtually(staging.stage(small(text=SANDBLASTER)), seed=3)
+    assert story.error is None
+    assert story.steps_again is None
+    assert "nobody counts what was computed twice" in printed(story)
+
+
+# ------------------------------------------------------------------ real processes
+
+
+@pytest.fixture
+def victim() -> Iterator[int]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def await_state(pid: int, states: str) -> None:
+    deadline = time.monotonic() + 10.0
+    while state_of(pid) not in states:
+        assert time.monotonic() < deadline, state_of(pid)
+        time.sleep(0.002)
+
+
+def test_a_paused_process_goes_on_when_its_time_is_up(victim: int) -> None:
+    hands = Hands()
+    assert hands.pause(victim, now=0.0, seconds=2.0)
+    await_state(victim, "T")
+    hands.turn(1.9)
+    assert state_of(victim) == "T"
+    hands.turn(2.0)
+    await_state(victim, "SR")
+
+
+def test_a_slowed_process_runs_its_part_of_each_period(victim: int) -> None:
+    hands = Hands()
+    assert hands.slow(victim, now=0.0, seconds=2.0, factor=4.0)
+    for now, states in [(0.02, "SR"), (0.03, "T"), (0.09, "T"), (0.11, "SR")]:
+        hands.turn(now)
+        await_state(victim, states)
+    hands.turn(0.15)
+    await_state(victim, "T")
+    hands.release()
+    await_state(victim, "SR")
+
+
+def test_who_is_gone_cannot_be_hit(victim: int) -> None:
+    hands = Hands()
+    assert hands.kill(victim)
+    os.waitpid(victim, 0)
+    assert not hands.kill(victim)
+    assert not hands.pause(victim, now=0.0, seconds=1.0)
+    hands.slow(victim, now=0.0, seconds=1.0, factor=2.0)  # found out when it is due
+    hands.turn(0.09)
+    hands.turn(5.0)
+
+
+def test_the_attacker_strikes_whom_the_supervisor_knows(victim: int) -> None:
+    blows = [
+        Blow(kind="kill", role="replica-0", at=0.0),
+        Blow(kind="pause", role="shard-0", at=0.0, lasts=0.1),
+        Blow(kind="drop", role="shard-0", at=0.0, lasts=0.1, probability=0.5),
+    ]
+    attacker = Attacker(blows, horizon=0.1)
+    view = SupervisorView(
+        samples=1, roles=(RoleView(name="replica-0", state="computing", pid=victim),)
+    )
+    with attacker:
+        assert not attacker.watch(view)
+        await_state(victim, "Z")
+        deadline = time.monotonic() + 10.0
+        while len(attacker.lines) < 2 and time.monotonic() < deadline:
+            time.sleep(0.002)
+    assert [line.text for line in attacker.lines] == [
+        "kill replica-0",
+        "pause shard-0 for 0.0 s: nobody there",
+    ]

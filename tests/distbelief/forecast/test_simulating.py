@@ -1,0 +1,216 @@
+"""Jobs in virtual time: figures, sweeps, the command line, and mistakes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+import distbelief
+from distbelief.cli import app
+from distbelief.cli_errors import MISTAKEN
+from distbelief.errors import JobError
+from distbelief.forecast.outcome import Outcome
+from distbelief.forecast.simulating import Forecast, Wish, fulfil, simulate
+from distbelief.forecast.sweeping import axes_of
+from distbelief.job.sections import Job
+from tests.distbelief.forecast.jobs import SANDBLASTER, TEXT, small, written
+
+
+RACK = """
+latency = "60 us"
+[[machines]]
+count = 6
+flops = "200 kFLOP/s"
+memory_rate = "10 MB/s"
+bandwidth = "1 Gbit/s"
+memory = "1 GiB"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rack.toml").write_text(RACK)
+
+
+def forecast(
+    job: Job | Path, *, sweep: tuple[str, ...] = (), **wish: object
+) -> Forecast:
+    asked = Wish(
+        job=job,
+        axes=tuple(axes_of(sweep)),
+        measures=False,
+        **{"cluster": "rack.toml", **wish},  # type: ignore[arg-type]  # by name
+    )
+    return fulfil(asked, console=Console(quiet=True))
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"})
+
+
+def test_a_run_has_all_figures_and_its_seed_gives_it_again() -> None:
+    (variant,) = forecast(small()).variants
+    (run,) = variant.outcomes
+    assert run.error is None
+    assert run.samples >= 120
+    assert run.steps == run.samples // 4
+    assert run.step_seconds == pytest.approx(2 * run.training_seconds / run.steps)
+    assert run.staleness_mean is not None
+    assert run.pushed_bytes > 0 < run.fetched_bytes
+    assert {"replica", "shard", "evaluator"} == set(run.utilisation)
+    assert run.traffic["replica - shard"] > run.pushed_bytes
+    assert run.n_machines == 5
+    assert run.machine_hours == pytest.approx(5 * run.seconds / 3600)
+    again = forecast(small()).variants[0].outcomes[0]
+    assert again == run
+    other = forecast(small(), seeds=(1,)).variants[0].outcomes[0]
+    assert other.digest != run.digest
+
+
+def test_sandblaster_runs_in_virtual_time_too() -> None:
+    (variant,) = forecast(small(text=SANDBLASTER)).variants
+    (run,) = variant.outcomes
+    assert run.error is None
+    assert run.figures["iteration"] >= 1
+    assert run.staleness_mean is None
+    assert "coordinator" in run.utilisation
+
+
+def test_a_priced_job_has_the_bytes_of_its_own_net_and_computes_none_of_it() -> None:
+    priced = forecast(small(), priced=True).variants[0].outcomes[0]
+    learnt = forecast(small()).variants[0].outcomes[0]
+    assert priced.error is None
+    assert priced.samples >= 120
+
+    def per_push(run: Outcome) -> float:
+        return run.traffic["replica - shard"] / run.steps
+
+    assert per_push(priced) == pytest.approx(per_push(learnt), rel=0.3)
+    assert priced.step_seconds == pytest.approx(learnt.step_seconds, rel=0.3)
+
+
+def test_without_learning_there_is_no_target() -> None:
+    with pytest.raises(JobError, match="no target of"):
+        forecast(small("stop={accuracy=0.5}"), priced=True)
+
+
+def test_the_time_to_a_target_is_told_if_it_was_reached() -> None:
+    often = ("evaluation.every=0.1 s", "stop.samples=4000")
+    (easy,) = forecast(small("stop.accuracy=0.01", *often)).variants
+    assert easy.outcomes[0].target_seconds == easy.outcomes[0].training_seconds
+    (hard,) = forecast(small("stop.loss=-1.0")).variants
+    assert hard.outcomes[0].target_seconds is None
+
+
+def test_a_sweep_runs_every_combination_with_every_seed(tmp_path: Path) -> None:
+    found = forecast(
+        written(tmp_path), sweep=("replicas=1,2", "shards=1,2"), seeds=(0, 1)
+    )
+    assert [variant.n_machines for variant in found.variants] == [3, 4, 4, 5]
+    assert all(len(variant.outcomes) == 2 for variant in found.variants)
+    assert found.variants[3].spreads["samples_per_second"].n == 2
+    one, two = found.variants[0].spreads, found.variants[2].spreads
+    assert two["samples_per_second"].p50 > one["samples_per_second"].p50
+
+
+def test_a_suggestion_keeps_within_its_machines(tmp_path: Path) -> None:
+    found = forecast(written(tmp_path), suggests=True, machines=4)
+    assert found.best is not None
+    assert found.best.n_machines <= 4
+    assert found.best.settings["cluster.replicas"] == "2"
+    assert [v.n_machines for v in found.variants if v.outcomes] == [3, 4]
+
+
+def test_on_machines_that_are_lost_now_and_then_roles_are_restarted() -> None:
+    Path("spot.toml").write_text(
+        RACK + '[failures]\nmean_time = "10 s"\naway = "1 s"\n'
+    )
+    job = small("stop.seconds=6", "stop.samples=100000000", "algorithm.batch_size=24")
+    (variant,) = forecast(job, cluster="spot.toml").variants
+    assert variant.outcomes[0].restarts > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"cluster": "rack-1"}, "Did you mean 'rack-1g'?"),
+        ({"machines": 7}, "has 6 machines; 7 are asked for"),
+        ({"machines": 4}, "has 4 machines, and the job takes 5: one for each of 2"),
+        ({"machines": 0}, "--machines 0: use 1 or more"),
+        ({"suggests": True}, "--suggest: within how many machines"),
+        ({"suggests": True, "machines": 6, "trace": Path("t")}, "of which config"),
+        ({"seeds": ()}, "--seeds 0: use 1 to"),
+        ({"sweep": ("replicas=1,2",)}, "a job that is no file cannot be varied"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_told_in_one_sentence(
+    change: dict[str, object], said: str
+) -> None:
+    with pytest.raises(JobError, match=said):
+        forecast(small(), **change)  # type: ignore[arg-type]  # by name
+
+
+def test_a_machine_without_the_memory_is_named() -> None:
+    Path("rack.toml").write_text(RACK.replace("1 GiB", "1 kB"))
+    with pytest.raises(JobError, match=r"machine-\d of cluster 'rack' cannot hold"):
+        forecast(small())
+
+
+def test_a_trace_that_ends_early_is_refused() -> None:
+    Path("spot.csv").write_text("0.001,0,1\nend,0.01\n")
+    Path("rack.toml").write_text(RACK + '[trace]\nfile = "spot.csv"\n')
+    with pytest.raises(JobError, match=r"ends early: it covers 0\.01 s"):
+        forecast(small())
+
+
+def test_from_python_it_is_one_name() -> None:
+    assert distbelief.simulate is simulate
+
+
+# ------------------------------------------------------------------ the command line
+
+
+def test_the_command_prints_a_table_and_where_figures_are_from(tmp_path: Path) -> None:
+    job = str(written(tmp_path))
+    result = command(
+        "simulate", job, "--cluster", "rack.toml", "--counted", "--trace", "t.json"
+    )
+    assert result.exit_code == 0, result.output
+    assert "small on rack" in result.output
+    assert "samples/s" in result.output
+    assert "memory rate" in result.output
+    assert "counted, not measured" in result.output
+    events = json.loads(Path("t.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"replica-0", "shard-1", "compute", "data"} <= names
+    assert any(event["name"] == "replica:step" for event in events)
+
+
+def test_the_command_prints_json_and_nothing_else(tmp_path: Path) -> None:
+    job = str(written(tmp_path))
+    arguments = ("--cluster", "rack.toml", "--counted", "--sweep", "replicas=1,2")
+    result = command("simulate", job, *arguments, "--json")
+    content = json.loads(result.stdout)
+    assert [v["settings"] for v in content["variants"]] == [
+        {"cluster.replicas": "1"},
+        {"cluster.replicas": "2"},
+    ]
+    assert content["constants"]
+
+
+def test_chaos_prints_its_timeline(tmp_path: Path) -> None:
+    result = command("chaos", str(written(tmp_path, text=TEXT)), "--seed", "5")
+    assert result.exit_code == 0, result.output
+    assert "Exactly the same again" in result.output
+    as_json = command("chaos", str(tmp_path / "small.toml"), "--seed", "5", "--json")
+    assert json.loads(as_json.stdout)["seed"] == 5
+
+
+@pytest.mark.parametrize("name", ["simulate", "chaos"])
+def test_without_a_job_the_user_is_told_how_to_name_one(name: str) -> None:
+    result = command(name)
+    assert result.exit_code == MISTAKEN
+    assert f"distbelief {name} speech.toml" in result.output

@@ -1,0 +1,137 @@
+"""Sweeps and suggestions: what they mean, and what they refuse."""
+
+import pytest
+
+from distbelief.errors import JobError
+from distbelief.forecast.outcome import Outcome, Spread
+from distbelief.forecast.sweeping import (
+    Axis,
+    Variant,
+    axes_of,
+    best_of,
+    combinations,
+    usual_axes,
+)
+from tests.distbelief.forecast.jobs import small
+
+
+def an_outcome(
+    *, rate: float | None = 100.0, target_seconds: float | None = None, seed: int = 0
+) -> Outcome:
+    return Outcome(
+        seed=seed,
+        ended="done",
+        error=None,
+        seconds=1.0,
+        training_seconds=1.0,
+        n_machines=3,
+        samples=100,
+        steps=10,
+        step_seconds=0.1,
+        samples_per_second=rate,
+        target_seconds=target_seconds,
+        metric_name="accuracy",
+        metric=None,
+        held_out_loss=None,
+        loss=None,
+        staleness_mean=None,
+        staleness_p95=None,
+        pushed_bytes=0,
+        fetched_bytes=0,
+        traffic={},
+        utilisation={},
+        machine_hours=0.0,
+        pushes_lost=0,
+        restarts=0,
+        n_messages=0,
+        digest="",
+    )
+
+
+def a_variant(
+    name: str, *outcomes: Outcome, n_machines: int = 3, target: bool = False
+) -> Variant:
+    job = small("stop.accuracy=0.5") if target else small()
+    return Variant(
+        settings={"cluster.replicas": name},
+        job=job,
+        n_machines=n_machines,
+        outcomes=outcomes,
+    )
+
+
+def test_an_axis_may_leave_out_the_table_of_a_usual_key() -> None:
+    assert Axis.of("replicas=1, 2") == Axis(key="cluster.replicas", values=("1", "2"))
+    assert Axis.of("n_push=5").key == "algorithm.n_push"
+    assert Axis.of("stop.samples=7").key == "stop.samples"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("replicas", "write TABLE.KEY=VALUE"),
+        ("width=1,2", "write TABLE.KEY=VALUE"),
+        ("replicas=1,,2", "write TABLE.KEY=VALUE"),
+        ("replicas=1,2,1", "1 is there twice"),
+    ],
+)
+def test_what_is_no_axis_is_refused_with_an_example(text: str, said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        Axis.of(text)
+
+
+def test_all_combinations_are_run_the_last_axis_fastest() -> None:
+    axes = axes_of(["replicas=1,2", "n_push=1,5"])
+    assert [tuple(each.values()) for each in combinations(axes)] == [
+        ("1", "1"),
+        ("1", "5"),
+        ("2", "1"),
+        ("2", "5"),
+    ]
+    assert list(combinations([])) == [{}]
+
+
+def test_a_key_that_is_swept_twice_is_refused() -> None:
+    with pytest.raises(JobError, match=r"cluster\.replicas: is there twice"):
+        axes_of(["replicas=1", "cluster.replicas=2"])
+
+
+def test_too_many_combinations_are_refused_with_their_number() -> None:
+    values = ",".join(map(str, range(1, 41)))
+    with pytest.raises(JobError, match="1,600 combinations"):
+        axes_of([f"replicas={values}", f"shards={values}"])
+
+
+def test_a_suggestion_is_looked_for_among_doublings_that_may_fit() -> None:
+    replicas, shards = usual_axes(16)
+    assert replicas.values == ("1", "2", "4", "8", "14")
+    assert shards.values == ("1", "2", "4")
+
+
+def test_the_suggestion_has_the_most_samples_per_second() -> None:
+    slow, fast = a_variant("1", an_outcome(rate=10.0)), a_variant("2", an_outcome())
+    large = a_variant("9", an_outcome(rate=1e6), n_machines=11)
+    assert best_of([slow, fast, large], n_machines=10) is fast
+
+
+def test_with_a_target_the_suggestion_gets_there_first() -> None:
+    def reached(*seconds: float | None) -> list[Outcome]:
+        return [an_outcome(target_seconds=each) for each in seconds]
+
+    early = a_variant("1", *reached(5.0, 6.0, None), target=True)
+    late = a_variant("2", *reached(7.0, 7.0, 7.0), target=True)
+    rarely = a_variant("4", *reached(1.0, None, None), target=True)
+    assert best_of([late, rarely, early], n_machines=3) is early
+    with pytest.raises(JobError, match="none of 1 configurations reaches the target"):
+        best_of([rarely], n_machines=3)
+
+
+def test_a_budget_that_nothing_fits_names_the_least_that_does() -> None:
+    with pytest.raises(JobError, match="takes so few; the least is 3"):
+        best_of([a_variant("1", an_outcome())], n_machines=2)
+
+
+def test_a_spread_leaves_out_what_was_not_measured() -> None:
+    found = Spread.of([3.0, None, 1.0, 2.0])
+    assert found == Spread(p10=1.2, p50=2.0, p90=2.8, n=3)
+    assert Spread.of([None]) is None
