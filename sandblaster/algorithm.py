@@ -7,41 +7,29 @@ on the shards by small commands, and deals portions of the batch to the replicas
 from collections.abc import Mapping
 from typing import Final, final
 
-from distbelief.downpour.steps import Trainer
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.job.sections import ClusterTable
 from distbelief.job.verdicts import Verdict
-from distbelief.parameter_server.copies import copies_of_all
 from distbelief.parameter_server.update_rules import SGD
 from distbelief.roles import Role
-from distbelief.runtime import trial
 from distbelief.runtime.common_roles import (
-    build_client,
     build_evaluator,
     build_shard,
     shard_entries,
     shard_names,
 )
-from distbelief.runtime.local_model import LocalModel
 from distbelief.runtime.task import (
     BuildContext,
     RosterEntry,
-    build_dataset,
-    build_loss,
-    build_model,
 )
+from sandblaster.building import build_coordinator, build_replica
 from sandblaster.config import SandblasterSettings
-from sandblaster.coordinator import Coordinator
-from sandblaster.coordinator_config import CoordinatorConfig
 from sandblaster.names import COORDINATOR
 from sandblaster.reasons import Reason
-from sandblaster.replica import ReplicaConfig, SandblasterReplica
-from sandblaster.samples import Samples
-from sandblaster.sums import summed
 
 
 _NO_RULE: Final = SGD(learning_rate=1.0)
-"""Of the shards: nothing is ever pushed to them but sums, which no rule applies."""
+"""Of the shards without a warm start: only sums are pushed, which no rule applies."""
 
 
 @final
@@ -118,9 +106,11 @@ class SandblasterAlgorithm:
         kind, _, index = name.partition("-")
         match kind:
             case "shard" if name in shard_names(context):
-                return build_shard(name, rule=_NO_RULE, context=context)
+                warm_start = config.warm_start
+                rule = _NO_RULE if warm_start is None else warm_start.rule
+                return build_shard(name, rule=rule, context=context)
             case "replica" if index.isdecimal() and int(index) < context.n_replicas:
-                return build_replica(config, context=context)
+                return build_replica(config, index=int(index), context=context)
             case "coordinator" if not index:
                 return build_coordinator(config, context=context)
             case "evaluator" if not index:
@@ -139,60 +129,6 @@ class SandblasterAlgorithm:
 SANDBLASTER: Final = SandblasterAlgorithm()
 
 
-def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> Role:
-    """Return the coordinator.
-
-    Raises:
-        JobError: a batch would be larger than the data.
-    """
-    n_examples = _n_examples(context)
-    if config.batch_size is not None and config.batch_size > n_examples:
-        raise JobError(
-            f"[algorithm] batch_size = {config.batch_size}, but [data.train] has "
-            f"{n_examples} samples: use fewer, or leave batch_size out, for all of them"
-        )
-    shards, _ = copies_of_all(context.n_shards, 1)
-    return Coordinator(
-        CoordinatorConfig(
-            cutting=config.cutting(
-                n_examples=n_examples, n_replicas=context.n_replicas
-            ),
-            backups=config.backups,
-            await_begin=context.await_begin,
-        ),
-        method=config.chosen(),
-        shards=shards,
-        n_examples=n_examples,
-    )
-
-
-def build_replica(config: SandblasterSettings, *, context: BuildContext) -> Role:
-    """Return a replica: all are alike."""
-    task = context.task
-    dataset = build_dataset(task.train)
-    module = build_model(task.model)
-    module.train()
-    trainer = Trainer(
-        LocalModel(module),
-        dataset,
-        loss=summed(build_loss(task)),
-        names=trial.Names(model=task.model.factory, loss=task.loss, data="data.train"),
-        clip_norm=None,
-        always_check=True,
-        seed=(config.seed, 0),
-    )
-    n_examples = len(dataset)
-    return SandblasterReplica(
-        ReplicaConfig(
-            cutting=config.cutting(n_examples=n_examples, n_replicas=context.n_replicas)
-        ),
-        client=build_client(context, pushes=True),
-        trainer=trainer,
-        samples=Samples(n_examples, seed=config.order_seed),
-        await_begin=context.await_begin,
-    )
-
-
 def reason_of(counters: Mapping[str, float]) -> Reason:
     """Return why the coordinator with these last counters has ended."""
     index = counters.get("reason", -1.0)
@@ -209,9 +145,3 @@ def verdict_on(reason: Reason, *, iteration: float) -> Verdict:
     lost = reason is Reason.LINE_SEARCH_FAILED and iteration < 1
     failed = lost or reason is Reason.NOT_FINITE
     return Verdict(reason=reason.sentence, failed=failed)
-
-
-def _n_examples(context: BuildContext) -> int:
-    if context.n_train is not None:
-        return context.n_train
-    return len(build_dataset(context.task.train))

@@ -7,23 +7,33 @@
     max_iterations = 40
 
 Without `batch_size` a batch is all of the data, so all evaluations are of one function.
+
+A run may begin with Downpour, on the same shards, and end with Sandblaster:
+
+    [algorithm.warm_start]
+    samples = 60000
+    batch_size = 64
+    rule = { name = "adagrad", learning_rate = 0.02 }
 """
 
 import math
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import msgspec
 
-from sandblaster.conjugate_gradient import ConjugateGradient
-from sandblaster.gradient_descent import GradientDescent
-from sandblaster.lbfgs import LBFGS
-from sandblaster.methods import AnyMethod
-from sandblaster.multi_batch import MultiBatchLBFGS
-from sandblaster.owlqn import OWLQN
+from distbelief.downpour.algorithm import DownpourSettings
+from distbelief.parameter_server.update_rules import UpdateRule
+from sandblaster.methods.any_method import AnyMethod
+from sandblaster.methods.conjugate_gradient import ConjugateGradient
+from sandblaster.methods.gradient_descent import GradientDescent
+from sandblaster.methods.lbfgs import LBFGS
+from sandblaster.methods.multi_batch import MultiBatchLBFGS
+from sandblaster.methods.owlqn import OWLQN
 from sandblaster.sets import Cutting
 
 
 MethodName = Literal["l-bfgs", "conjugate-gradient", "gradient-descent", "owl-qn"]
+METHODS: Final = get_args(MethodName)
 
 SETS_PER_REPLICA: Final = 16
 """Of a batch, at the least: so a replica that is twice as slow costs no time."""
@@ -34,6 +44,52 @@ SET_EXAMPLES_MAX: Final = 4096
 first only if no replica would get four of them."""
 
 
+class WarmStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Table [algorithm.warm_start]: Downpour first, on the same shards.
+
+    Attributes:
+        samples: Of all replicas together; each takes an equal share of them.
+        batch_size: Samples of one step of one replica.
+        rule: How the shards apply a push.
+        n_fetch: Steps between fetches.
+        n_push: Steps between pushes.
+        clip_norm: Upper bound of each mini-batch gradient's 2-norm; None: no bound.
+        local_learning_rate: As with algorithm "downpour".
+    """
+
+    samples: int
+    batch_size: int
+    rule: UpdateRule
+    n_fetch: int = 1
+    n_push: int = 1
+    clip_norm: float | None = None
+    local_learning_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run, by name and value.
+
+        Raises:
+            ValueError: which msgspec turns into an error that names the table.
+        """
+        _at_least_one("samples", self.samples)
+        _at_least_one("batch_size", self.batch_size)
+        self.downpour(loss="", seed=0, n_replicas=1)  # checks the rest
+
+    def downpour(self, *, loss: str, seed: int, n_replicas: int) -> DownpourSettings:
+        """Return it as the [algorithm] table of one replica's Downpour."""
+        return DownpourSettings(
+            loss=loss,
+            batch_size=self.batch_size,
+            rule=self.rule,
+            n_fetch=self.n_fetch,
+            n_push=self.n_push,
+            local_learning_rate=self.local_learning_rate,
+            clip_norm=self.clip_norm,
+            max_steps=math.ceil(self.samples / (self.batch_size * n_replicas)),
+            seed=seed,
+        )
+
+
 class SandblasterSettings(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
@@ -41,7 +97,7 @@ class SandblasterSettings(
 
     Attributes:
         loss: torch's name of it, or an import path (see `runtime.losses`).
-        method: What the coordinator does.
+        method: What the coordinator does: one of `METHODS`.
         batch_size: Samples of one batch; None: all of them. Smaller ones need "l-bfgs",
             and each batch shares a part with the one before.
         history: Pairs that L-BFGS and OWL-QN remember.
@@ -56,12 +112,13 @@ class SandblasterSettings(
         portions_per_set: Portions that are summed before they are pushed; None: chosen
             by batch and replicas.
         backups: Let idle replicas compute again what others are late with.
+        warm_start: What comes before, if anything: Downpour for so many samples.
         seed: Of the order of the data where batches are not all of them, and of the
             model's own randomness: each portion has its own, the same at every point.
     """
 
     loss: str
-    method: MethodName = "l-bfgs"
+    method: str = "l-bfgs"
     batch_size: int | None = None
     history: int = 10
     max_iterations: int = 15_000
@@ -73,6 +130,7 @@ class SandblasterSettings(
     portion: int = 256
     portions_per_set: int | None = None
     backups: bool = True
+    warm_start: WarmStart | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -91,6 +149,15 @@ class SandblasterSettings(
                 raise ValueError(f"{name} is {value}; use a finite number, 0 or more")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; use 0 or more")
+        self._check_method()
+        self.chosen()  # checks the rest
+
+    def _check_method(self) -> None:
+        """Refuse a method that is none, or that cannot have what is asked for."""
+        if self.method not in METHODS:
+            raise ValueError(
+                f"method is {self.method!r}; it must be one of {', '.join(METHODS)}"
+            )
         if self.l1 and self.method != "owl-qn":
             raise ValueError(
                 f"l1 is {self.l1} with method {self.method!r}, which needs a smooth "
@@ -102,7 +169,6 @@ class SandblasterSettings(
                 'compares losses of one function: use method = "l-bfgs", or leave '
                 "batch_size out"
             )
-        self.chosen()  # checks the rest
 
     def chosen(self) -> AnyMethod:
         """Return the method, as the coordinator runs it."""
@@ -126,7 +192,7 @@ class SandblasterSettings(
                 return msgspec.convert(given, OWLQN)
             case "conjugate-gradient":
                 return msgspec.convert(given, ConjugateGradient)
-            case "gradient-descent":
+            case _:
                 return msgspec.convert(given, GradientDescent)
 
     @property

@@ -26,11 +26,11 @@ from distbelief.job.sections import Job
 from distbelief.job.training import train
 from distbelief.job.view import SupervisorView
 from distbelief.runtime.local_model import LocalModel
+from sandblaster.calling.recipes import recipe_of
+from sandblaster.calling.result import MinimizeResult, interim_result, result_of
+from sandblaster.calling.sources import Factory, factory_table, import_path
+from sandblaster.calling.tensor_files import as_pair, write_pairs
 from sandblaster.config import MethodName
-from sandblaster.recipes import recipe_of
-from sandblaster.result import MinimizeResult, interim_result, result_of
-from sandblaster.sources import Factory, factory_table, import_path
-from sandblaster.tensor_files import as_pair, write_pairs
 
 
 Callback = Callable[[MinimizeResult], object]
@@ -74,7 +74,8 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         resume: Run directory of an earlier call with the same arguments, to go on with.
         show: Whether to show how it goes, on standard output.
         options: Other keys of [algorithm]: batch_size, history, max_iterations,
-            tolerance, l1, l2, portion, ... (`sandblaster.config`).
+            tolerance, l1, l2, portion, warm_start (a dict: Downpour first), ...
+            (`sandblaster.config`).
 
     Returns:
         scipy's result: x (the parameters, flat, in the order of `model.parameters()`),
@@ -129,7 +130,7 @@ class _Problem:
         initial = self._file("initial.safetensors")
         save_file({name: t.detach().clone() for name, t in tensors.items()}, initial)
         return {
-            "factory": "sandblaster.recipes:build",
+            "factory": "sandblaster.calling.recipes:build",
             "arguments": recipe,
             "initial": str(initial),
         }
@@ -142,7 +143,7 @@ class _Problem:
         file = self._file("train.safetensors")
         write_pairs(file, pair)
         return {
-            "factory": "sandblaster.tensor_files:pairs",
+            "factory": "sandblaster.calling.tensor_files:pairs",
             "arguments": {"path": str(file)},
         }
 

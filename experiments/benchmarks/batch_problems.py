@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 from typing_extensions import override
 
 from distbelief.runtime.losses import Loss
-from sandblaster.tensor_files import TensorPairs
+from sandblaster.calling.tensor_files import TensorPairs
 
 
 Doubles = np.ndarray[tuple[int], np.dtype[np.float64]]

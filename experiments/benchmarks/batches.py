@@ -95,14 +95,22 @@ class Ours:
 
     @property
     def training_seconds(self) -> float:
-        """Without the start of the processes."""
-        summary = self.run.summary
-        return summary.samples / (summary.samples_per_second or float("nan"))
+        """Of all evaluations, by the pace of those after the first.
+
+        Before that processes start, and build their data, each at its own pace.
+        """
+        return self.seconds_per_example() * self.run.summary.samples
 
     def seconds_per_example(self) -> float:
-        """Return it, between the first and the last iteration that were seen."""
-        seen = {line.samples: line.time for line in reversed(self.lines)}
+        """Return it, between the first and the last iteration that were seen.
+
+        Lines from before the first tell of the start of the processes.
+        """
+        begun = [line for line in self.lines if line.samples]
+        seen = {line.samples: line.time for line in reversed(begun)}
         first, last = min(seen), max(seen)
+        if first == last:
+            return float("nan")  # too quick to be seen
         return (seen[last] - seen[first]) / (last - first)
 
 
@@ -297,7 +305,7 @@ def _pure_seconds(n_frames: int, portion: int, *, small: bool) -> float:
 
 def straggler(*, small: bool) -> dict[str, float]:
     """Let one of four replicas be slow."""
-    n, pace = 1_000 if small else 4_000, 1e-3
+    n, pace = 1_000 if small else 8_000, 1e-3
     ideal = pace / (3.0 + 1.0 / SLOWNESS)  # seconds per example
     figures: dict[str, float] = {}
     rows: dict[str, dict[str, str]] = {}
@@ -318,11 +326,11 @@ def straggler(*, small: bool) -> dict[str, float]:
                     "name": "sandblaster",
                     "method": "gradient-descent",
                     "loss": "mse",
-                    "portion": 10,
-                    "portions_per_set": 5 if small else 10,
+                    "portion": 25 if small else 50,
+                    "portions_per_set": 2,
                     "tolerance": 0.0,
                     "value_tolerance": 0.0,
-                    "max_evaluations": 10,
+                    "max_evaluations": 8,
                     "backups": backups,
                 },
                 "cluster": {"replicas": 4, "shards": 2},

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from experiments.benchmarks.workload import Workload
-from sandblaster.tensor_files import TensorPairs
+from sandblaster.calling.tensor_files import TensorPairs
 
 
 def net(*, small: bool = False) -> nn.Module:

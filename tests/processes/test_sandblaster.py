@@ -118,6 +118,27 @@ def test_whoever_is_killed_the_run_goes_on_to_the_same_end(folder: Path) -> None
 
 
 @pytest.mark.soak
+def test_downpour_first_and_sandblaster_to_finish_on_the_same_shards(
+    folder: Path,
+) -> None:
+    warm = [
+        "algorithm.warm_start.samples=8000",
+        "algorithm.warm_start.batch_size=50",
+        "algorithm.warm_start.rule.name=adagrad",
+        "algorithm.warm_start.rule.learning_rate=0.05",
+    ]
+    with train(folder, *(word for key in warm for word in ("--set", key))) as run:
+        assert run.wait(seconds=240) == 0, run.output
+    found = summary(folder)
+    assert found["stop_reason"] == Reason.CONVERGED_GRADIENT.sentence
+    for key, least in (("samples", 8001), ("pushes_applied", 8000 // 50)):
+        figure = found[key]
+        assert isinstance(figure, int), key
+        assert figure >= least, key
+    assert found["loss"] == pytest.approx(objective(folder), rel=1e-5)
+
+
+@pytest.mark.soak
 def test_an_interrupted_run_keeps_its_best_point_and_goes_on(folder: Path) -> None:
     slow = ("--set", "data.train.factory=tiny:slow")
     with train(folder, *slow) as first:

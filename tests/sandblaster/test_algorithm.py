@@ -14,13 +14,14 @@ from distbelief.runtime.evaluator import Evaluator
 from distbelief.runtime.task import BuildContext, DataSpec, ModelSpec, TaskSpec
 from sandblaster.algorithm import SANDBLASTER, reason_of
 from sandblaster.config import SandblasterSettings
-from sandblaster.conjugate_gradient import ConjugateGradient
-from sandblaster.coordinator import Coordinator
-from sandblaster.gradient_descent import GradientDescent
-from sandblaster.lbfgs import LBFGS
-from sandblaster.multi_batch import MultiBatchLBFGS
-from sandblaster.owlqn import OWLQN
+from sandblaster.coordination.coordinator import Coordinator
+from sandblaster.methods.conjugate_gradient import ConjugateGradient
+from sandblaster.methods.gradient_descent import GradientDescent
+from sandblaster.methods.lbfgs import LBFGS
+from sandblaster.methods.multi_batch import MultiBatchLBFGS
+from sandblaster.methods.owlqn import OWLQN
 from sandblaster.reasons import Reason
+from sandblaster.replicas.warm_start import WarmStartReplica
 
 
 JOB = """
@@ -78,7 +79,7 @@ def test_the_table_names_a_method(keys: Mapping[str, object], method: object) ->
             {"batch_size": 9, "method": "owl-qn"},
             "batch_size is 9 with method 'owl-qn', which compares",
         ),
-        ({"method": "newton"}, "Invalid enum value 'newton'"),
+        ({"method": "newton"}, "method is 'newton'; it must be one of l-bfgs"),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name_and_value(
@@ -163,6 +164,41 @@ def test_every_role_of_the_roster_can_be_built() -> None:
         "replica",
         "evaluator",
     ]
+
+
+WARM_START = {
+    "samples": 1000,
+    "batch_size": 20,
+    "rule": {"name": "sgd", "learning_rate": 0.1},
+}
+
+
+def test_with_a_warm_start_shards_have_its_rule_and_replicas_an_equal_share() -> None:
+    config = settings(warm_start=WARM_START)
+    assert config.warm_start is not None
+    first = config.warm_start.downpour(loss="mse", seed=4, n_replicas=3)
+    assert (first.max_steps, first.batch_size, first.seed) == (17, 20, 4)
+    replica = SANDBLASTER.build("replica-1", config=config, context=context())
+    assert isinstance(replica, WarmStartReplica)
+    shard = SANDBLASTER.build("shard-0", config=config, context=context())
+    assert isinstance(shard, ParameterServerShard)
+    coordinator = SANDBLASTER.build("coordinator", config=config, context=context())
+    assert isinstance(coordinator, Coordinator)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"samples": 0}, "samples is 0; use 1 or more"),
+        ({"batch_size": 0}, "batch_size is 0; use 1 or more"),
+        ({"n_push": 0}, "n_push is 0; use 1 or more"),
+    ],
+)
+def test_a_warm_start_that_cannot_be_is_refused(
+    keys: Mapping[str, object], text: str
+) -> None:
+    with pytest.raises(msgspec.ValidationError, match=text):
+        settings(warm_start={**WARM_START, **keys})
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ import sandblaster
 from distbelief.data.dataset import read_batch
 from distbelief.errors import JobError
 from experiments.digits.digits import images, net
+from sandblaster.calling.recipes import build, recipe_of
+from sandblaster.calling.sources import factory_table, import_path
+from sandblaster.calling.tensor_files import as_pair, pairs, write_pairs
 from sandblaster.minimizing import minimize
-from sandblaster.recipes import build, recipe_of
-from sandblaster.sources import factory_table, import_path
-from sandblaster.tensor_files import as_pair, pairs, write_pairs
 
 
 class Scaled(nn.Module):

@@ -22,11 +22,11 @@ from distbelief.messages import (
 from distbelief.parameter_server.shard import ParameterServerShard
 from distbelief.roles import SUPERVISOR, Address, Received, Role, TimerFired
 from distbelief.simulation.faults import DiskFull, Kill, Slow
-from sandblaster.coordinator import Coordinator
-from sandblaster.coordinator_config import CoordinatorConfig
-from sandblaster.course import _check
-from sandblaster.crew import Crew
-from sandblaster.dealing import Dealing, Numbers
+from sandblaster.coordination.coordinator import Coordinator
+from sandblaster.coordination.coordinator_config import CoordinatorConfig
+from sandblaster.coordination.course import _check
+from sandblaster.coordination.crew import Crew
+from sandblaster.coordination.dealing import Dealing, Numbers
 from sandblaster.names import COORDINATOR
 from sandblaster.reasons import Reason
 from sandblaster.requests import (

@@ -7,9 +7,9 @@ from hypothesis import given, strategies as st
 from torch.nn import functional
 
 from distbelief.errors import JobError
-from sandblaster.samples import Samples
+from sandblaster.replicas.samples import Samples
+from sandblaster.replicas.sums import summed
 from sandblaster.sets import BatchRange, Cutting
-from sandblaster.sums import summed
 
 
 cuttings = st.builds(

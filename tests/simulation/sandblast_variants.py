@@ -15,15 +15,15 @@ from distbelief.parameter_server.cuts import Cuts
 from distbelief.parameter_server.orders import Orders
 from distbelief.roles import Action, Received, Seconds
 from distbelief.vectors import Vector
-from sandblaster.coordinator import Coordinator
-from sandblaster.course import Course
-from sandblaster.crew import Copy
-from sandblaster.dealing import Dealing, _Set
-from sandblaster.portion_sums import PortionSums
-from sandblaster.replica import SandblasterReplica
+from sandblaster.coordination.coordinator import Coordinator
+from sandblaster.coordination.course import Course
+from sandblaster.coordination.crew import Copy
+from sandblaster.coordination.dealing import Dealing, _Set
+from sandblaster.coordination.shard_orders import ShardOrders
+from sandblaster.replicas.portion_sums import PortionSums
+from sandblaster.replicas.replica import SandblasterReplica
+from sandblaster.replicas.tries import Tries
 from sandblaster.requests import Iterated
-from sandblaster.shard_orders import ShardOrders
-from sandblaster.tries import Tries
 from tests.simulation.variants import Patch, Variant
 
 

@@ -20,6 +20,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from distbelief.data.subset import DataShard
+from distbelief.downpour.config import DownpourConfig
+from distbelief.downpour.replica import ModelReplica
 from distbelief.downpour.steps import Trainer
 from distbelief.memory import Memory
 from distbelief.messages import (
@@ -65,15 +68,16 @@ from distbelief.simulation.machines import Machine
 from distbelief.simulation.options import ClusterOptions
 from distbelief.simulation.world import Builder, Happening
 from distbelief.vectors import Vector
-from sandblaster.coordinator import Coordinator
-from sandblaster.coordinator_config import CoordinatorConfig
-from sandblaster.course import Method
-from sandblaster.lbfgs import LBFGS
+from sandblaster.coordination.coordinator import Coordinator
+from sandblaster.coordination.coordinator_config import CoordinatorConfig
+from sandblaster.coordination.course import Method
+from sandblaster.methods.lbfgs import LBFGS
 from sandblaster.names import COORDINATOR
-from sandblaster.replica import ReplicaConfig, SandblasterReplica
-from sandblaster.samples import Samples
+from sandblaster.replicas.replica import ReplicaConfig, SandblasterReplica
+from sandblaster.replicas.samples import Samples
+from sandblaster.replicas.sums import summed
+from sandblaster.replicas.warm_start import WarmStartReplica
 from sandblaster.sets import Cutting
-from sandblaster.sums import summed
 
 
 N_SAMPLES = 30
@@ -340,6 +344,7 @@ class Sandblast:
     await_begin: bool = False
     suspect_seconds: Seconds = 0.2
     saves: tuple[Seconds, ...] = ()
+    warm_steps: int = 0  # of Downpour, of each replica, before
 
     @property
     def shards(self) -> list[Address]:
@@ -374,7 +379,10 @@ class Run:
                 name: partial(self._shard, layout, k)
                 for k, name in enumerate(scene.shards)
             },
-            **{name: partial(self._replica, layout) for name in scene.replicas},
+            **{
+                name: partial(self._replica, layout, r)
+                for r, name in enumerate(scene.replicas)
+            },
         }
         machines = {
             name: Machine(
@@ -415,12 +423,12 @@ class Run:
 
     def _shard(self, layout: Layout, index: int, memory: Memory) -> Role:
         return ParameterServerShard(
-            ShardConfig(index=index, layout=layout, rule=SGD(learning_rate=1.0)),
+            ShardConfig(index=index, layout=layout, rule=SGD(learning_rate=0.1)),
             memory=memory,
             initialise=lambda: np.zeros(layout.shard_size(index)),
         )
 
-    def _replica(self, layout: Layout, memory: Memory) -> Role:
+    def _replica(self, layout: Layout, index: int, memory: Memory) -> Role:
         scene = self.scene
         client = ParameterClient(
             ClientConfig(
@@ -433,8 +441,9 @@ class Run:
             shards=scene.shards,
             memory=memory,
         )
+        model = LocalModel(module(scene.n_inputs))
         trainer = Trainer(
-            LocalModel(module(scene.n_inputs)),
+            model,
             points(scene.n_samples, scene.n_inputs),
             loss=summed(scene.loss),
             names=trial.Names(model="test:module", loss="logistic", data="data.train"),
@@ -442,7 +451,7 @@ class Run:
             always_check=True,
             seed=(3, 0),
         )
-        return SandblasterReplica(
+        replica = SandblasterReplica(
             ReplicaConfig(
                 cutting=scene.cutting, retry_seconds=0.03, retry_seconds_max=0.1
             ),
@@ -450,6 +459,39 @@ class Run:
             trainer=trainer,
             samples=Samples(scene.n_samples, seed=ORDER_SEED),
             await_begin=scene.await_begin,
+        )
+        if not scene.warm_steps:
+            return replica
+        return WarmStartReplica(
+            downpour=self._first_part(index, client=client, model=model),
+            sandblaster=replica,
+            await_begin=scene.await_begin,
+            retry_seconds=0.02,
+        )
+
+    def _first_part(
+        self, index: int, *, client: ParameterClient, model: LocalModel
+    ) -> ModelReplica:
+        scene = self.scene
+        trainer = Trainer(
+            model,
+            points(scene.n_samples, scene.n_inputs),
+            loss=scene.loss,
+            names=trial.Names(model="test:module", loss="logistic", data="data.train"),
+            clip_norm=None,
+            always_check=False,
+            seed=(3, index),
+        )
+        return ModelReplica(
+            DownpourConfig(batch_size=4, max_steps=scene.warm_steps),
+            client=client,
+            trainer=trainer,
+            data_shard=DataShard(
+                scene.n_samples,
+                replica_index=index,
+                n_replicas=scene.n_replicas,
+                seed=3,
+            ),
         )
 
     def _coordinator(self, memory: Memory) -> Role:
@@ -459,11 +501,13 @@ class Run:
             cutting=scene.cutting,
             window_sets=scene.window_sets,
             backups=scene.backups,
+            backup_seconds_min=1e-3,
             retry_seconds=0.02,
             retry_seconds_max=0.1,
             suspect_seconds=scene.suspect_seconds,
             silence_seconds_max=scene.silence_seconds_max,
             starved_seconds_max=scene.starved_seconds_max,
+            n_warm=scene.n_replicas if scene.warm_steps else 0,
             await_begin=scene.await_begin,
         )
         return Coordinator(

@@ -1,0 +1,134 @@
+"""Builds the coordinator and the replicas of a job, in the processes that run them."""
+
+from distbelief.data.subset import DataShard
+from distbelief.downpour.algorithm import DownpourSettings
+from distbelief.downpour.replica import ModelReplica
+from distbelief.downpour.steps import Trainer
+from distbelief.errors import JobError
+from distbelief.parameter_server.client import ParameterClient
+from distbelief.parameter_server.copies import copies_of_all
+from distbelief.roles import Role
+from distbelief.runtime import trial
+from distbelief.runtime.common_roles import build_client
+from distbelief.runtime.local_model import LocalModel
+from distbelief.runtime.task import BuildContext, build_loss, build_model
+from sandblaster.config import SandblasterSettings
+from sandblaster.coordination.coordinator import Coordinator
+from sandblaster.coordination.coordinator_config import CoordinatorConfig
+from sandblaster.replicas.replica import ReplicaConfig, SandblasterReplica
+from sandblaster.replicas.samples import Samples
+from sandblaster.replicas.sums import summed
+from sandblaster.replicas.warm_start import WarmStartReplica
+
+
+def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> Role:
+    """Return the coordinator.
+
+    Raises:
+        JobError: a batch would be larger than the data.
+    """
+    n_examples = _n_examples(context)
+    if config.batch_size is not None and config.batch_size > n_examples:
+        raise JobError(
+            f"[algorithm] batch_size = {config.batch_size}, but [data.train] has "
+            f"{n_examples} samples: use fewer, or leave batch_size out, for all of them"
+        )
+    shards, _ = copies_of_all(context.n_shards, 1)
+    return Coordinator(
+        CoordinatorConfig(
+            cutting=config.cutting(
+                n_examples=n_examples, n_replicas=context.n_replicas
+            ),
+            backups=config.backups,
+            n_warm=0 if config.warm_start is None else context.n_replicas,
+            await_begin=context.await_begin,
+        ),
+        method=config.chosen(),
+        shards=shards,
+        n_examples=n_examples,
+    )
+
+
+def build_replica(
+    config: SandblasterSettings, *, index: int, context: BuildContext
+) -> Role:
+    """Return a replica: all are alike, but for their part in a warm start."""
+    task = context.task
+    dataset = context.train_data()
+    module = build_model(task.model)
+    module.train()
+    model = LocalModel(module)
+    names = trial.Names(model=task.model.factory, loss=task.loss, data="data.train")
+    trainer = Trainer(
+        model,
+        dataset,
+        loss=summed(build_loss(task)),
+        names=names,
+        clip_norm=None,
+        always_check=True,
+        seed=(config.seed, 0),
+    )
+    n_examples = len(dataset)
+    client = build_client(context, pushes=True)
+    replica = SandblasterReplica(
+        ReplicaConfig(
+            cutting=config.cutting(n_examples=n_examples, n_replicas=context.n_replicas)
+        ),
+        client=client,
+        trainer=trainer,
+        samples=Samples(n_examples, seed=config.order_seed),
+        await_begin=context.await_begin,
+    )
+    if config.warm_start is None:
+        return replica
+    settings = config.warm_start.downpour(
+        loss=task.loss, seed=config.seed, n_replicas=context.n_replicas
+    )
+    first = build_first_part(
+        settings, index=index, client=client, model=model, context=context
+    )
+    return WarmStartReplica(
+        downpour=first, sandblaster=replica, await_begin=context.await_begin
+    )
+
+
+def build_first_part(
+    settings: DownpourSettings,
+    *,
+    index: int,
+    client: ParameterClient,
+    model: LocalModel,
+    context: BuildContext,
+) -> ModelReplica:
+    """Return what a replica is in a warm start: one of Downpour, of these things."""
+    task, dataset = context.task, context.train_data()
+    names = trial.Names(model=task.model.factory, loss=task.loss, data="data.train")
+    config = settings.of_replica()
+    trainer = Trainer(
+        model,
+        dataset,
+        loss=build_loss(task),
+        names=names,
+        clip_norm=config.clip_norm,
+        always_check=config.checks_every_gradient,
+        seed=(config.seed, index),
+    )
+    data_shard = DataShard(
+        len(dataset),
+        replica_index=index,
+        n_replicas=context.n_replicas,
+        seed=config.seed,
+    )
+    return ModelReplica(
+        config,
+        client=client,
+        trainer=trainer,
+        data_shard=data_shard,
+        await_begin=True,  # of the coordinator
+    )
+
+
+def _n_examples(context: BuildContext) -> int:
+    if context.n_train is not None:
+        return context.n_train
+    return len(context.train_data())

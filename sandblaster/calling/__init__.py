@@ -1,0 +1,1 @@
+"""What `minimize` is given, made ready for other processes; and what it returns."""

@@ -1,0 +1,255 @@
+"""The replicas, as the coordinator knows them: what each was told, and how fast it is.
+
+    Account of somebody new       a member; an Assignment when there is work
+    Assignment                    repeated until an Account knows of it
+    silence                       no member any more; one again when it speaks
+
+All words are of the whole state, so one that is lost, late or doubled does no harm: the
+next says it all again, and versions tell which is newer.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from distbelief.messages import Account, Assignment, SetResult, SetTask, ShardVersion
+from distbelief.roles import Action, Address, Received, Seconds, Send
+from sandblaster.coordination.coordinator_config import CoordinatorConfig
+from sandblaster.sets import BatchRange
+
+
+_NEWS: Final = 0.3
+"""Weight of the newest measurement in an average."""
+
+
+@final
+@dataclass(slots=True, kw_only=True, eq=False)
+class Copy:
+    """One replica's try at one set."""
+
+    set_index: int
+    attempt: int
+    n_examples: int
+    dealt_at: Seconds
+    result: SetResult | None = None
+    grant: int = 0
+    granted_at: Seconds = 0.0
+
+
+@final
+@dataclass(slots=True, kw_only=True, eq=False)
+class Member:
+    """One replica.
+
+    Attributes:
+        name: Who it is.
+        incarnation: Its life.
+        version: Of what it was told last.
+        known: Of what it is known to know.
+        sent_at: When it was told, for the first or another time.
+        asked_at: Since when it owes an answer, if it does.
+        heard_at: When it spoke last.
+        progress_at: When it began what it is computing, as far as one can tell.
+        copies: Its tries, by attempt, in the order in which it computes them.
+        n_computed: Examples, for the present evaluation.
+        seconds_per_example: Of computing; None before it has computed any.
+        turnaround: From an assignment to word of it; None before the first.
+    """
+
+    name: Address
+    incarnation: int
+    version: int
+    known: int
+    heard_at: Seconds
+    sent_at: Seconds = 0.0
+    asked_at: Seconds = 0.0
+    delay: Seconds = 0.0
+    progress_at: Seconds = 0.0
+    copies: dict[int, Copy] = field(default_factory=dict)
+    n_computed: int = 0
+    seconds_per_example: float | None = None
+    turnaround: float | None = None
+
+    @property
+    def outstanding(self) -> list[Copy]:
+        """What it has to compute, in order."""
+        return [copy for copy in self.copies.values() if copy.result is None]
+
+    def measured(self, result: SetResult) -> None:
+        """It has computed a set."""
+        pace = result.seconds / max(result.n_examples, 1)
+        self.seconds_per_example = _average(self.seconds_per_example, pace)
+
+
+@final
+class Crew:
+    """All replicas that are there."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._config = config
+        self._members: dict[Address, Member] = {}
+        self._gone: dict[Address, int] = {}  # the newest life known to be over
+        self._epoch = 0
+        self._evaluation = 0
+        self._versions: tuple[ShardVersion, ...] = ()
+        self._batch = BatchRange(first=0, n_examples=0)
+        self.n_wasted_lost = 0  # examples of members that left, in this evaluation
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @property
+    def n_computed(self) -> int:
+        """Examples computed for this evaluation, as far as is known."""
+        return self.n_wasted_lost + sum(member.n_computed for member in self)
+
+    def get(self, name: Address) -> Member | None:
+        """Return a member."""
+        return self._members.get(name)
+
+    def begin(
+        self,
+        *,
+        epoch: int,
+        evaluation: int,
+        versions: tuple[ShardVersion, ...],
+        batch: BatchRange,
+    ) -> None:
+        """An evaluation begins; nobody has anything to do."""
+        self._epoch, self._evaluation = epoch, evaluation
+        self._versions, self._batch = versions, batch
+        self.n_wasted_lost = 0
+        for member in self:
+            member.copies.clear()
+            member.n_computed = 0
+
+    # ---------------------------------------------------------------------- messages
+
+    def hear(self, event: Received, account: Account, now: Seconds) -> Member | None:
+        """Take an account; return whose it is, if it may have news of this evaluation.
+
+        A new life of a member is another one: `leave` the former first.
+        """
+        member = self._members.get(event.sender)
+        if member is None:
+            if event.incarnation <= self._gone.get(event.sender, 0):
+                return None
+            member = Member(
+                name=event.sender,
+                incarnation=event.incarnation,
+                version=account.version,
+                known=account.version,
+                heard_at=now,
+            )
+            self._members[event.sender] = member
+            return member
+        if event.incarnation != member.incarnation:
+            return None  # an older one
+        member.heard_at = now
+        if account.epoch != self._epoch:
+            return None
+        if account.version > member.known:
+            member.known = account.version
+            if account.version == member.version:
+                taken = now - member.sent_at
+                member.turnaround = _average(member.turnaround, taken)
+        if account.evaluation != self._evaluation:
+            return None
+        member.n_computed = max(member.n_computed, account.n_computed)
+        return member
+
+    def is_new_life(self, event: Received) -> bool:
+        """Return whether a member has begun another life."""
+        member = self._members.get(event.sender)
+        return member is not None and event.incarnation > member.incarnation
+
+    def leave(self, name: Address, *, is_over: bool) -> Member | None:
+        """Forget a member; if its life `is_over`, whatever it says from now on too."""
+        member = self._members.pop(name, None)
+        if member is not None:
+            self.n_wasted_lost += member.n_computed
+            if is_over:
+                self._gone[name] = member.incarnation
+        return member
+
+    def silent(self, now: Seconds) -> list[Address]:
+        """Return who has work, and has not been heard of for too long."""
+        limit = now - self._config.suspect_seconds
+        return [
+            m.name for m in self if m.copies and max(m.heard_at, m.asked_at) < limit
+        ]
+
+    def tell(self, member: Member, now: Seconds) -> list[Action]:
+        """Tell a member what it has to do now."""
+        if member.known == member.version:
+            member.asked_at = now
+        member.version += 1
+        member.delay = self._config.retry_seconds
+        return self._send(member, now)
+
+    def dismissed(self) -> None:
+        """An epoch begins; what anybody has to do is of the one before."""
+        for member in self:
+            member.copies.clear()
+
+    @property
+    def set_seconds(self) -> Seconds:
+        """How long a typical replica computes a set; 0 if nobody knows."""
+        pace = typical(member.seconds_per_example for member in self)
+        return 0.0 if pace is None else pace * self._config.cutting.set_size
+
+    def dismiss(self, now: Seconds) -> list[Action]:
+        """Let everybody drop what it has to do."""
+        actions: list[Action] = []
+        for member in self:
+            if member.copies:
+                member.copies.clear()
+                actions += self.tell(member, now)
+        return actions
+
+    def tell_again(self, now: Seconds) -> list[Action]:
+        """Repeat what nobody has answered for a while."""
+        actions: list[Action] = []
+        for member in self:
+            if member.known < member.version and now >= member.sent_at + member.delay:
+                member.delay = min(2 * member.delay, self._config.retry_seconds_max)
+                actions += self._send(member, now)
+        return actions
+
+    def excuse(self, seconds: Seconds) -> None:
+        """Nobody drove the coordinator for so long: no silence of theirs."""
+        for member in self:
+            member.heard_at += seconds
+            member.asked_at += seconds
+
+    def _send(self, member: Member, now: Seconds) -> list[Action]:
+        member.sent_at = now
+        assignment = Assignment(
+            epoch=self._epoch,
+            replica_incarnation=member.incarnation,
+            version=member.version,
+            evaluation=self._evaluation,
+            versions=self._versions,
+            first=self._batch.first,
+            n_examples=self._batch.n_examples,
+            tasks=tuple(
+                SetTask(
+                    set_index=copy.set_index, attempt=copy.attempt, grant=copy.grant
+                )
+                for copy in member.copies.values()
+            ),
+        )
+        return [Send(receiver=member.name, message=assignment)]
+
+
+def typical(paces: Iterable[float | None]) -> float | None:
+    """Return the median of what is known."""
+    known = sorted(pace for pace in paces if pace is not None)
+    return known[len(known) // 2] if known else None
+
+
+def _average(before: float | None, newest: float) -> float:
+    return newest if before is None else before + _NEWS * (newest - before)

@@ -1,0 +1,1 @@
+"""Optimisers: generators of operations on named vectors. A method is one short file."""

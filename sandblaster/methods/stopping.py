@@ -1,0 +1,120 @@
+"""When a run ends: tolerances and bounds that all methods share.
+
+Symbols: f the loss, g its gradient, k the iteration.
+
+    gradient    |g_k|_inf <= gradient_tolerance
+    value       f_k-1 - f_k <= value_tolerance max(|f_k-1|, |f_k|, min(1, |f_0|))
+
+The second is scipy's, with two differences. There a loss below 1 is measured
+absolutely, and one of 1e-9 would be converged before it began; here it is measured by
+its own beginning. And there one iteration is enough, which ends runs in narrow valleys
+and near saddles (Wood's function at 7.9 of 0); here it takes a few in a row, for 2 %
+more evaluations over all problems of More, Garbow & Hillstrom.
+"""
+
+import math
+
+import msgspec
+
+from sandblaster.reasons import Reason
+
+
+class Method(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="name",
+):
+    """What the settings of every method have.
+
+    Attributes:
+        gradient_tolerance: Largest element of the gradient, by size, to end with.
+        value_tolerance: Relative improvement of the loss to end with ...
+        value_iterations: ... in so many iterations in a row.
+        n_iterations_max: Bound on accepted points.
+        n_evaluations_max: Bound on evaluations.
+        l2: Adds l2 / 2 |w|^2 to the loss.
+    """
+
+    gradient_tolerance: float = 1e-5
+    value_tolerance: float = 2.2e-9
+    value_iterations: int = 3
+    n_iterations_max: int = 15000
+    n_evaluations_max: int = 15000
+    l2: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def check(method: Method) -> None:
+    """Raise if a common setting cannot be.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for name in ("gradient_tolerance", "value_tolerance", "l2"):
+        value = getattr(method, name)
+        if not 0.0 <= value < math.inf:
+            raise ValueError(f"{name} is {value}; use a finite number, 0 or more")
+    for name in ("value_iterations", "n_iterations_max", "n_evaluations_max"):
+        value = getattr(method, name)
+        if value < 1:
+            raise ValueError(f"{name} is {value}; use 1 or more")
+
+
+def check_history(n_history: int) -> None:
+    """Raise if so many corrections cannot be remembered.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    if n_history < 1:
+        raise ValueError(f"n_history is {n_history}; use 1 or more")
+
+
+def check_decrease(sufficient_decrease: float) -> None:
+    """Raise if that is no c1 of a line search.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    if not 0.0 < sufficient_decrease < 1.0:
+        raise ValueError(
+            f"sufficient_decrease is {sufficient_decrease}; use a number between 0 and "
+            "1"
+        )
+
+
+def small_gradient(method: Method, gradient_norm: float) -> bool:
+    """Whether the gradient is small enough."""
+    return gradient_norm <= method.gradient_tolerance
+
+
+def small_improvement(
+    method: Method, before: float, after: float, *, loss_at_start: float
+) -> bool:
+    """Whether an iteration improved the loss too little to go on."""
+    size = max(abs(before), abs(after), min(1.0, abs(loss_at_start)))
+    return before - after <= method.value_tolerance * size
+
+
+def lost_in_rounding(loss: float, improvement: float, *, loss_at_start: float) -> bool:
+    """Whether an improvement would be no larger than the loss's rounding error."""
+    size = max(abs(loss), min(1.0, abs(loss_at_start)))
+    return improvement <= 16.0 * _EPSILON * size
+
+
+def bound_reached(
+    method: Method, *, iteration: int, n_evaluations: int
+) -> Reason | None:
+    """Return which bound has been reached, if any."""
+    if iteration >= method.n_iterations_max:
+        return Reason.MAX_ITERATIONS
+    if n_evaluations >= method.n_evaluations_max:
+        return Reason.MAX_EVALUATIONS
+    return None
+
+
+_EPSILON = 2.0**-52

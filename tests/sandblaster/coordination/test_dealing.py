@@ -1,0 +1,315 @@
+"""Who computes which set, and whose result counts."""
+
+import math
+
+import pytest
+
+from distbelief.messages import Account, SetResult
+from distbelief.roles import Address, Received, Seconds
+from sandblaster.coordination.coordinator_config import CoordinatorConfig
+from sandblaster.coordination.crew import Crew, Member
+from sandblaster.coordination.dealing import N_VOID_MAX, Dealing, Numbers
+from sandblaster.coordination.estimates import (
+    N_DEALT_MAX,
+    n_at_once,
+    remaining,
+    seconds_of,
+    seconds_to_end,
+)
+from sandblaster.sets import BatchRange, Cutting
+
+
+A, B, C = Address("replica-a"), Address("replica-b"), Address("replica-c")
+CUTTING = Cutting(portion_size=10)
+
+
+class Table:
+    """A dealing, and replicas of known paces."""
+
+    def __init__(
+        self,
+        *names: Address,
+        n_sets: int = 8,
+        window_sets: int = 64,
+        backups: bool = True,
+    ) -> None:
+        self.config = CoordinatorConfig(
+            cutting=CUTTING, window_sets=window_sets, backups=backups
+        )
+        self.crew = Crew(self.config)
+        self.numbers = Numbers()
+        self.batch = BatchRange(first=0, n_examples=10 * n_sets)
+        for name in names:
+            self.join(name)
+        self.begin()
+
+    def begin(self) -> None:
+        self.crew.begin(epoch=1, evaluation=1, versions=(), batch=self.batch)
+        self.dealing = Dealing(
+            self.config, crew=self.crew, batch=self.batch, numbers=self.numbers
+        )
+
+    def join(self, name: Address) -> None:
+        account = Account(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+        event = Received(sender=name, incarnation=1, message=account)
+        self.crew.hear(event, account, 0.0)
+
+    def member(self, name: Address) -> Member:
+        member = self.crew.get(name)
+        assert member is not None
+        return member
+
+    def deal(self, now: Seconds = 0.0) -> None:
+        self.dealing.deal(now)
+
+    def has(self, name: Address) -> list[int]:
+        """Return the sets that it has to compute."""
+        return [copy.set_index for copy in self.member(name).outstanding]
+
+    def says(
+        self,
+        name: Address,
+        *attempts: int,
+        now: Seconds,
+        loss: float = 1.0,
+        staged: bool = False,
+    ) -> None:
+        results = tuple(
+            SetResult(
+                attempt=attempt, n_examples=10, loss=loss, seconds=1.0, staged=staged
+            )
+            for attempt in attempts
+        )
+        account = Account(
+            epoch=1, version=1, evaluation=1, n_computed=10, results=results
+        )
+        self.dealing.account(self.member(name), account, now)
+
+    def computes(self, name: Address, *, now: Seconds) -> int:
+        """Let it compute what is next; return the attempt."""
+        copy = self.member(name).outstanding[0]
+        self.says(name, copy.attempt, now=now)
+        return copy.attempt
+
+    def granted(self, name: Address) -> list[int]:
+        return [c.set_index for c in self.member(name).copies.values() if c.grant]
+
+
+def test_everybody_is_dealt_one_set_to_compute_and_one_to_go_on_with() -> None:
+    table = Table(A, B, n_sets=16)
+    table.deal()
+    assert (table.has(A), table.has(B)) == ([0, 1], [2, 3])
+    assert [m.name for m in table.dealing.changed()] == [A, B]
+    assert table.dealing.changed() == []
+    table.computes(A, now=1.0)
+    table.deal(1.0)
+    assert (table.has(A), table.has(B)) == ([1, 4], [2, 3])
+
+
+def test_no_set_is_dealt_beyond_the_window() -> None:
+    table = Table(A, B, window_sets=2, backups=False)
+    table.deal()
+    assert (table.has(A), table.has(B)) == ([0, 1], [])
+
+
+def test_the_first_computed_copy_is_granted_and_others_are_dropped() -> None:
+    table = Table(A, B, n_sets=1)
+    table.member(B).seconds_per_example = 0.1
+    table.deal()
+    table.deal(50.0)  # it is late: B gets a copy
+    assert (table.has(A), table.has(B)) == ([0], [0])
+    assert table.dealing.n_backups == 1
+    attempt = table.computes(B, now=51.0)
+    assert (table.granted(B), table.has(A)) == ([0], [])
+    assert attempt == 2
+    table.says(A, 1, now=52.0)  # too late: nothing is granted
+    assert table.granted(A) == []
+    assert not table.dealing.has_staged
+    table.says(B, attempt, now=53.0, staged=True)
+    (one,), void = table.dealing.to_fold()
+    assert (one.set_index, one.grant, void) == (0, 1, ())
+    table.dealing.folded((one,), (), 53.0)
+    assert table.dealing.is_complete
+    assert (table.dealing.loss, table.dealing.n_examples) == (1.0, 10)
+    assert table.dealing.digest == 1
+
+
+def test_a_third_copy_is_never_dealt_and_a_quick_replica_needs_none() -> None:
+    table = Table(A, B, C, n_sets=1)
+    for name in (B, C):
+        table.member(name).seconds_per_example = 0.1
+    table.deal()
+    table.deal(0.5)
+    assert table.dealing.n_backups == 0  # A is in time
+    table.deal(50.0)
+    assert [len(table.has(name)) for name in (A, B, C)] == [1, 1, 0]
+
+
+def test_what_a_lost_replica_had_is_dealt_again() -> None:
+    table = Table(A, B, n_sets=4, backups=False)
+    table.deal()
+    first = table.has(A)
+    table.computes(A, now=1.0)
+    member = table.crew.leave(A, is_over=True)
+    assert member is not None
+    table.dealing.lost(member, 2.0)
+    _, void = table.dealing.to_fold()
+    assert void == (1,)
+    dealt: list[int] = []
+    for _ in range(8):
+        table.deal(3.0)
+        if not table.has(B):
+            break
+        dealt.append(table.has(B)[0])
+        table.computes(B, now=3.0)
+    assert set(first) <= set(dealt)
+    assert sorted(table.granted(B)) == [0, 1, 2, 3]
+
+
+def test_a_winner_that_does_not_come_to_its_end_is_rivalled_and_fenced() -> None:
+    table = Table(A, B, n_sets=1)
+    table.member(B).seconds_per_example = 0.1
+    table.deal()
+    winner = table.computes(A, now=1.0)
+    table.deal(1.0)
+    table.deal(100.0)
+    assert table.has(B) == [0]
+    rival = table.computes(B, now=101.0)
+    assert (table.granted(A), table.granted(B)) == ([], [0])
+    assert table.dealing.to_fold() == ((), (1,))
+    table.says(A, winner, now=102.0, staged=True)  # nobody listens
+    table.says(B, rival, now=103.0, staged=True)
+    (one,), _ = table.dealing.to_fold()
+    assert one.grant == 2
+
+
+def test_towards_the_end_a_slow_one_is_dealt_nothing_that_others_do_sooner() -> None:
+    table = Table(A, B, n_sets=4, backups=False)
+    table.member(A).seconds_per_example = 0.1
+    table.member(B).seconds_per_example = 0.5
+    table.deal()
+    assert (table.has(A), table.has(B)) == ([0, 1], [])
+    table.computes(A, now=1.0)
+    table.deal(1.0)
+    assert (table.has(A), table.has(B)) == ([1, 2], [])
+
+
+def test_a_slow_one_is_dealt_what_it_can_do_in_time() -> None:
+    table = Table(A, B, n_sets=12, backups=False)
+    table.member(A).seconds_per_example = 0.1
+    table.member(B).seconds_per_example = 0.5
+    table.member(B).turnaround = 1.0  # several at once would be no waste of dealing
+    table.deal()
+    assert table.has(B) == [2]
+
+
+def test_no_backup_is_dealt_for_a_hiccup_or_a_small_share_of_the_time() -> None:
+    for late, n_backups in ((0.03, 0), (0.06, 1)):
+        table = Table(A, B, n_sets=1)
+        for name in (A, B):
+            table.member(name).seconds_per_example = 1e-4
+        table.deal()
+        table.deal(late)
+        assert table.dealing.n_backups == n_backups
+    table = Table(A, B, n_sets=1)
+    for name in (A, B):
+        table.member(name).seconds_per_example = 1e-3
+    table.deal()
+    table.member(A).outstanding[0].dealt_at = 9.94
+    table.member(A).progress_at = 9.94
+    table.deal(10.0)
+    assert not table.dealing.n_backups
+
+
+def test_nothing_is_granted_while_too_much_is_to_be_forgotten() -> None:
+    table = Table(n_sets=1, backups=False)
+    names = [Address(f"replica-{index}") for index in range(N_VOID_MAX + 1)]
+    for index, name in enumerate(names):
+        table.join(name)
+        table.deal(float(index))
+        table.computes(name, now=float(index))
+        if index < N_VOID_MAX:
+            assert table.granted(name) == [0]
+            member = table.crew.leave(name, is_over=True)
+            assert member is not None
+            table.dealing.lost(member, float(index))
+    assert table.granted(names[-1]) == []
+    sets, void = table.dealing.to_fold()
+    assert (sets, len(void)) == ((), N_VOID_MAX)
+    table.dealing.folded(sets, void, 20.0)
+    assert table.granted(names[-1]) == [0]
+
+
+def test_a_loss_that_is_not_a_number_ends_it() -> None:
+    table = Table(A)
+    table.deal()
+    table.says(A, 1, now=1.0, loss=math.nan)
+    assert not table.dealing.is_finite
+    assert table.granted(A) == []
+
+
+def test_a_sum_that_is_found_not_finite_when_it_is_pushed_ends_it_too() -> None:
+    table = Table(A)
+    table.deal()
+    table.says(A, 1, now=1.0)
+    table.says(A, 1, 99, now=2.0, loss=math.inf)
+    assert not table.dealing.is_finite
+
+
+def test_the_next_batch_is_dealt_to_those_who_have_its_data() -> None:
+    table = Table(A, B, C, n_sets=6, backups=False)
+    table.numbers.owners = {0: B, 10: B, 20: A, 30: A, 40: B, 50: Address("gone")}
+    table.deal()
+    assert (table.has(A), table.has(B), table.has(C)) == ([2], [0], [5])
+    for name, expected in ((B, [1]), (A, [3]), (C, [4])):
+        table.computes(name, now=1.0)
+        table.deal(1.0)
+        assert table.has(name) == expected
+
+
+# --------------------------------------------------------------------------- estimates
+
+
+def test_dealing_takes_one_percent_of_computing_at_the_most() -> None:
+    member = Table(A).member(A)
+    assert n_at_once(member, 1.0) == 1
+    member.turnaround = 0.05
+    assert n_at_once(member, 0.0) == 1
+    assert n_at_once(member, 1.0) == 5
+    assert n_at_once(member, 1e-3) == N_DEALT_MAX
+
+
+@pytest.mark.parametrize(
+    ("members", "n_sets", "seconds"),
+    [
+        ([(0.0, 1.0)], 4, 4.0),
+        ([(0.0, 1.0), (0.0, 1.0)], 4, 2.0),
+        ([(0.0, 1.0), (0.0, 0.25)], 10, 2.0),
+        ([(1.0, 1.0), (0.0, 1.0)], 3, 2.0),
+        ([(9.0, 1.0), (0.0, 1.0)], 3, 3.0),  # the first has enough to do
+    ],
+)
+def test_the_end_is_where_work_and_summed_speeds_meet(
+    members: list[tuple[float, float]], n_sets: int, seconds: float
+) -> None:
+    assert seconds_to_end(members, n_sets) == pytest.approx(seconds)
+
+
+def test_the_pace_of_a_newcomer_is_the_typical_one() -> None:
+    table = Table(A, B, C)
+    assert seconds_of(table.member(A), 10, table.crew) == 0.0
+    table.member(B).seconds_per_example = 0.2
+    assert seconds_of(table.member(A), 10, table.crew) == pytest.approx(2.0)
+
+
+def test_what_is_late_will_take_as_long_again() -> None:
+    table = Table(A, n_sets=8)
+    table.member(A).seconds_per_example = 0.1
+    table.deal()
+    first, second = table.member(A).outstanding
+    times = remaining(table.member(A), table.crew, 0.25)
+    assert times == {first.attempt: 0.75, second.attempt: 1.75}
+    times = remaining(table.member(A), table.crew, 1.2)
+    assert times[first.attempt] == 0.0
+    times = remaining(table.member(A), table.crew, 7.0)
+    assert times[first.attempt] == 7.0

@@ -1,0 +1,93 @@
+"""Downpour first, Sandblaster to finish: on the same shards, whatever breaks."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from distbelief.messages import Order, Push
+from distbelief.roles import Address, Received, Send
+from distbelief.simulation.faults import Kill, Slow
+from distbelief.simulation.world import Happening
+from sandblaster.methods.lbfgs import LBFGS
+from sandblaster.names import COORDINATOR
+from tests.simulation.sandblasts import Run, Sandblast, drawn
+
+
+METHOD = LBFGS(gradient_tolerance=1e-8, value_tolerance=0.0)
+WARM = Sandblast(warm_steps=20, n_shards=2, n_replicas=3, method=METHOD)
+
+
+@cache
+def optimum() -> float:
+    """Return where a run ends that has no warm start."""
+    run = Run(replace(WARM, warm_steps=0))
+    run.play()
+    return run.ledger.losses[-1]
+
+
+class Watch:
+    """Notes the pushes of Downpour, and those that a coordinator might have met."""
+
+    def __init__(self, run: Run) -> None:
+        self.pushes: set[tuple[Address, Address, int]] = set()
+        self.n_after = 0
+        self._driven = False
+        run.cluster.observe(self._see)
+
+    def _see(self, happening: Happening) -> None:
+        event = happening.event
+        if isinstance(event, Received) and isinstance(event.message, Order):
+            self._driven = True
+        for action in happening.actions:
+            if not isinstance(action, Send):
+                continue
+            message = action.message
+            if isinstance(message, Push) and not message.grant:
+                self.n_after += self._driven
+                self.pushes.add((happening.name, action.receiver, message.sequence))
+
+
+def finishes(scene: Sandblast) -> Watch:
+    """Play it; the end must be that of a run without a warm start."""
+    run = Run(scene)
+    watch = Watch(run)
+    run.play()
+    result = run.coordinator.result
+    assert result is not None
+    assert result.reason.converged, result.reason
+    assert result.loss == pytest.approx(optimum(), abs=1e-9)
+    return watch
+
+
+def test_the_second_part_goes_on_where_the_first_has_ended() -> None:
+    run = Run(WARM)
+    watch = Watch(run)
+    run.play()
+    assert len(watch.pushes) == 2 * 3 * 20
+    assert watch.n_after == 0
+    assert run.ledger.losses[-1] == pytest.approx(optimum(), abs=1e-9)
+    first = min(run.ledger.points)  # where the coordinator began
+    values = run.ledger.points[first]
+    assert all(abs(vector).max() > 0.0 for vector in values.values())
+
+
+def test_who_is_slow_is_told_to_stop_and_waited_for() -> None:
+    slow = Slow(at=0.0, role=Address("replica-0"), factor=50.0, seconds=100.0)
+    watch = finishes(replace(WARM, faults=(slow,)))
+    assert len(watch.pushes) < 2 * 3 * 20
+    assert watch.n_after == 0
+
+
+@pytest.mark.parametrize("role", ["replica-0", COORDINATOR, "shard-0"])
+@pytest.mark.parametrize("at", [0.005, 0.02, 0.06])
+def test_who_dies_in_either_part_spoils_nothing(role: str, at: float) -> None:
+    kill = Kill(at=at, role=Address(role), restart_after=0.01)
+    watch = finishes(replace(WARM, faults=(kill,)))
+    assert watch.n_after == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_breaks_it_comes_to_its_end(seed: int) -> None:
+    scene = drawn(seed)
+    finishes(replace(scene, method=METHOD, warm_steps=5))
