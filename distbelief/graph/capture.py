@@ -2,7 +2,8 @@
 
 The module is traced (`tracing`) on tensors without memory, so that models larger than
 this machine can be captured too. Each operation is translated into layers by the table
-of its kind (`translation`). What has no translation is kept whole, with the reason.
+of its kind (`translation`). Where tracing gives up, or a function has no translation,
+torch.export is asked (`exports`). What has none then is kept whole, with both reasons.
 
 The batch is told from other dimensions by its size, a prime that no model uses: every
 operation must keep it as the first dimension of its result, for a replica computes all
@@ -10,14 +11,15 @@ samples of a batch together, and regions know nothing of it. A second capture wi
 another prime tells whether the batch's size, or chance, has got into the graph.
 
 A model is captured as it trains: an `if self.training` goes the way of training, unless
-the module is in evaluation mode while the model is not, which freezes it.
+the module is in evaluation mode while the model is not, which freezes it. Whether it
+does something else in evaluation is a question of its own (`evaluation_difference`).
 """
 
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final, final
 
 import torch
@@ -26,12 +28,16 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph import kinds, translations
+from distbelief.graph.alterations import is_altered, refuse_parameter_hooks
 from distbelief.graph.building import Builder
+from distbelief.graph.exports import Exports
 from distbelief.graph.layer import GraphError, LayerGraph
+from distbelief.graph.modes import first_difference
 from distbelief.graph.region import Shape
-from distbelief.graph.tracer import is_leaf
-from distbelief.graph.tracing import Traced, trace
+from distbelief.graph.tracer import ONLY, is_leaf
+from distbelief.graph.tracing import Traced, UntracedRootError, trace
 from distbelief.graph.translating import Translator, UnsplitError
+from distbelief.graph.unseen import attributes_kept
 
 
 assert kinds.KINDS  # importing these registers
@@ -75,10 +81,15 @@ def capture(module: nn.Module, inputs: Sequence[InputSpec]) -> LayerGraph:
         GraphError: it cannot be traced, takes other inputs, or loses the batch.
     """
     _check_sizes(inputs)
+    refuse_parameter_hooks(module)
     names = _names(module, inputs)
     specs = dict(zip(names, inputs, strict=True))
-    with _in_mode(module, training=True):
-        tries = [_captured(module, specs, batch=batch) for batch in BATCHES]
+    exports = Exports()
+    with attributes_kept(module), _in_mode(module, training=True):
+        tries = [
+            _captured(module, specs, batch=batch, exports=exports)[:2]
+            for batch in BATCHES
+        ]
     if any(_drops(traced) for _, traced in tries):
         _refuse_dropping_in_evaluation(module, specs)
     first, second = (graph for graph, _ in tries)
@@ -92,34 +103,132 @@ def capture(module: nn.Module, inputs: Sequence[InputSpec]) -> LayerGraph:
     return first
 
 
-def _captured(
-    module: nn.Module, specs: Mapping[str, InputSpec], *, batch: int
-) -> tuple[LayerGraph, Traced]:
-    root, prefix = module, ""
-    if is_leaf(module):  # a single layer: what is around it is traced
-        root, prefix = _Only(module), "only"
-    whole: Mapping[str, str] = {}
-    while True:  # ends: with every round one more module is kept whole
-        builder = Builder(aliases=_aliases(module))
-        for name, spec in specs.items():
-            builder.input(name, spec.shape, is_integer=spec.n_values is not None)
-        traced = _traced(root, specs, batch=batch, whole=whole)
-        translator = Translator(
-            root, builder, batch=batch, traced=traced, prefix=prefix
-        )
+def evaluation_difference(module: nn.Module, inputs: Sequence[InputSpec]) -> str | None:
+    """Return where a model does something else in evaluation mode, if anywhere.
+
+    What layers know of it does not count: that nothing is dropped, and which statistics
+    are used.
+
+    Args:
+        module: As for `capture`, by which it can be captured.
+        inputs: Likewise.
+
+    Raises:
+        GraphError: it cannot be captured.
+    """
+    specs = dict(zip(_names(module, inputs), inputs, strict=True))
+    batch = BATCHES[0]
+    with attributes_kept(module):
+        with _in_mode(module, training=True):
+            _, training, attempt = _captured(
+                module, specs, batch=batch, exports=Exports()
+            )
+        exports = Exports()
+        for path in training.whole.keys() - training.exported:
+            exports.refuse(path, training.whole[path])
         try:
-            return builder.finish(translator.outputs()), traced
-        except UnsplitError as error:
-            whole = {**traced.whole, error.path: str(error)}
+            with _in_mode(module, training=False):
+                _, evaluating, _ = _captured(
+                    module,
+                    specs,
+                    batch=batch,
+                    exports=exports,
+                    attempt=replace(attempt, whole=training.whole),
+                )
+        except GraphError as error:
+            return str(error)
+    if evaluating.whole.keys() != training.whole.keys():
+        return "what cannot be captured"
+    return first_difference(training, evaluating, root=attempt.root)
 
 
-def _traced(
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    """One way to look at a model.
+
+    Attributes:
+        root: What is traced.
+        prefix: The path of the model in it.
+        whole: Modules that are not looked into, and why.
+    """
+
+    root: nn.Module
+    prefix: str = ""
+    whole: Mapping[str, str] = field(default_factory=dict)
+
+
+def _captured(
     module: nn.Module,
     specs: Mapping[str, InputSpec],
     *,
     batch: int,
-    whole: Mapping[str, str] | None = None,
+    exports: Exports,
+    attempt: _Attempt | None = None,
+) -> tuple[LayerGraph, Traced, _Attempt]:
+    if attempt is None:
+        attempt = _Attempt(root=module)
+        if is_leaf(module) or is_altered(module):  # what is around it is traced
+            attempt = _Attempt(root=_Only(module), prefix=ONLY)
+    while True:  # ends: with every round one more module is kept whole, or refused
+        builder = Builder(aliases=_aliases(module))
+        for name, spec in specs.items():
+            builder.input(name, spec.shape, is_integer=spec.n_values is not None)
+        try:
+            traced = _traced(attempt, specs, batch=batch, exports=exports)
+        except UntracedRootError as error:
+            reason = f"{type(module).__name__}.forward cannot be traced: {error}"
+            attempt = _from_outside(module, reason, attempt.whole)
+            continue
+        except UnsplitError as error:
+            whole = {**attempt.whole, error.path: str(error)}
+            attempt = replace(attempt, whole=whole)
+            continue
+        translator = Translator(
+            attempt.root, builder, batch=batch, traced=traced, prefix=attempt.prefix
+        )
+        try:
+            return builder.finish(translator.outputs()), traced, attempt
+        except UnsplitError as error:
+            attempt = _next(attempt, error, traced, exports)
+
+
+def _from_outside(module: nn.Module, reason: str, known: Mapping[str, str]) -> _Attempt:
+    """Return the attempt at a model that is to be exported; `known` stay whole."""
+    below = {f"{ONLY}.{path}": why for path, why in known.items()}
+    return _Attempt(root=_Only(module), prefix=ONLY, whole={ONLY: reason, **below})
+
+
+def _next(
+    attempt: _Attempt, error: UnsplitError, traced: Traced, exports: Exports
+) -> _Attempt:
+    """Return the attempt after one that met what cannot be split.
+
+    Raises:
+        GraphError: there is none.
+    """
+    reason = str(error)
+    if error.path in traced.exported:
+        exports.refuse(error.path, reason)
+        return attempt
+    if error.path:
+        return replace(attempt, whole={**traced.whole, error.path: reason})
+    return _from_outside(attempt.root, reason, traced.whole)
+
+
+def _traced(
+    attempt: _Attempt,
+    specs: Mapping[str, InputSpec],
+    *,
+    batch: int,
+    exports: Exports,
 ) -> Traced:
+    """Trace it, and put in what is exported.
+
+    Raises:
+        UntracedRootError: the model's own forward cannot be traced.
+        GraphError: a layer cannot be run on what it is given.
+    """
     examples = {
         name: torch.empty(
             batch,
@@ -129,9 +238,13 @@ def _traced(
         )
         for name, spec in specs.items()
     }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(batch)
-        return trace(module, examples, whole=whole)
+    complete = None
+    while complete is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            traced = trace(attempt.root, examples, whole=attempt.whole)
+        complete = exports.put_into(traced, attempt.root, batch=batch)
+    return complete
 
 
 def _refuse_dropping_in_evaluation(
@@ -143,7 +256,8 @@ def _refuse_dropping_in_evaluation(
         GraphError: they do; the dropout of a layer graph never does.
     """
     with _in_mode(module, training=False):
-        words = _drops(_traced(module, specs, batch=BATCHES[0]))
+        _, traced, _ = _captured(module, specs, batch=BATCHES[0], exports=Exports())
+    words = _drops(traced)
     if words:
         raise GraphError(
             f"{words[0]} drops in evaluation mode too: give it training=self.training "

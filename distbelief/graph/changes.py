@@ -5,11 +5,16 @@ the new layer; if it is used by another shape (a view of it), that is refused.
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 import torch
 from torch import fx
 
 from distbelief.graph.layer import GraphError
+from distbelief.graph.unseen import lost_change
+
+
+_DETACHING: Final = ("detach", "detach_", torch.detach)
 
 
 def renamed(node: fx.Node, later: Iterable[fx.Node]) -> Iterator[fx.Node]:
@@ -26,10 +31,8 @@ def renamed(node: fx.Node, later: Iterable[fx.Node]) -> Iterator[fx.Node]:
     later = list(later)
     for changed in node.meta.get("changed", ()):
         if changed.op == "get_attr":
-            raise GraphError(
-                f"the forward changes {changed.target!r}, a tensor of the model, in "
-                "place: that would be lost; keep such state outside of the model"
-            )
+            raise GraphError(lost_change(str(changed.target)))
+        _refuse_detached(node, changed)
         for other in later:
             if not _share(other.meta.get("value"), changed.meta["value"]):
                 continue
@@ -39,6 +42,21 @@ def renamed(node: fx.Node, later: Iterable[fx.Node]) -> Iterator[fx.Node]:
                     "another name or shape: use the function that returns a new one"
                 )
             yield other
+
+
+def _refuse_detached(node: fx.Node, changed: fx.Node) -> None:
+    """Check that what is changed has no name whose gradient is another.
+
+    Raises:
+        GraphError: it has.
+    """
+    for other in node.graph.nodes:
+        detached = other.meta.get("detached") or other.target in _DETACHING
+        if detached and _share(other.meta.get("value"), changed.meta["value"]):
+            raise GraphError(
+                f"{node.target} changes a tensor in place of which a part is detached, "
+                "or under no_grad: use the function that returns a new one"
+            )
 
 
 def refuse_change(node: fx.Node) -> None:

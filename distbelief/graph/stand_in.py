@@ -14,10 +14,12 @@ import torch
 from torch import fx, nn
 from torch.func import functional_call
 from torch.fx.node import Target
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from distbelief.graph.layer import GraphError
+from distbelief.graph.unseen import LostChangeError, lost_change
 
 
 N_TRIED: Final = 3
@@ -27,6 +29,15 @@ N_TRIED: Final = 3
 @final
 class StandIn(fx.Proxy):
     """Records what is done with it, and knows its shape."""
+
+    _is_param = False  # what `isinstance(x, nn.Parameter)` asks tensors
+
+    @property  # type: ignore[misc] # that is how `isinstance` is told
+    @override
+    def __class__(self) -> type:
+        """A forward that asks whether it has a tensor is told that it has."""
+        value = self.node.meta.get("value")
+        return torch.Tensor if isinstance(value, torch.Tensor) else StandIn
 
     @property
     def value(self) -> object:
@@ -133,7 +144,9 @@ def run_without_memory(
         name: without_memory(tensor)
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     }
+    before = dict(state)
     result: object = functional_call(module, state, arguments, dict(keywords))
+    _refuse_change(module, before, state)
     return result
 
 
@@ -186,13 +199,37 @@ def run_on_noise(  # noqa: C901 -- three small functions in one
             device="meta",
         )
 
+    before = dict(state)
     with torch.random.fork_rng(devices=_cuda(t for _, t in tensors)):
         torch.manual_seed(0)
         result: object = functional_call(
             module, state, tree_map(noise, arguments), tree_map(noise, dict(keywords))
         )
+    _refuse_change(module, before, state)
     found: object = tree_map(forget, result)
     return found
+
+
+def _refuse_change(
+    module: nn.Module,
+    before: Mapping[str, torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+) -> None:
+    """Check that a forward has changed no tensor of its module, statistics apart.
+
+    Raises:
+        LostChangeError: it has.
+    """
+    apart = {
+        f"{path}.{word}".lstrip(".")
+        for path, part in module.named_modules()
+        if isinstance(part, _NormBase | nn.Embedding | nn.EmbeddingBag)
+        for word, _ in (*part.named_buffers(), *part.named_parameters())
+    }  # of a table, max_norm bounds rows before each use: the result is the same
+    for name, tensor in before.items():
+        same = after[name] is tensor and not tensor._version  # noqa: SLF001 -- counts changes in place
+        if not same and name not in apart:
+            raise LostChangeError(lost_change(name))
 
 
 def _cuda(tensors: Iterable[torch.Tensor]) -> list[torch.device]:

@@ -5,12 +5,13 @@ What is known of a node's result stands in its `meta`:
     "value"      the result without memory
     "changed"    nodes of arguments that the operation changed in place
     "constant"   the tensor, if the forward made it of numbers alone
+    "detached"   whether no gradient goes back through it: it is under `no_grad`
     "place"      where the call stands in the user's source, for messages
 """
 
 import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, final
@@ -20,6 +21,7 @@ from torch import fx, nn
 from torch.fx.node import Argument, Target, map_aggregate, map_arg
 from typing_extensions import override
 
+from distbelief.graph.alterations import is_replaced
 from distbelief.graph.layer import GraphError
 from distbelief.graph.stand_in import (
     StandIn,
@@ -28,6 +30,7 @@ from distbelief.graph.stand_in import (
     without_memory,
 )
 from distbelief.graph.translation import is_like_input, knows_module
+from distbelief.graph.unseen import LostChangeError, UnseenError, Watch
 
 
 _OURS: Final = tuple(
@@ -35,11 +38,14 @@ _OURS: Final = tuple(
 )
 # torch.fx could record places as well, but imports compilers for it, for seconds.
 
+ONLY: Final = "only"
+"""What a model is called that is traced, or exported, from outside."""
+
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @final
-class _CustomFunctionError(Exception):
+class CustomFunctionError(Exception):
     """A `torch.autograd.Function` was about to be traced through."""
 
 
@@ -62,7 +68,16 @@ class Tracer(fx.Tracer):
         self._inputs = inputs
         self._whole = whole
         self._evaluating = False
+        self._watch: Watch | None = None  # from when the forward begins
         self.innermost = ""  # the module whose forward was entered last, and not left
+
+    @override
+    def trace(self, root: object, concrete_args: object = None) -> fx.Graph:
+        assert isinstance(root, nn.Module)
+        self._watch = Watch(root)
+        graph = super().trace(root, concrete_args)  # type: ignore[arg-type] # none
+        self._watch.check(str)
+        return graph
 
     @override
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -80,8 +95,10 @@ class Tracer(fx.Tracer):
         if self._evaluating:
             return forward(*args, **kwargs)
         before = self.innermost
+        self._check()
         self.innermost = self.path_of_module(m)
         result: object = super().call_module(m, forward, args, kwargs)
+        self._check()
         self.innermost = before  # not after an error: it tells where that was
         return result
 
@@ -105,6 +122,8 @@ class Tracer(fx.Tracer):
 
     @override
     def create_arg(self, a: object) -> Argument:
+        if isinstance(a, fx.Proxy):  # which says that it is a tensor
+            return a.node
         if not isinstance(a, torch.Tensor):
             return super().create_arg(a)
         tensors = {
@@ -117,6 +136,11 @@ class Tracer(fx.Tracer):
         node = self.create_node("get_attr", tensors.get(id(a), "constant"), (), {})
         node.meta["value"] = without_memory(a)
         if id(a) not in tensors:
+            if a.requires_grad:
+                raise UnseenError(
+                    "it computes with parameters that it keeps outside of its "
+                    f"attributes, in a list say{_place()}: use nn.ParameterList"
+                )
             node.meta["constant"] = a
         return node
 
@@ -134,14 +158,19 @@ class Tracer(fx.Tracer):
         *more: object,
         **others: object,
     ) -> fx.Proxy:
+        self._check()
         proxy = super().create_proxy(kind, target, args, kwargs, *more, **others)  # type: ignore[arg-type]
         node = proxy.node
         read = [n for n in node.all_input_nodes if _is_tensor(n)]
         versions = [n.meta["value"]._version for n in read]  # noqa: SLF001 -- counts changes in place
         node.meta["place"] = _place()
+        node.meta["detached"] = not torch.is_grad_enabled() and kind != "get_attr"
         self._evaluating = True
         try:
-            node.meta["value"] = self._value(node)
+            with torch.no_grad():
+                node.meta["value"] = self._value(node)
+        except AttributeError as error:  # torch.fx would ask for it again, for ever
+            raise UnseenError(f"{error}{node.meta['place']}") from error
         finally:
             self._evaluating = False
         node.meta["changed"] = [
@@ -150,6 +179,16 @@ class Tracer(fx.Tracer):
             if n.meta["value"]._version != version  # noqa: SLF001
         ]
         return proxy
+
+    def _check(self) -> None:
+        """Check that the forward has not done what no node says.
+
+        Raises:
+            UnseenError: it has.
+            GraphError: likewise, and its module would do so too.
+        """
+        assert self._watch is not None
+        self._watch.check(_place)
 
     def _value(self, node: fx.Node) -> object:
         """Return the result of an operation, without memory."""
@@ -162,10 +201,13 @@ class Tracer(fx.Tracer):
         if node.op == "get_attr":
             return without_memory(_tensor_at(self.root, str(target)))
         if node.op == "call_module":
-            return self._called(self.root.get_submodule(str(target)), node)
-        if node.op == "call_method":
-            result: object = getattr(args[0], str(target))(*args[1:], **kwargs)
+            with torch.random.fork_rng(devices=[]):  # it may draw: it is whole then
+                result = self._called(self.root.get_submodule(str(target)), node)
+            assert self._watch is not None
+            self._watch.check_seeds(_place)
             return result
+        if node.op == "call_method":
+            return getattr(args[0], str(target))(*args[1:], **kwargs)
         assert callable(target), node
         return target(*args, **kwargs)
 
@@ -180,10 +222,14 @@ class Tracer(fx.Tracer):
         try:
             _check_numbers(module, tensors)
             return run_without_memory(module, args, kwargs)
+        except LostChangeError as error:
+            raise GraphError(f"{_called_name(node, module)}: {error}") from error
         except Exception as error:  # noqa: BLE001 -- whatever a module raises on tensors without values
             batch = next(iter(self._inputs.values())).shape[0]
             try:
                 return run_on_noise(module, args, kwargs, batch=batch)
+            except LostChangeError as lost:
+                raise GraphError(f"{_called_name(node, module)}: {lost}") from lost
             except Exception as second:  # noqa: BLE001
                 shapes = [
                     "[" + ", ".join(["batch", *map(str, value.shape[1:])]) + "]"
@@ -195,9 +241,15 @@ class Tracer(fx.Tracer):
                 reason = second if given else error
                 why = explained(reason).replace(str(batch), "batch").rstrip(".")
                 raise GraphError(
-                    f"{node.target} ({type(module).__name__}) cannot be run on "
+                    f"{_called_name(node, module)} cannot be run on "
                     f"{', '.join(shapes)}: {why}{_hint(module, tensors)}"
                 ) from error
+
+
+def _called_name(node: fx.Node, module: nn.Module) -> str:
+    """Return what a message calls a module; the model itself by its type."""
+    kind = type(module).__name__
+    return kind if node.target == ONLY else f"{node.target} ({kind})"
 
 
 def _check_numbers(module: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
@@ -243,6 +295,8 @@ def _place() -> str:
 
 def is_leaf(module: nn.Module) -> bool:
     """Return whether a module is not looked into: torch's, or one we translate."""
+    if is_replaced(module):
+        return False
     of_torch = type(module).__module__.partition(".")[0] == "torch"
     return knows_module(module) or (of_torch and not isinstance(module, _CONTAINERS))
 
@@ -264,20 +318,31 @@ def _without_memory(arguments: object) -> object:
     def placed(value: object) -> object:
         return torch.device("meta") if isinstance(value, torch.device) else value
 
-    filled = map_arg(arguments, lambda node: node.meta["value"])  # type: ignore[type-var]
-    result: object = map_aggregate(filled, placed)  # type: ignore[arg-type,type-var]
+    # In this order: what torch.topk returns would come out as a plain tuple.
+    moved = map_aggregate(arguments, placed)  # type: ignore[arg-type,type-var]
+    result: object = map_arg(moved, lambda node: node.meta["value"])  # type: ignore[type-var]
     return result
 
 
+def _is_stand_in(value: object) -> bool:
+    return isinstance(value, fx.Proxy)
+
+
 @contextmanager
-def no_custom_functions() -> Iterator[None]:
-    """Let no `torch.autograd.Function` be inlined: its backward would be lost."""
+def no_custom_functions(
+    refused: Callable[[object], bool] = _is_stand_in,
+) -> Iterator[None]:
+    """Let no `torch.autograd.Function` be inlined: its backward would be lost.
+
+    Args:
+        refused: Whether an argument of it is one that is being traced.
+    """
     original = torch.autograd.Function.__dict__.get("apply")
     assert isinstance(original, classmethod)
 
     def refuse(cls: type, /, *args: object, **kwargs: object) -> object:
-        if any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values())):
-            raise _CustomFunctionError(cls.__qualname__)
+        if any(refused(value) for value in (*args, *kwargs.values())):
+            raise CustomFunctionError(cls.__qualname__)
         return original.__func__(cls, *args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment, method-assign]
@@ -289,11 +354,11 @@ def no_custom_functions() -> Iterator[None]:
 
 def explained(error: Exception) -> str:
     """Return why something cannot be traced, in a sentence."""
-    if isinstance(error, _CustomFunctionError):
+    if isinstance(error, CustomFunctionError):
         return f"it calls {error}, a torch.autograd.Function with a gradient of its own"
     if isinstance(error, fx.proxy.TraceError):
         return "its forward depends on the values of its data (an `if`, a loop)"
-    if isinstance(error, GraphError):
+    if isinstance(error, GraphError | UnseenError):
         return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

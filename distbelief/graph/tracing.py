@@ -7,15 +7,29 @@ would silently replace) is kept whole as well, with the reason, and tried no fur
 What is known of results stands in the nodes, as `tracer` says.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import fx, nn
+from torch.utils import checkpoint
 
+from distbelief.graph.alterations import has_gradient_hooks
 from distbelief.graph.layer import GraphError
 from distbelief.graph.tracer import Tracer, explained, no_custom_functions
+from distbelief.graph.unseen import tensors_kept
+
+
+_GRADIENT_HOOKS: Final = (
+    "it has hooks on its gradients, which run with the whole module only"
+)
+
+
+@final
+class UntracedRootError(Exception):
+    """The model's own forward cannot be traced; says why."""
 
 
 @final
@@ -26,10 +40,12 @@ class Traced:
     Attributes:
         graph: Its operations.
         whole: Modules kept whole because they cannot be traced, and why.
+        exported: Of these, the ones that torch.export has looked into after all.
     """
 
     graph: fx.Graph
     whole: dict[str, str] = field(default_factory=dict)
+    exported: frozenset[str] = frozenset()
 
 
 def trace(
@@ -47,25 +63,50 @@ def trace(
         whole: Paths of modules that are not to be looked into, and why.
 
     Raises:
-        GraphError: its own forward cannot be traced, or a layer cannot be run on what
-            it is given.
+        UntracedRootError: its own forward cannot be traced.
+        GraphError: a layer cannot be run on what it is given.
     """
     kept = dict(whole or {})
+    for path, part in module.named_modules():
+        if path and has_gradient_hooks(part):
+            kept.setdefault(path, _GRADIENT_HOOKS)
     while True:
         tracer = Tracer(inputs, frozenset(kept))
         try:
-            with no_custom_functions(), torch.no_grad():
+            # With gradients, so that a no_grad of the forward's is seen.
+            with (
+                no_custom_functions(),
+                _no_checkpoints(),
+                tensors_kept(module),
+                torch.inference_mode(mode=False),
+                torch.enable_grad(),
+            ):
                 graph = tracer.trace(module)
         except GraphError:
             raise
         except Exception as error:  # whatever the user's forward does with a proxy
             path = tracer.innermost
             if not path:
-                raise GraphError(
-                    f"{type(module).__name__}.forward cannot be traced: "
-                    f"{explained(error)}. Move that part into a module of its own, "
-                    "which is then computed whole on one machine"
-                ) from error
+                raise UntracedRootError(explained(error)) from error
             kept[path] = explained(error)
         else:
             return Traced(graph=graph, whole=kept)
+
+
+@contextmanager
+def _no_checkpoints() -> Iterator[None]:
+    """Let `torch.utils.checkpoint` call what it is given, and save nothing.
+
+    What is kept for the backward pass is of no account here, and torch would end the
+    process: it takes stand-ins for tensors.
+    """
+    original = checkpoint._checkpoint_without_reentrant_generator  # noqa: SLF001 -- torch has no public way
+
+    def plain(*_: object, **__: object) -> Iterator[None]:
+        yield
+
+    checkpoint._checkpoint_without_reentrant_generator = plain  # noqa: SLF001
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = original  # noqa: SLF001

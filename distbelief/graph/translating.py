@@ -1,6 +1,7 @@
 """A traced module, operation by operation, handed to the translations."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -17,7 +18,11 @@ from distbelief.graph.operation import (
     is_integer,
 )
 from distbelief.graph.tracing import Traced
-from distbelief.graph.translation import translate_function, translate_module
+from distbelief.graph.translation import (
+    knows_function,
+    translate_function,
+    translate_module,
+)
 
 
 Known = Operand | Several | torch.Tensor | tuple[object, ...]
@@ -28,7 +33,7 @@ class UnsplitError(Exception):
     """A module does what no translation knows.
 
     Args:
-        path: Of the module.
+        path: Of the module; "" for the model itself.
         reason: What it does.
     """
 
@@ -76,10 +81,11 @@ class Translator:
 
         Raises:
             GraphError: an operation cannot be translated; says where it stands.
-            UnsplitError: likewise, but it stands in a module that can be kept whole.
+            UnsplitError: likewise, but it stands in a module that can be kept whole,
+                or is a function that nobody knows, perhaps of others that are known.
         """
         names: list[str] = []
-        live = _live(self._nodes)
+        live = live_nodes(self._nodes)
         for index, node in enumerate(self._nodes):
             if node not in live:
                 continue
@@ -92,7 +98,7 @@ class Translator:
             except GraphError as error:
                 reason = f"{error}{node.meta.get('place', '')}"
                 path = _inside(node)
-                if path:
+                if path or _is_unknown(node):
                     raise UnsplitError(path, reason) from error
                 raise GraphError(reason) from error
         return names
@@ -113,9 +119,32 @@ class Translator:
         else:
             operation = self._operation(node)
             if operation is not None:
-                self._known[node] = self._understood(
+                known = self._understood(
                     self._translated(node, operation), node.meta["value"]
                 )
+                detached = node.meta.get("detached")
+                self._known[node] = self._detached(known) if detached else known
+
+    def _detached(self, known: Known) -> Known:
+        """Return the same without a way back for gradients: it was under no_grad."""
+        if isinstance(known, tuple):
+            return tuple(self._detached(one) for one in known)  # type: ignore[arg-type] # results
+        if isinstance(known, Several):
+            raise GraphError(
+                "it returns several tensors under no_grad, which has no split rule: "
+                "use requires_grad_(False) on its parameters"
+            )
+        if not isinstance(known, Operand) or known.is_integer:
+            return known
+        layer = self._builder[known.name]
+        name = self._builder.add(
+            f"{known.name}.detach",
+            "pointwise",
+            [known.name],
+            layer.shape,
+            options={"function": "detach"},
+        )
+        return replace(known, name=name)
 
     def _operation(self, node: fx.Node) -> Operation | None:
         """Return what the node calls; None if it is about sizes and other numbers."""
@@ -261,7 +290,7 @@ class Translator:
         )
 
 
-def _live(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def live_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Return what has an effect: outputs, modules, changes in place, all they read."""
     live: set[fx.Node] = set()
     for node in reversed(nodes):
@@ -277,6 +306,11 @@ def _inside(node: fx.Node) -> str:
     if node.op == "call_module" or not around:
         return ""
     return str(around[-1][0])
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    calls = node.op in {"call_function", "call_method"}
+    return calls and not knows_function(node.target)
 
 
 def word_of(node: fx.Node) -> str:

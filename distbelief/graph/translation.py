@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 import torch
 from torch import nn
 
+from distbelief.graph.alterations import why_whole
 from distbelief.graph.building import Builder
 from distbelief.graph.layer import GraphError, Layer
 from distbelief.graph.operation import Operand, Operation, Translated
@@ -72,6 +73,11 @@ def knows_module(module: nn.Module) -> bool:
     return type(module) in _MODULES
 
 
+def knows_function(target: object) -> bool:
+    """Return whether there is a translation for this function, or method by name."""
+    return target in _FUNCTIONS
+
+
 def is_like_input(module: nn.Module) -> bool:
     """Return whether the module's result has the shape of its first argument."""
     return type(module) in _LIKE_THEIR_INPUT
@@ -84,8 +90,8 @@ def translate_module(
     translation = _MODULES.get(type(module))
     if whole is None and translation is None:
         whole = f"{type(module).__name__} has no split rule"
-    if whole is None and _has_hooks(module):
-        whole = "it has hooks, which run with the whole module only"
+    if whole is None:
+        whole = why_whole(module)
     if whole is None and translation is not None:
         return translation(builder, module, operation)
     return whole_module(builder, module, operation, reason=whole or "")
@@ -146,13 +152,3 @@ def source_of(builder: Builder, operation: Operation) -> tuple[str, Layer, Shape
     """Return a free name for a composite, the layer it reads, and the shape it has."""
     operand = operation.operands[0]
     return builder.free_name(operation.name), builder[operand.name], operation.output
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    hooks = (
-        module._forward_hooks,  # noqa: SLF001 -- torch has no public way to ask
-        module._forward_pre_hooks,  # noqa: SLF001
-        module._backward_hooks,  # noqa: SLF001
-        module._backward_pre_hooks,  # noqa: SLF001
-    )
-    return any(hooks)

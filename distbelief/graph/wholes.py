@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.flop_counter import FlopCounterMode
 
-from distbelief.graph.building import Builder, uses
+from distbelief.graph.alterations import is_replaced
+from distbelief.graph.building import Builder, below, uses
 from distbelief.graph.layer import GraphError, Option
 from distbelief.graph.operation import Operand, Operation, Several, Translated
 from distbelief.graph.stand_in import run_without_memory
@@ -23,6 +24,7 @@ def whole_module(
             which would be lost.
     """
     _refuse_statistics(module, operation, reason)
+    _refuse_replaced(module, operation)
     inputs = [operand.name for operand in _positional(module, operation, reason)]
     _refuse_masks(builder, operation, reason)
     options: dict[str, Option] = {"module": operation.target}
@@ -77,6 +79,19 @@ def _refuse_statistics(module: nn.Module, operation: Operation, reason: str) -> 
             )
 
 
+def _refuse_replaced(module: nn.Module, operation: Operation) -> None:
+    """Check that it computes with no tensors but its own, as far as can be seen.
+
+    The model's own forward may be another than its type's: all tensors are its.
+    """
+    for path, part in module.named_modules():
+        if is_replaced(part) and operation.target:
+            raise GraphError(
+                f"the forward of {below(operation.target, path).rstrip('.')!r} was put "
+                "in the place of its type's, and cannot be split: make a type of it"
+            )
+
+
 def _positional(
     module: nn.Module, operation: Operation, reason: str
 ) -> tuple[Operand, ...]:
@@ -112,7 +127,8 @@ def _operations(module: nn.Module, operation: Operation) -> int:
     ]
     counter = FlopCounterMode(display=False)
     try:
-        with torch.no_grad(), counter:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), counter:
+            torch.manual_seed(0)
             run_without_memory(module, tuple(inputs), {})
     except Exception:  # noqa: BLE001 -- what it does with tensors without values
         return 0

@@ -55,6 +55,7 @@ UNARY: Final[Mapping[str, Unary]] = {
     "softsign": functional.softsign,
     "logsigmoid": functional.logsigmoid,
     "tanhshrink": functional.tanhshrink,
+    "detach": torch.detach,
 }
 
 PARAMETRIC: Final[Mapping[str, Parametric]] = {

@@ -42,6 +42,7 @@ _UNARY: Final[Mapping[str, tuple[object, ...]]] = {
     "abs": (torch.abs, "abs", "abs_", operator.abs),
     "neg": (torch.neg, "neg", "neg_", operator.neg),
     "square": (torch.square, "square", "square_"),
+    "detach": (torch.detach, "detach"),
 }
 
 _SEVERAL: Final[Mapping[str, tuple[object, ...]]] = {

@@ -137,7 +137,7 @@ def embedding(
 def embedding_function(builder: Builder, operation: Operation) -> Translated:
     """Add rows of a table that is a tensor of the model."""
     operation.only("input", "weight", "padding_idx", "norm_type")
-    use = _own(builder, operation, operation.operand(1, "weight"))
+    use = owned(builder, operation, operation.operand(1, "weight"))
     padding = cast("int | None", operation.argument(2, "padding_idx"))
     return _embedded(builder, operation, use, 0, padding=padding)
 
@@ -202,13 +202,13 @@ def _weights(builder: Builder, operation: Operation) -> dict[str, TensorUse]:
     if not isinstance(operation.argument(0, "input"), Operand):
         operation.operand(0, "input")
     return {
-        word: _own(builder, operation, operation.operand(position, word))
+        word: owned(builder, operation, operation.operand(position, word))
         for position, word in enumerate(_WORDS, start=1)
         if operation.argument(position, word) is not None
     }
 
 
-def _own(builder: Builder, operation: Operation, operand: Operand) -> TensorUse:
+def owned(builder: Builder, operation: Operation, operand: Operand) -> TensorUse:
     """Return the model's tensor that an operand is."""
     layer: Layer = builder[operand.name]
     use = layer.tensors.get("value")

@@ -19,6 +19,7 @@ from distbelief.graph.kinds.norm_layers import (
 from distbelief.graph.layer import GraphError, Option
 from distbelief.graph.operation import Operation, Translated
 from distbelief.graph.translation import source_of, translates, translates_function
+from distbelief.graph.translations.layers import owned
 from distbelief.graph.wholes import whole_module
 
 
@@ -93,6 +94,25 @@ def layer_norm(
         n_dims=len(module.normalized_shape),
         tensors=uses(module, operation.target),
         epsilon=module.eps,
+    )
+    return builder.extend(layers)
+
+
+@translates_function(functional.layer_norm)
+def layer_norm_function(builder: Builder, operation: Operation) -> Translated:
+    """Add statistics of the last dimensions, and their use, with the model's own."""
+    name, source, _ = source_of(builder, operation)
+    shape = operation.argument(1, "normalized_shape")
+    assert isinstance(shape, tuple), shape
+    tensors = {
+        word: owned(builder, operation, operation.operand(position, word))
+        for position, word in ((2, "weight"), (3, "bias"))
+        if operation.argument(position, word) is not None
+    }
+    epsilon = operation.argument(4, "eps", 1e-5)
+    assert isinstance(epsilon, float), epsilon
+    layers = layer_norm_layers(
+        name, source, n_dims=len(shape), tensors=tensors, epsilon=epsilon
     )
     return builder.extend(layers)
 

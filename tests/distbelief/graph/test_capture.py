@@ -1,5 +1,6 @@
 """What becomes of modules and functions one by one, and what is refused."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -429,8 +430,6 @@ def test_nothing_of_the_model_is_changed() -> None:
 @pytest.mark.parametrize(
     ("function", "shape", "message"),
     [
-        (lambda x: torch.fft.fft(x).real, (4,), "fft_fft .*has no split rule"),
-        (lambda x: x.cumsum(1), (4,), "cumsum .*nn.Module of its own"),
         (lambda x: x.mean(0), (4,), "mean is about the batch"),
         (lambda x: x.mean(), (4,), "over all dimensions joins the batch"),
         (lambda x: x.sum(0, keepdim=True) + x, (4,), "sum is about the batch"),
@@ -441,16 +440,11 @@ def test_nothing_of_the_model_is_changed() -> None:
         (lambda x: x[[0, 1]], (4,), "slices after the batch"),
         (lambda x: x[:, [0, 1]], (4,), "no constant slice"),
         (lambda x: x / x.size(0), (4,), "another one for another batch"),
-        (lambda x: x * torch.rand(()), (4,), "random numbers"),
-        (lambda x: x + torch.rand(4), (4,), "a tensor .* that the forward made"),
-        (lambda x: x if x.sum() > 0 else -x, (4,), "cannot be traced.*values"),
-        (lambda x: x * float(x.sum()), (4,), "cannot be traced"),
         (functional.dropout, (4,), "training=self.training"),
         (lambda x: torch.add(x, x, alpha=2), (4,), "alpha=2 has no split rule"),
         (lambda x: x.view(len(x), 2, 2)[:, 0].mul_(2) + x[:, 2:], (4,), "in place"),
         (lambda _: torch.ones(3), (4,), "returns no tensors|depend on its inputs"),
         (lambda x: x.size(0), (4,), "returns no tensors"),
-        (lambda x: x.long(), (4,), "long"),
         (lambda x: x.to(torch.int64), (4,), "between whole and floating point"),
         (lambda x: 2**x, (4,), "input is 2"),
         (lambda x: x**x, (4,), "exponent is the output of"),
@@ -484,7 +478,29 @@ def test_what_has_no_translation_is_refused_by_name(
 
 def test_a_refusal_says_where_in_the_source_it_stands() -> None:
     with pytest.raises(GraphError, match=r'File ".*test_capture.py", line \d+'):
-        captured(lambda x: torch.cumsum(x, 1), 4)
+        captured(lambda x: torch.cumsum(x, 1).mean(0) + x.mean(0), 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: torch.fft.fft(x).real, "fft_fft .*has no split rule"),
+        (lambda x: x.cumsum(1), "cumsum .*nn.Module of its own"),
+        (lambda x: x * torch.rand(()), "random numbers"),
+        (lambda x: x + torch.rand(4), "random numbers"),
+        (lambda x: x if x.sum() > 0 else -x, "cannot be traced.*values"),
+        (lambda x: x * float(x.sum()), "cannot be traced"),
+        (lambda x: x.long(), "long"),
+    ],
+)
+def test_a_model_that_cannot_be_looked_into_is_computed_whole(
+    function: Function, reason: str
+) -> None:
+    *_, layer = captured(function, 4).layers
+    assert layer.kind == "whole"
+    assert layer.options["module"] == ""
+    assert re.search(reason, layer.whole)
+    assert re.search(r'File ".*test_capture.py", line|values', layer.whole)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import torch
 from torch import nn
+from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.graph.layer import LayerGraph
@@ -14,7 +15,13 @@ from distbelief.job.jobfile import Job, parse_job
 from distbelief.job.plans import draw, plan_for_job
 from distbelief.program.cluster_file import load_cluster
 from distbelief.program.plan import Plan, load
-from distbelief.runtime.samples import Sample, capture_for, check_data, sample_of
+from distbelief.runtime.samples import (
+    Sample,
+    capture_for,
+    check_data,
+    check_evaluation,
+    sample_of,
+)
 from distbelief.runtime.task import TaskSpec
 
 
@@ -242,3 +249,24 @@ def test_a_loss_of_ones_own_takes_no_labels_yet() -> None:
     task: TaskSpec = msgspec.structs.replace(job().task, loss=f"{HERE}:own_loss")
     with pytest.raises(JobError, match=r"own_loss.*partitions = 1"):
         capture_for(task, sample_of(Data()))
+
+
+class TwoMinds(nn.Module):
+    """Scores in training, probabilities in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        return y if self.training else y.softmax(1)
+
+
+def test_a_model_that_does_something_else_in_evaluation_gets_no_plan() -> None:
+    """By the plan, `predict` and the evaluator would compute what it trains with."""
+    check_evaluation(job().task, sample_of(Data()))
+    task = job(f"model.factory={HERE}:TwoMinds").task
+    with pytest.raises(JobError, match=r"TwoMinds computes.*line \d+.*--whole"):
+        check_evaluation(task, sample_of(Data()))

@@ -1,0 +1,299 @@
+"""What torch.export found, put into a traced graph in the place of a module's call.
+
+Sizes are computed, the batch's among them, and so is what depends on no input: as in
+tracing, both are numbers and constants by then. Every other operation becomes one or
+more nodes in the words that translations know (`aten`), with `meta` as `tracer` says.
+"""
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeVar, cast, final
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils import _pytree as pytree
+
+from distbelief.graph.aten import name_of, rewritten, says_only
+from distbelief.graph.exporting import Exported, dependents, module_of, place_of
+from distbelief.graph.layer import GraphError
+from distbelief.graph.stand_in import run_without_memory, without_memory
+
+
+def inline(call: fx.Node, exported: Exported, *, root: nn.Module) -> None:
+    """Replace the call of a module by its operations.
+
+    Args:
+        call: The node; it is erased.
+        exported: What the module does.
+        root: The module whose graph it is in.
+
+    Raises:
+        GraphError: an operation has no rule, or the result is used in a way that
+            cannot be followed.
+    """
+    result = _Inlining(call, exported, root).run()
+    _replace(call, result)
+    call.graph.erase_node(call)
+
+
+_PLACES: Final = frozenset({"device", "layout", "pin_memory"})
+_N_ELEMENTS_MAX: Final = 1 << 24
+"""Of a constant that the forward makes."""
+
+
+@final
+class _Inlining:
+    """One call, while it is replaced."""
+
+    def __init__(self, call: fx.Node, exported: Exported, root: nn.Module) -> None:
+        self._call = call
+        self._path = str(call.target)
+        self._exported = exported
+        self._root = root
+        self._known: dict[fx.Node, object] = {}
+        self._now: fx.Node | None = None  # the operation that is being put in
+
+    def run(self) -> object:
+        """Put its operations in before the call; return its result."""
+        exported = self._exported
+        dependent = dependents(exported.graph, exported.constants)
+        flat, _ = pytree.tree_flatten((self._call.args, dict(self._call.kwargs)))
+        given = iter([x for x in flat if isinstance(x, fx.Node)])
+        inputs = set(exported.inputs)
+        output: object = ()
+        for node in exported.graph.nodes:
+            self._now = node
+            if node.op == "placeholder":
+                name = str(node.name)
+                self._known[node] = next(given) if name in inputs else self._own(name)
+            elif node.op == "output":
+                output = self._argument(node.args[0])
+            else:
+                self._known[node] = self._done(node, is_constant=node not in dependent)
+        assert isinstance(output, tuple | list), output
+        # What the forward changes of the model's comes first; that was refused.
+        return pytree.tree_unflatten(list(output), exported.output)
+
+    def _own(self, name: str) -> object:
+        """Return a tensor of the module, or one that its forward made."""
+        constant = self._exported.constants.get(name)
+        if constant is not None:
+            return constant
+        path = f"{self._path}.{self._exported.tensors[name]}"
+        parent, _, word = path.rpartition(".")
+        tensor = getattr(self._root.get_submodule(parent), word)
+        return self._node("get_attr", path, value=without_memory(tensor))
+
+    def _done(self, node: fx.Node, *, is_constant: bool) -> object:
+        target = node.target
+        assert callable(target), node
+        args, kwargs = self._argument(node.args), self._argument(node.kwargs)
+        assert isinstance(args, tuple)
+        assert isinstance(kwargs, dict)
+        if says_only(target):
+            return None
+        if is_constant:
+            return self._constant(node, _values(args), kwargs)
+        if getattr(target, "namespace", "") == "distbelief":
+            return self._leaf(args)
+        if target is operator.getitem:  # one of several results
+            several, index = args
+            if isinstance(several, _Result):
+                return several[index]
+            return self._emit(target, several, index)
+        return rewritten(self._emit, target, args, kwargs)
+
+    def _constant(
+        self, node: fx.Node, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> object:
+        """Compute what depends on no input; what has no values has no memory either."""
+        target = node.target
+        assert callable(target), node
+        said = {word: kwargs[word] for word in kwargs if word not in _PLACES}
+        if name_of(target).startswith(("empty", "new_empty")):
+            return target(*args, **{**said, "device": torch.device("meta")})
+        found = node.meta.get("val")
+        if isinstance(found, torch.Tensor):
+            _check_size(found, self._call)
+        return target(*args, **said)
+
+    def _leaf(self, args: Sequence[object]) -> object:
+        """Put in the call of a module that is not looked into."""
+        tensors, key = args
+        assert isinstance(tensors, tuple | list)
+        assert isinstance(key, int)
+        call = self._exported.calls[key]
+        arguments, keywords = call.arguments(tensors)
+        path = f"{self._path}.{call.path}"
+        module = self._root.get_submodule(path)
+        value = run_without_memory(module, _hollow(arguments), _hollow(keywords))
+        node = self._node(
+            "call_module", path, args=arguments, kwargs=keywords, value=value
+        )
+        return _Result(self, node, call.places)
+
+    def _emit(self, target: object, *args: object, **kwargs: object) -> fx.Node:
+        op = "call_method" if isinstance(target, str) else "call_function"
+        values, words = _hollow(args), _hollow(kwargs)
+        if isinstance(target, str):
+            value = getattr(values[0], target)(*values[1:], **words)
+        else:
+            assert callable(target), target
+            value = target(*values, **words)
+        return self._node(op, target, args=args, kwargs=kwargs, value=value)
+
+    def take(self, node: fx.Node, place: Sequence[object]) -> fx.Node:
+        """Return the tensor at a place of a module's result."""
+        for key in place:
+            value = node.meta["value"][key]
+            node = self._node(
+                "call_function", operator.getitem, args=(node, key), value=value
+            )
+        return node
+
+    def _node(
+        self,
+        op: str,
+        target: object,
+        *,
+        value: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> fx.Node:
+        graph = self._call.graph
+        with graph.inserting_before(self._call):
+            node = graph.create_node(
+                op,
+                target,  # type: ignore[arg-type] # a function, or the name of one
+                self._with_constants(args),  # type: ignore[arg-type]
+                self._with_constants(dict(kwargs or {})),  # type: ignore[arg-type]
+            )
+        node.meta["value"] = value
+        node.meta["changed"] = []
+        node.meta["place"] = place_of(self._now) if self._now else ""
+        path = self._around()
+        node.meta["nn_module_stack"] = {path: (path, nn.Module)}
+        return node
+
+    def _around(self) -> str:
+        """Return the path of the module in which the present operation stands."""
+        inner = module_of(self._now) if self._now else ""
+        return f"{self._path}.{inner}" if inner else self._path
+
+    def _with_constants(self, arguments: object) -> object:
+        """Return arguments with nodes in the place of constant tensors."""
+
+        def placed(value: object) -> object:
+            if not isinstance(value, torch.Tensor):
+                return value
+            node = self._node("get_attr", "constant", value=without_memory(value))
+            node.meta["constant"] = value
+            return node
+
+        found: object = map_aggregate(arguments, placed)  # type: ignore[arg-type,type-var]
+        return found
+
+    def _argument(self, argument: object) -> object:
+        found: object = map_arg(argument, self._known.__getitem__)  # type: ignore[type-var, arg-type]
+        return found
+
+
+@final
+class _Result:
+    """What a module returns that is not looked into: tensors, taken as they are used.
+
+    Args:
+        inlining: Where nodes are put.
+        node: Of the call.
+        places: In its result, of each tensor.
+    """
+
+    def __init__(
+        self,
+        inlining: _Inlining,
+        node: fx.Node,
+        places: Sequence[tuple[object, ...]],
+    ) -> None:
+        self._inlining = inlining
+        self._node = node
+        self._places = places
+
+    def __getitem__(self, index: object) -> fx.Node:
+        """Return the tensor with this number."""
+        assert isinstance(index, int), index
+        return self._inlining.take(self._node, self._places[index])
+
+
+def _check_size(found: torch.Tensor, call: fx.Node) -> None:
+    """Check that a constant, which may have the batch, is no larger than it should be.
+
+    Raises:
+        GraphError: it is.
+    """
+    extents: tuple[object, ...] = tuple(found.shape)  # whole numbers, or symbols
+    sizes = [n if isinstance(n, int) else _batch_of(call) for n in extents]
+    if math.prod(sizes) > _N_ELEMENTS_MAX:
+        raise GraphError(
+            f"the forward of {call.target} makes a tensor of {sizes}: register it as a "
+            "buffer, or make it smaller"
+        )
+
+
+def _batch_of(call: fx.Node) -> int:
+    value = call.all_input_nodes[0].meta["value"]
+    assert isinstance(value, torch.Tensor), call
+    return int(value.shape[0])
+
+
+def _replace(node: fx.Node, result: object) -> None:
+    """Let users of a node's result use this one, which may be several tensors.
+
+    Raises:
+        GraphError: it is used in a way that cannot be followed.
+    """
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+        return
+    for user in list(node.users):
+        if user.op == "output":
+            user.args = cast(
+                "tuple[fx.node.Argument, ...]", _put(user.args, node, result)
+            )
+        elif user.target is operator.getitem and isinstance(
+            result, tuple | list | dict
+        ):
+            _replace(user, result[user.args[1]])  # type: ignore[index] # as it was in the forward
+            user.graph.erase_node(user)
+        else:
+            raise GraphError(
+                f"{node.target} returns a {type(result).__name__}, which {user.name} "
+                "takes as it is: hand on its tensors one by one"
+            )
+
+
+def _put(arguments: object, node: fx.Node, result: object) -> object:
+    found: object = map_arg(arguments, lambda one: result if one is node else one)  # type: ignore[type-var, arg-type, return-value]
+    return found
+
+
+_Arguments = TypeVar("_Arguments", tuple[object, ...], dict[str, object])
+
+
+def _values(arguments: _Arguments) -> _Arguments:
+    """Return arguments with what is known of their results in the place of nodes."""
+    found: _Arguments = map_arg(arguments, lambda node: node.meta["value"])  # type: ignore[type-var]
+    return found
+
+
+def _hollow(arguments: _Arguments) -> _Arguments:
+    """Return the same, constants without memory too."""
+
+    def emptied(value: object) -> object:
+        if isinstance(value, torch.Tensor) and not value.is_meta:
+            return without_memory(value)
+        return value
+
+    found: _Arguments = map_aggregate(_values(arguments), emptied)  # type: ignore[type-var, arg-type]
+    return found
