@@ -149,29 +149,33 @@ class ParameterClient:
             JobError: a shard refuses this client for good.
             RemoteProtocolError: a shard broke the protocol; the event is of no effect.
         """
-        match event:
-            case Received():
-                link = self._link_of.get(event.sender)
-                if link is None:
-                    return []
-                actions = self._receive(link, event, now)
-            case TimerFired():
-                link = self._link_timed(event.name)
-                if link is None:
-                    return []
-                actions = link.timer(now)
-            case PeerJoined() | PeerLost():
-                link = self._link_of.get(event.peer)
-                if link is None:
-                    return []
-                actions = link.peer(event, now)
-            case Started() | Computed() | Persisted():
-                return []
-            case _:
-                assert_never(event)
+        link = self._link_met(event)
+        if link is None:
+            return []
+        if isinstance(event, Received):
+            actions = self._receive(link, event, now)
+        elif isinstance(event, TimerFired):
+            actions = link.timer(now)
+        else:
+            assert isinstance(event, PeerJoined | PeerLost)
+            actions = link.peer(event, now)
         if not self._is_working:
             link.release()
         return [*actions, *link.wait(now)]
+
+    def _link_met(self, event: Event) -> Link | None:
+        """Return the link that an event is of, if it is of one."""
+        match event:
+            case Received():
+                return self._link_of.get(event.sender)
+            case TimerFired():
+                return self._link_timed(event.name)
+            case PeerJoined() | PeerLost():
+                return self._link_of.get(event.peer)
+            case Started() | Computed() | Persisted():
+                return None
+            case _:
+                assert_never(event)
 
     def _link_timed(self, name: str) -> Link | None:
         """Return the link whose timer has this name."""

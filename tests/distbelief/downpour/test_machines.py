@@ -4,6 +4,7 @@ import msgspec
 import pytest
 import torch
 from torch import nn
+from typing_extensions import override
 
 from distbelief.data.subset import DataShard
 from distbelief.downpour.algorithm import DownpourSettings
@@ -299,6 +300,7 @@ class RootNet(nn.Module):
         self.first = nn.Linear(width, 8, bias=False)
         self.last = nn.Linear(8, 2)
 
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.first(x)
         result: torch.Tensor = self.last(torch.sqrt(y * y))

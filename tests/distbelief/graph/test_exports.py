@@ -39,6 +39,8 @@ class Applying(nn.Module):
 class Net(nn.Module):
     """Convolutions and a loop that writes into parts of a tensor."""
 
+    scale: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(2, 4, 3, padding=1)
@@ -110,7 +112,9 @@ def test_a_function_that_needs_tensors_is_captured(name: str) -> None:
 
 
 def test_a_part_is_captured_where_it_stands() -> None:
-    part = lambda: Applying(lambda x, f: f(x).tanh(), lambda: nn.Linear(4, 3))  # noqa: E731
+    def part() -> nn.Module:
+        return Applying(lambda x, f: f(x).tanh(), lambda: nn.Linear(4, 3))
+
     graph = graph_of(lambda: nn.Sequential(nn.Linear(4, 4), part(), nn.ReLU()), 4)
     assert [layer.name for layer in graph.layers] == [
         *("input", "0", "1.layer", "1.tanh", "2"),

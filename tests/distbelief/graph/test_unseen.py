@@ -23,6 +23,8 @@ Forward = Callable[["Two", torch.Tensor], object]
 class Two(nn.Module):
     """Two layers, a buffer, and any forward."""
 
+    mean: torch.Tensor
+
     def __init__(self, function: Forward) -> None:
         super().__init__()
         self.a = nn.Linear(4, 4)
@@ -157,13 +159,19 @@ def test_hooks_of_the_model_run() -> None:
     assert not wholes(graph_of(make))
 
 
+def _threefold(
+    _: nn.Module, __: object, gradients: tuple[torch.Tensor, ...] | torch.Tensor
+) -> tuple[torch.Tensor]:
+    return (gradients[0] * 3,)
+
+
 @pytest.mark.parametrize("path", ["", "1", "1.0"])
 def test_hooks_on_gradients_run_with_the_whole_module(path: str) -> None:
     def make() -> nn.Module:
         inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
         model = nn.Sequential(nn.Linear(4, 4), inner)
         part = model.get_submodule(path)
-        part.register_full_backward_hook(lambda _, __, out: (out[0] * 3,))
+        part.register_full_backward_hook(_threefold)
         return model
 
     (reason,) = wholes(graph_of(make)).values()
@@ -197,8 +205,9 @@ def test_the_forward_of_an_instance_is_the_one_that_is_captured(path: str) -> No
 
 
 def test_the_forward_of_an_instance_cannot_be_kept_whole() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    model[0].forward = lambda x: x if x.sum() > 0 else model[0].weight.sum() * x
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.Tanh())
+    layer.__dict__["forward"] = lambda x: x if x.sum() > 0 else layer.weight.sum() * x
     with pytest.raises(GraphError, match="forward of '0' was put"):
         captured(model)
 
@@ -278,13 +287,16 @@ def test_results_by_name_are_followed() -> None:
     graph = graph_of(lambda: Two(lambda m, x: m.b(x.topk(4, dim=1).values)))
     (reason,) = wholes(graph).values()
     assert "topk" in reason or "getattr" in reason
+    missing = "nothing"
     with pytest.raises(GraphError, match=r"no attribute 'nothing'"):
-        captured(Two(lambda _, x: (x + 1).nothing + 1))
+        captured(Two(lambda _, x: getattr(x + 1, missing) + 1))
 
 
 def test_parameters_in_a_list_are_not_taken_for_constants() -> None:
     def forward(m: Two, x: torch.Tensor) -> object:
-        weight = m._modules["b"]._parameters["weight"]
+        (weight,) = (
+            each for name, each in vars(m.b)["_parameters"].items() if name == "weight"
+        )
         return x @ (weight * 2).sum(0)[:, None]
 
     assert "nn.ParameterList" in wholes(graph_of(lambda: Two(forward)))["two"]
