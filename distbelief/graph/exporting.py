@@ -19,6 +19,7 @@ whole, with both reasons. A `torch.autograd.Function` is refused: it would be in
 and its backward lost.
 """
 
+import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -168,9 +169,10 @@ def _program(closed: _Closed, *, batch: int) -> "ExportedProgram":
     examples = tuple(_like(tensor, closed) for tensor in closed._call[0].tensors)  # noqa: SLF001
     dim = Dim("batch", min=2)
     dims = tuple({0: dim} if x.shape[:1] == (batch,) else None for x in examples)
-    program = export_of_torch(
-        closed, examples, dynamic_shapes={"tensors": dims}, strict=False
-    )
+    with _quietly():
+        program = export_of_torch(
+            closed, examples, dynamic_shapes={"tensors": dims}, strict=False
+        )
     _check_gradients(program)  # what stops them is soon gone
     _check_modes(program)
     for number in range(_ROUNDS_MAX):
@@ -184,6 +186,17 @@ def _program(closed: _Closed, *, batch: int) -> "ExportedProgram":
             break
         program = program.run_decompositions(table)  # and what is in place is not
     return program
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Log nothing: what export cannot do is told by us, in a line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _like(tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:

@@ -69,9 +69,11 @@ def spark(values: Sequence[float], width: int, *, ascii_only: bool = False) -> s
     Where there are more values than characters, each character is the mean of some.
     """
     blocks = _ASCII if ascii_only else _BLOCKS
-    values = [value for value in values if math.isfinite(value)]
-    if not values or width < 1:
+    # Divided, so that neither a sum nor a difference of large ones is infinite.
+    shares = [value / 4 for value in values if math.isfinite(value)]
+    if not shares or width < 1:
         return ""
+    values = [share / len(shares) for share in shares]
     n = min(width, len(values))
     cuts = [index * len(values) // n for index in range(n + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]

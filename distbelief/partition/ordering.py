@@ -61,13 +61,14 @@ def order_of(  # noqa: PLR0913 -- all that a plan depends on
         tell: Told what is being measured, for people who wait.
 
     Raises:
-        GraphError: the model cannot be captured, there is no such cluster, or it has
-            fewer machines.
+        GraphError: the model cannot be captured, or all of it is one layer that cannot
+            be split; there is no such cluster, or it has fewer machines.
     """
     is_here = cluster == HERE
     # What is wrong is said before anything takes long.
     machines = None if is_here else _named(cluster, counts)
     graph = capture(model, inputs)
+    _refuse_indivisible(graph)
     if loss:
         graph = append_loss(graph, loss)
     _check_sizes(graph, batch)
@@ -150,3 +151,14 @@ def _modules(model: nn.Module, graph: LayerGraph, *, loss: str) -> dict[str, nn.
             if module is not None:
                 found[path] = module
     return found
+
+
+def _refuse_indivisible(graph: LayerGraph) -> None:
+    """Check that there is anything to plan.
+
+    Raises:
+        GraphError: all of it is one layer that one machine has to compute.
+    """
+    layers = [layer for layer in graph.layers if layer.inputs]
+    if len(layers) == 1 and layers[0].whole:
+        raise GraphError(f"nothing of this model can be split: {layers[0].whole}")

@@ -40,6 +40,7 @@ def flat(model: nn.Module) -> torch.Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_one_blocking_worker_is_plain_sgd_to_the_bit(
     model: nn.Module,

@@ -99,6 +99,7 @@ def objective(folder: Path) -> float:
     return float(loss + 0.5e-3 * square)
 
 
+@pytest.mark.untraced
 def test_whoever_is_killed_the_run_goes_on_to_the_same_end(folder: Path) -> None:
     slow = "data.train.factory=tiny:slow"
     with train(folder, "--set", slow, "--set", "algorithm.max_iterations=20") as run:
@@ -178,6 +179,7 @@ def test_a_loss_that_is_no_number_is_told_and_nothing_has_converged(
     assert Reason.NOT_FINITE.sentence in " ".join(run.output.split())
 
 
+@pytest.mark.untraced
 def test_minimize_finds_what_scipy_finds(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 6, dtype=torch.float64, generator=generator)

@@ -124,6 +124,7 @@ def test_two_runs_at_once_do_not_meet(folder: Path) -> None:
 # ------------------------------------------------------------------------ interrupts
 
 
+@pytest.mark.untraced
 def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
     with train(folder, *LONG) as command:
         poll(lambda: command.is_training() and command.samples() > 1000)
@@ -182,6 +183,7 @@ def test_sigterm_ends_a_job_in_order(folder: Path) -> None:
 # ---------------------------------------------------------------------------- deaths
 
 
+@pytest.mark.untraced
 def test_the_job_survives_the_death_of_any_role(folder: Path) -> None:
     """DB-12."""
     with train(folder, *LONG) as command:
@@ -209,7 +211,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(folder: Path) -> None:
         command.signal(signal.SIGKILL)
         poll(lambda: not alive(pids), seconds=16.0)
         command.wait()
-        poll(lambda: not command.shared_memory(), seconds=10.0)
+        poll(lambda: not command.shared_memory(), seconds=30.0)
 
 
 @pytest.mark.soak

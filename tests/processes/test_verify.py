@@ -27,6 +27,7 @@ def net():
 """
 
 
+@pytest.mark.untraced
 def test_a_plan_computes_what_one_process_does(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(MODEL)
     words = ["partition", "tiny:net", "--input", "1x8x8", "--batch", "6"]

@@ -66,6 +66,7 @@ def printed(story: Story) -> str:
     return capture.get()
 
 
+@pytest.mark.untraced
 def test_a_job_broken_twice_by_one_seed_breaks_alike() -> None:
     with Staging() as staging:
         staged = staging.stage(small())

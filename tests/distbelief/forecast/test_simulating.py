@@ -105,6 +105,7 @@ def test_the_time_to_a_target_is_told_if_it_was_reached() -> None:
     assert hard.outcomes[0].target_seconds is None
 
 
+@pytest.mark.untraced
 def test_a_sweep_runs_every_combination_with_every_seed(tmp_path: Path) -> None:
     found = forecast(
         written(tmp_path), sweep=("replicas=1,2", "shards=1,2"), seeds=(0, 1)

@@ -319,6 +319,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.untraced
 @given(
     arguments=st.dictionaries(names, plain, max_size=4),
     n=st.integers(1, 4096),

@@ -56,6 +56,7 @@ def test_a_process_that_fails_is_told_once_with_its_log(
     launcher.terminate(TWO)  # it never was
 
 
+@pytest.mark.untraced
 def test_a_fork_server_that_dies_takes_its_children_and_is_replaced(
     launcher: Launcher,
 ) -> None:

@@ -5,7 +5,7 @@ import re
 import threading
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from rich.console import Console
 
 from distbelief.job import words
@@ -161,7 +161,14 @@ def test_why_a_job_stops_stands_beside_its_name() -> None:
 # ---------------------------------------------------------------------- spark
 
 
-@given(st.lists(st.floats(), max_size=200), st.integers(0, 60), st.booleans())
+@given(
+    values=st.lists(st.floats(), max_size=200),
+    width=st.integers(0, 60),
+    ascii_only=st.booleans(),
+)
+@example(
+    values=[1.7976931348623157e308, -9.9e291], width=2, ascii_only=False
+)  # their difference
 def test_a_curve_never_exceeds_its_room_nor_fails(
     values: list[float],
     width: int,

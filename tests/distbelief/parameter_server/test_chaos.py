@@ -263,9 +263,10 @@ def fingerprint(values: Values) -> str:
     return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("shared", [True, False])
 @given(seed=st.integers(0, 2**32), kills=st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_every_push_is_applied_once_or_counted_as_lost_and_no_fetch_is_a_mixture(
     *, shared: bool, seed: int, kills: bool
 ) -> None:
@@ -279,6 +280,7 @@ def test_every_push_is_applied_once_or_counted_as_lost_and_no_fetch_is_a_mixture
         assert chaos.n_marks > 0
 
 
+@pytest.mark.untraced
 @given(seed=st.integers(0, 2**32), kills=st.booleans())
 @settings(max_examples=5)
 def test_so_it_is_with_pushes_and_fetches_of_many_blocks(
@@ -290,6 +292,7 @@ def test_so_it_is_with_pushes_and_fetches_of_many_blocks(
     chaos.finish()
 
 
+@pytest.mark.untraced
 @pytest.mark.parametrize("shared", [True, False])
 @given(seed=st.integers(0, 2**32), kills=st.booleans())
 @settings(max_examples=20)
@@ -302,6 +305,7 @@ def test_so_it_is_if_one_client_holds_a_part_only(
     chaos.finish()
 
 
+@pytest.mark.untraced
 @given(seed=st.integers(0, 2**32), kills=st.booleans())
 @settings(max_examples=3)
 def test_so_it_is_with_many_blocks_of_a_part(seed: int, *, kills: bool) -> None:

@@ -557,6 +557,7 @@ class Run:
         pytest.fail("the client does not get through")
 
 
+@pytest.mark.untraced
 @given(
     seed=st.integers(0, 2**32),
     loss=st.sampled_from([0.0, 0.1, 0.4]),

@@ -73,6 +73,7 @@ def cut_out(
     ]
 
 
+@pytest.mark.untraced
 @given(tilings())
 def test_clients_that_tile_the_tensors_fill_the_shards_with_their_very_elements(
     drawn: tuple[Layout, list[Items]],

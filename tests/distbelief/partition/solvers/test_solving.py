@@ -11,6 +11,7 @@ from distbelief.partition.solvers.solving import solve
 from tests.distbelief.partition.solvers.problems import best, chain, crowded, problems
 
 
+@pytest.mark.untraced
 @settings(max_examples=25)
 @given(problems())
 def test_it_finds_what_enumeration_finds(problem: Problem) -> None:
