@@ -25,6 +25,7 @@ import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,6 +53,9 @@ MODULES: Final = (
 REQUEST_BYTES_MAX: Final = 1 << 20
 
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+
+_N_SWEEPS: Final = 30
+_SWEEP_SECONDS: Final = 0.1
 
 Program = Literal["role", "check"]
 
@@ -124,7 +128,12 @@ def main() -> None:
         # Imported long ago, here; whoever only launches does without.
         from distbelief.transport.shared_memory import FileMemory  # noqa: PLC0415
 
-        FileMemory.sweep()
+        # The kernel tells of a thread's end; what the process held is free when the
+        # last of its threads has ended, a moment later.
+        for _ in range(_N_SWEEPS):
+            if any(f"-{parent}-" in path.name for path in FileMemory.sweep()):
+                break
+            time.sleep(_SWEEP_SECONDS)
 
 
 class ForkServer:
