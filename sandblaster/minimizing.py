@@ -67,8 +67,9 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         shards: Processes that hold the parameters and the history.
         threads: Of torch, in each replica.
         callback: Called at most four times a second, if there is a new iteration, with
-            an OptimizeResult of what is known then (no x). It ends the run by returning
-            True, or by raising StopIteration.
+            an OptimizeResult of what is known then (no x), and with the result if that
+            has a newer one. It ends the run by returning True, or by raising
+            StopIteration.
         directory: Run directory, kept; what the processes read of model and data lies
             beside it, in DIRECTORY.problem. None: nothing is kept.
         resume: Run directory of an earlier call with the same arguments, to go on with.
@@ -111,7 +112,10 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         job = _job(tables)
         watch = None if callback is None else _Watch(callback)
         run = train(job, resume=resume, show=show, watch=watch)
-        return result_of(run, module=module)
+        result = result_of(run, module=module)
+        if watch is not None:
+            watch.end(result)
+        return result
 
 
 @final
@@ -166,8 +170,16 @@ class _Watch:
         if view.phase != "training" or iteration in {None, self._iteration}:
             return False
         self._iteration = iteration
+        return self._call(interim_result(view))
+
+    def end(self, result: MinimizeResult) -> None:
+        """Tell the last iteration: a short run ends before anybody looks."""
+        if result.nit not in {0, self._iteration}:
+            self._call(result)
+
+    def _call(self, result: MinimizeResult) -> bool:
         try:
-            return self._callback(interim_result(view)) is True
+            return self._callback(result) is True
         except StopIteration:
             return True
 
