@@ -10,7 +10,9 @@ from hypothesis import settings
 
 
 # No deadlines: the first example of a law may pay for a lazy import of torch.
-settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile(
+    "ci", derandomize=True, max_examples=50, deadline=None, print_blob=True
+)
 settings.register_profile(
     "nightly", derandomize=False, max_examples=2000, deadline=None, print_blob=True
 )

@@ -322,6 +322,7 @@ def test_shared_memory_without_room_is_named() -> None:
 # ------------------------------------------------------------------ what a run meets
 
 
+@pytest.mark.untraced
 def test_mistakes_before_a_run_leave_nothing_but_their_message(folder: Path) -> None:
     weights = sets("model.initial=./nowhere.safetensors")
     leaves = sets("data.train.factory=leaves:points")
@@ -443,6 +444,7 @@ def throw_at(
                     break
 
 
+@pytest.mark.untraced
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_strangers_at_every_socket_change_nothing_of_what_is_sent(folder: Path) -> None:
     """Not of tensors of all kinds, which here do not go by shared memory."""

@@ -132,6 +132,7 @@ def test_a_loop_that_has_finished_needs_its_server_no_more(
         take_steps(model, optimizer, 1)
 
 
+@pytest.mark.untraced
 def test_a_gradient_that_is_not_a_number_is_named_and_not_pushed(
     model: nn.Module,
 ) -> None:

@@ -170,6 +170,7 @@ def test_an_interrupted_run_keeps_its_best_point_and_goes_on(folder: Path) -> No
     assert "pushes lost" not in second.output
 
 
+@pytest.mark.untraced
 def test_a_loss_that_is_no_number_is_told_and_nothing_has_converged(
     folder: Path,
 ) -> None:

@@ -203,6 +203,7 @@ def test_the_job_survives_the_death_of_any_role(folder: Path) -> None:
         assert sentence in command.output
 
 
+@pytest.mark.untraced
 def test_nothing_outlives_a_supervisor_that_is_killed(folder: Path) -> None:
     with train(folder, *LONG) as command:
         poll(command.is_training)

@@ -83,6 +83,7 @@ def test_a_job_broken_twice_by_one_seed_breaks_alike() -> None:
     assert "Exactly the same again: distbelief chaos JOB.toml --seed 3 (trace " in text
 
 
+@pytest.mark.untraced
 def test_a_sandblaster_job_comes_to_its_end_all_the_same() -> None:
     with Staging() as staging:
         story = break_virtually(staging.stage(small(text=SANDBLASTER)), seed=3)

@@ -125,6 +125,7 @@ def test_a_suggestion_keeps_within_its_machines(tmp_path: Path) -> None:
     assert [v.n_machines for v in found.variants if v.outcomes] == [3, 4]
 
 
+@pytest.mark.untraced
 def test_on_machines_that_are_lost_now_and_then_roles_are_restarted() -> None:
     Path("spot.toml").write_text(
         RACK + '[failures]\nmean_time = "10 s"\naway = "1 s"\n'
@@ -202,6 +203,7 @@ def test_the_command_prints_json_and_nothing_else(tmp_path: Path) -> None:
     assert content["constants"]
 
 
+@pytest.mark.untraced
 def test_chaos_prints_its_timeline(tmp_path: Path) -> None:
     result = command("chaos", str(written(tmp_path, text=TEXT)), "--seed", "5")
     assert result.exit_code == 0, result.output

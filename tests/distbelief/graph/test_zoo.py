@@ -65,6 +65,9 @@ PROGRAM = f"""
 from distbelief.graph.capture import capture
 from tests.distbelief.graph.zoo.catalogue import ZOO
 
+
+pytestmark = pytest.mark.untraced
+
 for name in {NAMES}:
     print(capture(ZOO[name].model(), ZOO[name].specs).fingerprint)
 """

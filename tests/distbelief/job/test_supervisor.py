@@ -349,6 +349,7 @@ def test_records_for_the_metrics_come_as_often_as_was_asked(desk: Desk) -> None:
     assert desk.supervisor.take_records() == []
 
 
+@pytest.mark.untraced
 def test_the_curve_stays_short(desk: Desk) -> None:
     desk.join()
     desk.progress()

@@ -46,6 +46,9 @@ from tests.distbelief.simulation.toys import (
 )
 
 
+pytestmark = pytest.mark.untraced
+
+
 ROOT = Path(__file__).parents[3]
 D = Address("d")
 
