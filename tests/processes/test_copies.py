@@ -38,6 +38,7 @@ def leader_of(command: Command) -> str:
     return copies(command)["leading"]
 
 
+@pytest.mark.soak
 @pytest.mark.untraced
 @pytest.mark.parametrize(
     ("blow", "shared_memory"),

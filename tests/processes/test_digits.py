@@ -27,6 +27,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.soak
 @pytest.mark.untraced
 def test_a_job_file_in_a_folder_of_its_own_learns_digits(folder: Path) -> None:
     ended = subprocess.run(

@@ -99,6 +99,7 @@ def objective(folder: Path) -> float:
     return float(loss + 0.5e-3 * square)
 
 
+@pytest.mark.soak
 @pytest.mark.untraced
 def test_whoever_is_killed_the_run_goes_on_to_the_same_end(folder: Path) -> None:
     slow = "data.train.factory=tiny:slow"

@@ -27,6 +27,7 @@ def net():
 """
 
 
+@pytest.mark.soak
 @pytest.mark.untraced
 def test_a_plan_computes_what_one_process_does(tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(MODEL)

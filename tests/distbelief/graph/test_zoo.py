@@ -11,6 +11,9 @@ from tests.distbelief.graph.zoo.catalogue import ZOO
 from tests.distbelief.graph.zoo.comparison import assert_same
 
 
+pytestmark = pytest.mark.untraced
+
+
 @pytest.mark.parametrize("name", ZOO)
 def test_a_captured_model_computes_what_the_model_computes(name: str) -> None:
     case = ZOO[name]
@@ -64,9 +67,6 @@ NAMES = ("mobilenet", "encoder, causal, norm first", "vision transformer")
 PROGRAM = f"""
 from distbelief.graph.capture import capture
 from tests.distbelief.graph.zoo.catalogue import ZOO
-
-
-pytestmark = pytest.mark.untraced
 
 for name in {NAMES}:
     print(capture(ZOO[name].model(), ZOO[name].specs).fingerprint)
