@@ -4,6 +4,7 @@
 
     stdin    {"type":"Start","program":"role","name":"shard-0","incarnation":1, ...}
              {"type":"Kill","name":"shard-0"}
+             {"type":"Leave"}
     stdout   {"type":"Begun","name":"shard-0","incarnation":1,"pid":4711}
              {"type":"Ended","name":"shard-0","incarnation":1,"status":0}
 
@@ -84,6 +85,14 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     name: str
 
 
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End, for the one that writes is done. An end of input without this is its death.
+
+    Nothing else tells the two apart: while a process dies its input has ended already,
+    and is still the parent of its children until the last of its threads is gone.
+    """
+
+
 class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A child runs."""
 
@@ -108,7 +117,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: str | None = None
 
 
-Request = Start | Kill
+Request = Start | Kill | Leave
 Report = Begun | Ended
 
 
@@ -123,8 +132,7 @@ def main() -> None:
     # What exists by now stays shared with the children: the collector leaves it alone.
     gc.collect()
     gc.freeze()
-    ForkServer(requests=0, reports=1).serve()
-    if os.getppid() != parent:
+    if not ForkServer(requests=0, reports=1).serve():
         # Imported long ago, here; whoever only launches does without.
         from distbelief.transport.shared_memory import FileMemory  # noqa: PLC0415
 
@@ -149,12 +157,14 @@ class ForkServer:
         self._reports = reports
         self._children: dict[int, Start] = {}
         self._unread = b""
+        self._may_leave = False
         self._decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 
-    def serve(self) -> None:
+    def serve(self) -> bool:
         """Do what is asked until nobody can ask any more; then end every child.
 
-        SIGTERM says so too, which the kernel sends when the parent is gone.
+        SIGTERM says so too, which the kernel sends when the parent is gone. Return
+        whether the end was asked for.
         """
         bell, ringer = socket.socketpair()
         bell.settimeout(0)
@@ -170,12 +180,12 @@ class ForkServer:
                 ready = {key.fd for key, _ in selector.select()}
                 if bell.fileno() in ready:
                     if signal.SIGTERM in bell.recv(4096):
-                        return
+                        return self._may_leave
                     self._reap()
                 if self._requests in ready and not self._read():
-                    return
+                    return self._may_leave
         except BrokenPipeError:
-            return  # whoever started us is gone
+            return self._may_leave  # whoever started us is gone
         finally:
             self._end_all()
 
@@ -191,6 +201,8 @@ class ForkServer:
                     self._start(start)
                 case Kill(name=name):
                     self._kill(name)
+                case Leave():
+                    self._may_leave = True
         return True
 
     def _start(self, start: Start) -> None:

@@ -245,6 +245,8 @@ class Launcher:
         assert server.stdin is not None
         assert server.stdout is not None
         with suppress(OSError):
+            server.stdin.write(msgspec.json.encode(forkserver.Leave()) + b"\n")
+        with suppress(OSError):
             server.stdin.close()
         if not self._alive:
             server.kill()  # it has no children; it may be busy with its imports
