@@ -9,6 +9,7 @@ the mean over all places (a sum of parts), plain pooling where windows are equal
 of these two kinds.
 """
 
+from abc import ABC
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, final
 
@@ -22,56 +23,44 @@ from distbelief.graph.layer import Layer, Option
 from distbelief.graph.region import Interval, Region, Shape
 
 
+class _AdaptivePool(LayerKind, ABC):
+    maximum: ClassVar[bool]
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        return (_read(layer, output),)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n = float(_read(layer, output).n_elements)
+        return Work(forward=n, backward=n, n_elements=n + output.n_elements)
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        return _pooled(layer, output, inputs[0], maximum=self.maximum)
+
+
 @final
-class AdaptiveAveragePool(LayerKind):
+class AdaptiveAveragePool(_AdaptivePool):
     """The mean of each window: means over rows, then over columns."""
 
     name: ClassVar[str] = "adaptive_average_pool"
-
-    @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return (_read(layer, output),)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return _work(layer, output)
-
-    @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        return _pooled(layer, output, inputs[0], maximum=False)
+    maximum: ClassVar[bool] = False
 
 
 @final
-class AdaptiveMaxPool(LayerKind):
+class AdaptiveMaxPool(_AdaptivePool):
     """The largest of each window; of equals the first has the gradient."""
 
     name: ClassVar[str] = "adaptive_max_pool"
-
-    @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return (_read(layer, output),)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return _work(layer, output)
-
-    @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        return _pooled(layer, output, inputs[0], maximum=True)
+    maximum: ClassVar[bool] = True
 
 
 def adaptive_pool_layers(
@@ -137,8 +126,3 @@ def _pooled(
                 slices.append(window.mean(dim + 1))
         tile = torch.stack(slices, dim + 1)
     return tile
-
-
-def _work(layer: Layer, output: Region) -> Work:
-    n = float(_read(layer, output).n_elements)
-    return Work(forward=n, backward=n, n_elements=n + output.n_elements)

@@ -32,9 +32,10 @@ from typing import ClassVar, final
 import torch
 from typing_extensions import override
 
-from distbelief.graph.kind import Cut, LayerKind, PartialSums, Step, Work
+from distbelief.graph.kind import Cut, PartialSums, Step, Work
 from distbelief.graph.kinds.place_losses import per_sample
 from distbelief.graph.kinds.reduction import reduction_layer
+from distbelief.graph.kinds.sum_of_parts import SumOfParts
 from distbelief.graph.layer import Layer
 from distbelief.graph.region import Region
 
@@ -86,7 +87,7 @@ class ClassSumParts(PartialSums):
 
 
 @final
-class ClassSums(LayerKind):
+class ClassSums(SumOfParts):
     """Sums over classes that the cross-entropy is a function of."""
 
     name: ClassVar[str] = "class_sums"
@@ -98,25 +99,13 @@ class ClassSums(LayerKind):
         return tuple(Cut(d) for d in range(len(layer.shape)) if d != dim)
 
     @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return ClassSumParts().reads(layer, _all_classes(layer, output))
+    def taken_over(self, layer: Layer, output: Region) -> Region:
+        return _all_classes(layer, output)
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
         n = float(_all_classes(layer, output).n_elements)
         return Work(forward=8 * n, backward=4 * n, n_elements=2 * n)
-
-    @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        part = _all_classes(layer, output)
-        return ClassSumParts().compute(layer, part, inputs, tensors, step)
 
 
 @final
@@ -158,32 +147,16 @@ class CrossEntropyParts(PartialSums):
 
 
 @final
-class CrossEntropy(LayerKind):
+class CrossEntropy(SumOfParts):
     """The loss of each sample, from its class sums."""
 
     name: ClassVar[str] = "cross_entropy"
     partial: ClassVar[PartialSums | None] = CrossEntropyParts()
 
     @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return tuple(Region.of(*shape) for shape in layer.input_shapes)
-
-    @override
     def work(self, layer: Layer, output: Region) -> Work:
         n = float(math.prod(layer.input_shapes[0]))
         return Work(forward=4 * n, backward=4 * n, n_elements=n)
-
-    @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        whole = Region.of(*layer.input_shapes[0])
-        return CrossEntropyParts().compute(layer, whole, inputs, tensors, step)
 
 
 def cross_entropy_layers(  # noqa: PLR0913 -- those of torch's cross_entropy

@@ -23,9 +23,9 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from distbelief.graph.kind import LayerKind, Step, Work
+from distbelief.graph.kind import Step
 from distbelief.graph.kinds.convolution import padded
-from distbelief.graph.kinds.pooling import pooling_work, read, windows
+from distbelief.graph.kinds.pooling import Pooling, windows
 from distbelief.graph.layer import Layer
 from distbelief.graph.region import Region
 
@@ -82,18 +82,10 @@ class L2Pool2d(nn.Module):
 
 
 @final
-class L2Pool(LayerKind):
+class L2Pool(Pooling):
     """sqrt(epsilon + sum of squares over the window)."""
 
     name: ClassVar[str] = "l2_pool"
-
-    @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return (read(layer, output),)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return pooling_work(layer, output)
 
     @override
     def compute(

@@ -21,7 +21,8 @@ import torch
 from torch.nn import functional
 from typing_extensions import override
 
-from distbelief.graph.kind import Cut, LayerKind, PartialSums, Step, Work
+from distbelief.graph.kind import Cut, PartialSums, Step, Work
+from distbelief.graph.kinds.sum_of_parts import SumOfParts
 from distbelief.graph.layer import Layer
 from distbelief.graph.region import Region
 
@@ -85,32 +86,16 @@ class PlaceLossParts(PartialSums):
 
 
 @final
-class PlaceLoss(LayerKind):
+class PlaceLoss(SumOfParts):
     """The sum or mean of f(x, target) over all places of a sample."""
 
     name: ClassVar[str] = "place_loss"
     partial: ClassVar[PartialSums | None] = PlaceLossParts()
 
     @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return tuple(Region.of(*shape) for shape in layer.input_shapes)
-
-    @override
     def work(self, layer: Layer, output: Region) -> Work:
         n = float(math.prod(layer.input_shapes[0]))
         return Work(forward=4 * n, backward=4 * n, n_elements=2 * n)
-
-    @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        whole = Region.of(*layer.input_shapes[0])
-        return PlaceLossParts().compute(layer, whole, inputs, tensors, step)
 
 
 def place_loss_layer(

@@ -10,6 +10,7 @@ Stride is never None here: who captures a module whose stride is None writes its
 """
 
 import math
+from abc import ABC
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final, final
 
@@ -36,19 +37,25 @@ _AVERAGES: Final = (
 )
 
 
-@final
-class MaxPool(LayerKind):
-    """The largest of each window; of equals the first has the gradient."""
-
-    name: ClassVar[str] = "max_pool"
+class Pooling(LayerKind, ABC):
+    """A kind that looks at every place of every window."""
 
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return (read(layer, output),)
+        return (_read(layer, output),)
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
-        return pooling_work(layer, output)
+        n = float(output.n_elements * math.prod(layer.integers("size")))
+        n_read = _read(layer, output).n_elements
+        return Work(forward=n, backward=n, n_elements=float(output.n_elements + n_read))
+
+
+@final
+class MaxPool(Pooling):
+    """The largest of each window; of equals the first has the gradient."""
+
+    name: ClassVar[str] = "max_pool"
 
     @override
     def compute(
@@ -73,18 +80,10 @@ class MaxPool(LayerKind):
 
 
 @final
-class AveragePool(LayerKind):
+class AveragePool(Pooling):
     """The sum of each window over its size, or over what of it counts."""
 
     name: ClassVar[str] = "average_pool"
-
-    @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return (read(layer, output),)
-
-    @override
-    def work(self, layer: Layer, output: Region) -> Work:
-        return pooling_work(layer, output)
 
     @override
     def compute(
@@ -135,7 +134,7 @@ def windows(layer: Layer) -> list[Window]:
     ]
 
 
-def read(layer: Layer, output: Region) -> Region:
+def _read(layer: Layer, output: Region) -> Region:
     """Return the region of the input that windows over `output` hold."""
     spans = [
         window.reads(interval, extent=extent)
@@ -166,10 +165,3 @@ def _counts(layer: Layer, dim: int, window: Window, interval: Interval) -> list[
         last = min(first + window.size, extent + pads)
         counts.append(last - max(first, -pads))
     return counts
-
-
-def pooling_work(layer: Layer, output: Region) -> Work:
-    """Return the cost of looking at every place of every window."""
-    n = float(output.n_elements * math.prod(layer.integers("size")))
-    n_read = read(layer, output).n_elements
-    return Work(forward=n, backward=n, n_elements=float(output.n_elements + n_read))

@@ -28,8 +28,9 @@ from typing import ClassVar, Final, final
 import torch
 from typing_extensions import override
 
-from distbelief.graph.kind import Combine, Cut, LayerKind, PartialSums, Step, Work
+from distbelief.graph.kind import Combine, Cut, PartialSums, Step, Work
 from distbelief.graph.kinds.pointwise import broadcast
+from distbelief.graph.kinds.sum_of_parts import SumOfParts
 from distbelief.graph.layer import Layer, Option
 from distbelief.graph.region import Region, Shape
 
@@ -81,7 +82,7 @@ class ReducedParts(PartialSums):
 
 
 @final
-class Reduction(LayerKind):
+class Reduction(SumOfParts):
     """Sums and means over some dimensions."""
 
     name: ClassVar[str] = "reduction"
@@ -92,24 +93,12 @@ class Reduction(LayerKind):
         return bool(layer.options["batch"])
 
     @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return ReducedParts().reads(layer, _read(layer, output))
+    def taken_over(self, layer: Layer, output: Region) -> Region:
+        return _read(layer, output)
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
         return _work(layer, output)
-
-    @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        whole = _read(layer, output)
-        return ReducedParts().compute(layer, whole, inputs, tensors, step)
 
 
 @final
@@ -144,31 +133,19 @@ class MaximumParts(PartialSums):
 
 
 @final
-class Maximum(LayerKind):
+class Maximum(SumOfParts):
     """The largest element over some dimensions; equals share its gradient."""
 
     name: ClassVar[str] = "maximum"
     partial: ClassVar[PartialSums | None] = MaximumParts()
 
     @override
-    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
-        return (_read(layer, output),)
+    def taken_over(self, layer: Layer, output: Region) -> Region:
+        return _read(layer, output)
 
     @override
     def work(self, layer: Layer, output: Region) -> Work:
         return _work(layer, output)
-
-    @override
-    def compute(
-        self,
-        layer: Layer,
-        output: Region,
-        inputs: Sequence[torch.Tensor],
-        tensors: Mapping[str, torch.Tensor],
-        step: Step,
-    ) -> torch.Tensor:
-        whole = _read(layer, output)
-        return MaximumParts().compute(layer, whole, inputs, tensors, step)
 
 
 def reduction_layer(  # noqa: PLR0913 -- the options of the kind
