@@ -46,6 +46,7 @@ from distbelief.roles import (
     PeerJoined,
     PeerLost,
     Received,
+    Report,
     Role,
     Seconds,
     Send,
@@ -243,9 +244,14 @@ class Member:
         self._runs = True
         started, self._started = self._started, None  # it may hold a large snapshot
         early, self._early = self._early, deque()
-        actions: list[Action] = []
-        for event in (started, *early):
-            actions += self._pass_on(event, now)
+        actions = [*self._pass_on(started, now)]
+        for event in early:
+            # One that is refused must not take along what the others have called for:
+            # this role would neither say Hello nor have a timer, and wait for ever.
+            try:
+                actions += self._pass_on(event, now)
+            except RemoteProtocolError as error:
+                actions.append(Report(text=f"refused: {error}", level="warning"))
         return actions
 
     def _pass_on(self, event: Event, now: Seconds) -> Sequence[Action]:

@@ -49,11 +49,14 @@ class Inner:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.error: Exception | None = None
+        self.refuses: Event | None = None
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         del now
         if self.error is not None:
             raise self.error
+        if event == self.refuses:
+            raise RemoteProtocolError("of another life")
         self.events.append(event)
         return [Report(text="heard")]
 
@@ -163,6 +166,22 @@ def test_or_the_other_way_round(driver: Driver) -> None:
     )
     assert actions[0] == connect
     assert driver.inner.events[0] == Started(incarnation=2)
+
+
+def test_an_early_message_that_is_refused_takes_no_other_along(driver: Driver) -> None:
+    """Of a machine that leads a model replica: it was killed and started again, was
+    sent a transfer of its former life while it was built, and with the refusal lost
+    its first Hello and every timer, so that its replica stood still for ever."""
+    driver.start()
+    stale = Received(sender=Address("replica-0.1"), incarnation=1, message=Begin())
+    driver.handle(stale)
+    fine = Received(sender=Address("shard-0"), incarnation=1, message=Alive())
+    driver.handle(fine)
+    driver.inner.refuses = stale
+    driver.say(peers("shard-0"))
+    reports = [a.text for a in driver.build() if isinstance(a, Report)]
+    assert reports == ["heard", "refused: of another life", "heard", "heard"]
+    assert driver.inner.events[:2] == [Started(incarnation=2), fine]
 
 
 def test_what_comes_early_waits_for_the_role_within(driver: Driver) -> None:
