@@ -20,6 +20,7 @@ import typer
 
 from distbelief.cli_errors import FAILED, told
 from distbelief.cli_forecast import chaos, simulate
+from distbelief.cli_keys import keys
 from distbelief.cli_options import (
     BatchOption,
     ClusterOption,
@@ -47,6 +48,7 @@ from distbelief.cli_options import (
     VerifyOption,
     WholeOption,
 )
+from distbelief.cli_serve import serve
 from distbelief.errors import JobError
 
 
@@ -282,6 +284,8 @@ def partition(  # noqa: PLR0913 -- options
 
 app.command()(simulate)
 app.command()(chaos)
+app.command()(serve)
+app.add_typer(keys, name="keys")
 
 
 def _job_file(job_file: Path | None, resume: Path | None) -> Path:

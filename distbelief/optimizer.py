@@ -37,9 +37,8 @@ from distbelief.parameter_server.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.copies import copies_of_all
 from distbelief.parameter_server.layout import Layout
 from distbelief.roles import SUPERVISOR, Computed
-from distbelief.server import ServerAddress, parameter_specs
+from distbelief.server import ServerAddress, parameter_specs, reach_towards
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.transport.zmq_transport import ZmqTransport
 
 
 TORN_WAIT_SECONDS = 1e-3
@@ -53,7 +52,7 @@ class DownpourSGD(torch.optim.Optimizer):
 
     Args:
         params: The model's parameters, in the order that the server was given them.
-        server: `ParameterServer.address`.
+        server: `ParameterServer.address`, or the line that `distbelief serve` prints.
         n_fetch: Steps between fetches.
         n_push: Steps between pushes.
         learning_rate: Of this worker's own steps between fetches (the server's rule
@@ -61,6 +60,8 @@ class DownpourSGD(torch.optim.Optimizer):
         blocking: Wait until each push is applied before the next fetch: one worker
             then trains exactly as plain sequential SGD does.
         timeout_seconds: How long a step may wait for the server.
+        keys: Directory of this machine's keys, for a server whose address has a key;
+            by default the one that `distbelief keys` uses.
 
     Raises:
         JobError: the address, the parameters or the options make no sense.
@@ -77,6 +78,7 @@ class DownpourSGD(torch.optim.Optimizer):
         learning_rate: float | None = None,
         blocking: bool = False,
         timeout_seconds: float = 60.0,
+        keys: str | Path | None = None,
     ) -> None:
         for name, value in (("n_fetch", n_fetch), ("n_push", n_push)):
             if value < 1:
@@ -98,7 +100,8 @@ class DownpourSGD(torch.optim.Optimizer):
         self._samples = 0
         self._accrued: list[torch.Tensor | None] = [None] * len(self._parameters)
         self._accrued_clocks: tuple[int, ...] = ()
-        self._session = _Session(self._parameters, ServerAddress.parse(server))
+        address = ServerAddress.parse(server)
+        self._session = _Session(self._parameters, address, keys=keys)
         # Not a method: it must not keep this object alive.
         weakref.finalize(self, _Session.close, self._session)
         _finish_at_exit(self)
@@ -252,7 +255,11 @@ class _Session:
     """A worker's links to its server, from the first word to the last."""
 
     def __init__(
-        self, parameters: list[torch.nn.Parameter], address: ServerAddress
+        self,
+        parameters: list[torch.nn.Parameter],
+        address: ServerAddress,
+        *,
+        keys: str | Path | None = None,
     ) -> None:
         name = f"worker-{secrets.token_hex(6)}"
         self.address = address
@@ -268,12 +275,21 @@ class _Session:
             memory=memory,
             second_copies=second_copies,
         )
-        self._transport = ZmqTransport(name=name, incarnation=1, token=address.token)
+        self._log: list[str] = []
+        place = address.place()
+        reach = reach_towards(place, keys=keys)
+        self._key = "" if reach.keys is None else reach.keys.public
+        self._transport = reach.transport(
+            name=name, incarnation=1, token=address.token, log=self._note
+        )
         self._transport.start()
-        self._transport.connect(SUPERVISOR, 1, address.endpoint, watched=True)
+        try:
+            self._transport.connect(SUPERVISOR, 1, str(place), watched=True)
+        except BaseException:
+            self._transport.close()
+            raise
         join = Join(endpoint=self._transport.endpoint, host=memory.host, pid=0)
         self._worker = Worker(client=self.client, join=join)
-        self._log: list[str] = []
         self.node = Node(self._worker, transport=self._transport, log=self._note)
 
     def _note(self, level: str, text: str) -> None:
@@ -296,12 +312,21 @@ class _Session:
 
         self.wait(is_decided, "a first answer", timeout_seconds)
         if refused and not self._worker.has_joined:
-            raise JobError(
-                f"DownpourSGD: the server at {self.address.endpoint} does not take the "
-                f"token {_shortened(self.address.token)} of this address: another run "
-                "has that port now, or the address was not copied whole. Use the "
-                "address that the server prints (ParameterServer(...).address)"
+            raise JobError(self._why_refused())
+
+    def _why_refused(self) -> str:
+        endpoint = self.address.endpoint
+        if self._key:
+            return (
+                f"DownpourSGD: the server at {endpoint} does not let in this machine's "
+                f"key. On the server: distbelief keys allow {self._key} NAME"
             )
+        return (
+            f"DownpourSGD: the server at {endpoint} does not take the "
+            f"token {_shortened(self.address.token)} of this address: another run "
+            "has that port now, or the address was not copied whole. Use the "
+            "address that the server prints (ParameterServer(...).address)"
+        )
 
     def command(self, command: Computed, timeout_seconds: float) -> None:
         """Let the role perform one command."""
@@ -321,8 +346,19 @@ class _Session:
             raise PeerLostError(f"{whose}: {self.node.error}")
         raise PeerLostError(
             f"{whose}: no answer within {timeout_seconds:g} s (waiting for {what}). "
-            + " ".join(["Is it running?", *self._log[-1:]])
+            + " ".join([self._doubt(), *self._log[-1:]])
         )
+
+    def _doubt(self) -> str:
+        """Return what may be the matter with a server that does not answer."""
+        if not self._transport.is_another(SUPERVISOR):
+            return "Is it running?"
+        if self._key:
+            return (
+                "Who listens there has not the key that the address names: use the "
+                "line that the server prints now."
+            )
+        return "Who listens there is no server without keys."
 
     def close(self) -> None:
         """Leave; what is unsent is sent, within a second."""

@@ -3,7 +3,9 @@
 import select
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterable
+from ipaddress import ip_address
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -20,6 +22,11 @@ from distbelief.job.serving import Ready
 from distbelief.parameter_server.copies import COPIES_MAX
 from distbelief.parameter_server.layout import TensorSpec
 from distbelief.parameter_server.update_rules import UpdateRule
+from distbelief.transport.key_files import DIRECTORY
+from distbelief.transport.keyring import Keyring
+from distbelief.transport.keys import public_key
+from distbelief.transport.places import Place, number_of, own_number_towards
+from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
 
 
@@ -30,11 +37,13 @@ SHARDS_MAX: Final = 4096
 class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
     """All that a worker needs to find its server, and to be let in.
 
-    Written tcp://HOST:PORT?token=…&shards=2&copies=1&memory=….
+    Written tcp://HOST:PORT?token=…&shards=2&copies=1&memory=…, or, of a server that
+    knows its workers by their keys, tcp://HOST:PORT?key=…&run=…&shards=2&copies=1.
     """
 
     endpoint: str
-    token: str  # whoever knows it may push: keep it as you would a password
+    token: str  # without a key, whoever knows it may push: as good as a password
+    key: str = ""  # public
     n_shards: int
     shard_copies: int = 1
     memory: str  # the directory of shared memory, for workers of this host
@@ -42,13 +51,23 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
     @override
     def __str__(self) -> str:
         """Write it as one line."""
-        query = {
-            "token": self.token,
-            "shards": self.n_shards,
-            "copies": self.shard_copies,
-            "memory": self.memory,
-        }
+        query: dict[str, str | int] = {"token": self.token}
+        if self.key:
+            query = {"key": self.key, "run": self.token}
+        query |= {"shards": self.n_shards, "copies": self.shard_copies}
+        if self.memory:
+            query["memory"] = self.memory
         return f"{self.endpoint}?{urlencode(query)}"
+
+    def place(self) -> Place:
+        """Return where to connect to.
+
+        Raises:
+            JobError: there is no address of such a host.
+        """
+        parts = urlsplit(self.endpoint)
+        host, port = number_of(parts.hostname or ""), parts.port or 0
+        return Place(host=host, port=port, key=self.key)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -67,10 +86,12 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         query = parse_qs(parts.query)
         try:
             port = parts.port
-            token, n_shards = query["token"][0], int(query["shards"][0])
+            key = public_key(query["key"][0]) if "key" in query else ""
+            token = query["run" if key else "token"][0]
+            n_shards = int(query["shards"][0])
             shard_copies = int(query.get("copies", ["1"])[0])
-        except (KeyError, ValueError):
-            port, token, n_shards, shard_copies = None, "", 0, 0
+        except (KeyError, ValueError, JobError):
+            port, key, token, n_shards, shard_copies = None, "", "", 0, 0
         makes_sense = 1 <= n_shards <= SHARDS_MAX and 1 <= shard_copies <= COPIES_MAX
         if parts.scheme != "tcp" or not port or not makes_sense:
             raise JobError(
@@ -81,10 +102,32 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             endpoint=f"tcp://{parts.netloc}",
             token=token,
+            key=key,
             n_shards=n_shards,
             shard_copies=shard_copies,
             memory=query.get("memory", [""])[0],
         )
+
+
+def reach_towards(place: Place, *, keys: str | Path | None) -> Reach:
+    """Return from where a worker of the server at this place is to be reached.
+
+    Raises:
+        JobError: the server is known by its key, and this side has none.
+    """
+    host = own_number_towards(place.host)
+    if not place.key:
+        insecure = not ip_address(host).is_loopback  # as the server's user decided
+        if insecure:
+            warnings.warn(
+                f"what goes to and from {place} is not encrypted, and who hears it can "
+                "change it: start the server with --keys",
+                stacklevel=5,
+            )
+        return Reach(host=host, insecure=insecure)
+    directory = Path(DIRECTORY if keys is None else keys).expanduser()
+    ring = Keyring(directory=str(directory), role="worker", server_key=place.key)
+    return Reach(host=host, keys=ring)
 
 
 def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> list[TensorSpec]:

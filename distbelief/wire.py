@@ -25,6 +25,10 @@ FRAMES_MAX = 2  # no message has more than one array
 _CODES = {dtype: code for code, dtype in ELEMENT_TYPES.items()}
 
 
+class AnotherRunError(RemoteProtocolError):
+    """A message of another run came here: an old one, perhaps, or a wrong address."""
+
+
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, eq=False):
     """A message, and who sent it."""
 
@@ -95,7 +99,7 @@ class Wire:
         finally:
             self._frames = ()
         if envelope.token != self._token:
-            raise RemoteProtocolError(f"{envelope.sender!r} belongs to another run")
+            raise AnotherRunError(f"{envelope.sender!r} belongs to another run")
         if self._n_used != len(arrays):
             raise RemoteProtocolError(
                 f"{type(envelope.message).__name__} with {len(arrays)} array frames "

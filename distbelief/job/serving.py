@@ -4,7 +4,10 @@
 
 The program behind `ParameterServer`. It writes one line, where workers find it, or what
 went wrong, and ends, with its shards, when its standard input is closed: so it never
-outlives the process that started it.
+outlives the process that started it. `distbelief serve` does the same in a process of
+its own (`standing`).
+
+A directory that has snapshots is gone on with: every life of a role is a new one.
 """
 
 import json
@@ -13,7 +16,9 @@ import secrets
 import select
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, cast
 
@@ -22,8 +27,11 @@ import msgspec
 from distbelief import files
 from distbelief.downpour.algorithm import DownpourSettings
 from distbelief.errors import DistBeliefError
+from distbelief.job.figures import Before
 from distbelief.job.launcher import Launcher
+from distbelief.job.legacy import Legacy, read_legacy
 from distbelief.job.process import Spec
+from distbelief.job.run_directory import RunDirectory
 from distbelief.job.sections import (
     ClusterTable,
     DataTables,
@@ -32,6 +40,7 @@ from distbelief.job.sections import (
     OutputTable,
     StopTable,
 )
+from distbelief.job.store import SnapshotStore
 from distbelief.job.supervisor import USER, Supervisor
 from distbelief.job.supervisor_config import SupervisorConfig
 from distbelief.messages import Stop
@@ -41,8 +50,9 @@ from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.update_rules import UpdateRule
 from distbelief.roles import SUPERVISOR, Received
 from distbelief.runtime.task import DataSpec, ModelSpec
+from distbelief.transport.places import LOOPBACK, Place
+from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.transport.zmq_transport import ZmqTransport
 
 
 TICK_SECONDS: Final = 0.05
@@ -61,6 +71,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         shared_memory: Whether workers of this host may share memory with them.
         snapshot_every: Seconds between snapshots.
         directory: For snapshots and logs.
+        token: Of the run; drawn if it is "".
+        reach: From where the server can be reached.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -71,6 +83,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     shared_memory: bool
     snapshot_every: float
     directory: str
+    token: str = ""
+    reach: Reach = Reach()
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,23 +101,42 @@ def main(path: str) -> int:
     # The terminal sends Ctrl+C to everybody; when to end is our parent's business.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     request = msgspec.json.decode(Path(path).read_bytes(), type=Request)
-    FileMemory.sweep()
-    memory: FileMemory | None = None
     try:
-        if request.shared_memory:
-            memory = FileMemory.make()
-        return _serve(request, "" if memory is None else str(memory.directory))
-    except DistBeliefError as error:
-        _say(Ready(error=str(error)))
+        error = serve(request, _watched_by_parent)
+    except DistBeliefError as problem:
+        _say(Ready(error=str(problem)))
         return 1
+    if error is not None:
+        _say(Ready(error=error))
+    return 0
+
+
+def serve(
+    request: Request, watch: Callable[[Node, Supervisor, Ready], None]
+) -> str | None:
+    """Serve; return what went wrong, if anything did.
+
+    Args:
+        request: What.
+        watch: Runs the node until the server is to end.
+
+    Raises:
+        DistBeliefError: it cannot begin.
+    """
+    FileMemory.sweep()
+    memory = FileMemory.make() if request.shared_memory else None
+    try:
+        return _serve(request, "" if memory is None else str(memory.directory), watch)
     finally:
         if memory is not None:
             memory.remove_all()
 
 
-def _serve(request: Request, memory: str) -> int:
+def _serve(
+    request: Request, memory: str, watch: Callable[[Node, Supervisor, Ready], None]
+) -> str | None:
     directory = Path(request.directory)
-    token = secrets.token_hex(16)
+    token = request.token or secrets.token_hex(16)
 
     def log_of(name: str) -> Path:
         return directory / f"{name}.log"
@@ -113,9 +146,17 @@ def _serve(request: Request, memory: str) -> int:
     def log(level: str, text: str) -> None:
         lines.append(f"{level}: {text}")
 
-    with ZmqTransport(name=SUPERVISOR, incarnation=1, token=token, log=log) as links:
+    legacy = _legacy(request, log)
+    links = request.reach.transport(
+        name=SUPERVISOR,
+        incarnation=legacy.incarnation,
+        token=token,
+        log=log,
+        port=request.reach.port,
+    )
+    with links:
         spec = directory / "spec.json"
-        files.write(spec, _spec(request, token, links.endpoint, memory))
+        _write_private(spec, _spec(request, token, _own(links.endpoint), memory))
         config = SupervisorConfig(
             roster=tuple(
                 (name, "shard")
@@ -125,15 +166,46 @@ def _serve(request: Request, memory: str) -> int:
             stop=None,
             admits_guests=True,
             snapshot_every=request.snapshot_every,
+            first_incarnation=legacy.incarnation,
+            first_label=legacy.label,
+            before=legacy.before,
         )
         supervisor = Supervisor(config)
         with Launcher(spec=spec, log_of=log_of) as launcher:
             node = Node(supervisor, transport=links, log=log, launcher=launcher)
             ready = Ready(endpoint=links.endpoint, token=token, memory=memory)
-            _Parent(node, supervisor, ready).watch()
-            if supervisor.error is not None:
-                _say(Ready(error=supervisor.error))
-    return 0
+            watch(node, supervisor, ready)
+    if supervisor.interrupted:
+        return f"ended at once: {directory} is as its last snapshot has it"
+    return supervisor.error
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    """Write a file for its user alone: whoever reads the token could push."""
+    try:
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+        path.write_bytes(content)
+    except OSError as error:
+        raise files.explained(error, path, doing="write") from error
+
+
+def _own(endpoint: str) -> str:
+    """Return where the server's own processes find the supervisor."""
+    return str(Place.parse(endpoint).seen_from(LOOPBACK))
+
+
+def _legacy(request: Request, log: Callable[[str, str], None]) -> Legacy:
+    """Return what earlier lives of this server left in its directory."""
+    run = RunDirectory(Path(request.directory), lock=None)
+    store = SnapshotStore(run.snapshots, report=lambda text: log("warning", text))
+    legacy = read_legacy(run, store, n_shards=request.n_shards)
+    # Figures of replicas: a server has none.
+    return replace(legacy, before=Before(clocks=legacy.before.clocks))
+
+
+def _watched_by_parent(node: Node, supervisor: Supervisor, ready: Ready) -> None:
+    _Parent(node, supervisor, ready).watch()
 
 
 class _Parent:
@@ -188,6 +260,7 @@ def _spec(request: Request, token: str, supervisor: str, memory: str) -> bytes:
         layout=layout.spec,
         initials={},
         initial_file=request.initial_file,
+        reach=request.reach,
     )
     return msgspec.json.encode(spec)
 

@@ -10,23 +10,23 @@ not fit a link's bounded queue is dropped and counted, and roles repeat what mat
 
 Rules this file keeps:
 
-* Nobody says a word without the run's token. The inbox asks for it before a connection
-  carries its first message (ZeroMQ's PLAIN mechanism), because what ZeroMQ holds of an
-  unfinished multipart message is bounded by nothing else; `Wire` asks again in every
-  header.
+* Nobody says a word unless the guard lets him (`guard`): on one machine, who knows the
+  run's token (ZeroMQ's PLAIN mechanism); between machines, who has a key that is
+  allowed (CURVE). It asks before a connection carries its first message, because what
+  ZeroMQ holds of an unfinished multipart message is bounded by nothing else; `Wire`
+  asks for the token again in every header.
 * Nothing here blocks but `poll`, up to its timeout, and `close`, up to its linger.
 * What a peer sends wrongly costs a counter and, now and then, a line in the log.
-* The token travels in the clear: beyond this machine only if `allow_remote` says so.
+* A token travels in the clear: beyond this machine only if `allow_remote` says so.
 
 What one link may hold in memory: `messages_max` blocks at either end. A member that
-knows the token is trusted not to send a message whose parts never end.
+knows the token is trusted not to send a message whose parts never end; one that has a
+key is not.
 """
 
-import hmac
-import ipaddress
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -34,10 +34,15 @@ import zmq
 
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from distbelief.messages import Message
+from distbelief.roles import SUPERVISOR
+from distbelief.transport.guard import Guard, Source, TokenGuard
+from distbelief.transport.outbox import ANOTHER, REFUSED, Outbox
+from distbelief.transport.places import LOOPBACK, Place, is_local
 from distbelief.wire import (
     FRAME_BYTES_MAX,
     FRAMES_MAX,
     HEADER_BYTES_MAX,
+    AnotherRunError,
     Envelope,
     Frame,
     Wire,
@@ -47,14 +52,15 @@ from distbelief.wire import (
 Log = Callable[[str, str], None]  # level, text
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by ZeroMQ's RFC 27
-_PLAIN_BYTES_MAX = 255  # of a name or password in the PLAIN mechanism, RFC 24
+_SOCKETS_MAX = 4096
+_OUTBOXES_MAX = _SOCKETS_MAX // 4  # watched ones are three sockets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportOptions:
     """Bounds of a transport, and whether it may leave this machine."""
 
-    allow_remote: bool = False
+    allow_remote: bool = False  # though whoever listens can read what is sent
     messages_max: int = 128  # queued at each end of a link
     batch_max: int = 64  # messages read by one call of `receive`
     linger_seconds: float = 1.0  # how long `close` waits for unsent messages
@@ -79,27 +85,13 @@ class TransportCounters:
     dropped_full: int = 0  # the link's queue was full
     dropped_unknown: int = 0  # to a peer nobody has connected
     malformed: int = 0  # arrived, and were no messages of this run
-    refused: int = 0  # connections without the run's token
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outbox:
-    incarnation: int
-    endpoint: str
-    socket: "zmq.Socket[bytes]"
-    refusals: "zmq.Socket[bytes] | None"  # ZeroMQ's word that the token was not taken
-
-    def close(self, linger: int) -> None:
-        if self.refusals is not None:
-            self.socket.disable_monitor()
-            self.refusals.close(0)
-        self.socket.close(linger)
+    refused: int = 0  # connections that the guard did not let in
 
 
 class ZmqTransport:
     """The links of one role. For one thread only; `start` before all else."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- the options of one thing
         self,
         *,
         name: str,
@@ -107,24 +99,22 @@ class ZmqTransport:
         token: str,
         bind: str = "tcp://127.0.0.1:*",
         options: TransportOptions | None = None,
+        guard: Guard | None = None,
         log: Log = lambda _level, _text: None,
     ) -> None:
-        for what, text in (("name", name), ("token", token)):
-            if not 1 <= len(text.encode()) <= _PLAIN_BYTES_MAX:
-                raise ValueError(
-                    f"a {what} of {len(text.encode())} bytes: 1 to {_PLAIN_BYTES_MAX}"
-                )
         self.name = name
         self.incarnation = incarnation
         self.counters = TransportCounters()
-        self._token = token
+        self._guard = guard or TokenGuard(name=name, token=token)
         self._bind = bind
         self._options = options or TransportOptions()
         self._log = log
         self._wire = Wire(token=token)
         self._endpoint = ""
+        self._port = 0
+        self._supervisor_host = LOOPBACK
         self._extra_fds: frozenset[int] = frozenset()
-        self._outboxes: dict[str, _Outbox] = {}
+        self._outboxes: dict[str, Outbox] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     @property
@@ -141,15 +131,18 @@ class ZmqTransport:
         assert self._context is None, "started twice"
         self._check_reach(self._bind)
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _SOCKETS_MAX)
         # Requests to admit a connection; an address of this context alone.
         self._door = self._context.socket(zmq.REP)
         self._door.linger = 0
         self._door.bind(_ZAP_ENDPOINT)
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.linger = 0
-        self._inbox.plain_server = True
+        key = self._guard.listen(self._inbox)
         self._inbox.rcvhwm = self._options.messages_max
-        self._inbox.maxmsgsize = max(HEADER_BYTES_MAX, FRAME_BYTES_MAX)
+        self._inbox.maxmsgsize = self._guard.wire_bytes(
+            max(HEADER_BYTES_MAX, FRAME_BYTES_MAX)
+        )
         self._inbox.backlog = 1024  # a whole cluster may connect at once
         try:
             self._inbox.bind(self._bind)
@@ -157,6 +150,9 @@ class ZmqTransport:
             self.close()
             raise TransportError(_cannot_bind(self._bind, error)) from None
         self._endpoint = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
+        if self._endpoint.startswith("tcp:"):
+            bound = replace(Place.parse(self._endpoint), key=key)
+            self._port, self._endpoint = bound.port, str(bound)
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._door, zmq.POLLIN)
@@ -195,7 +191,7 @@ class ZmqTransport:
             peer: Whose messages go there.
             incarnation: Its life.
             endpoint: Where it listens.
-            watched: Let `is_refused` know whether it takes the run's token.
+            watched: Let `is_refused` and `is_another` know what it says to us.
 
         Raises:
             TransportError: no such endpoint can be connected to.
@@ -204,41 +200,33 @@ class ZmqTransport:
         if known and (known.incarnation, known.endpoint) == (incarnation, endpoint):
             return
         self._check_reach(endpoint)
+        place = self._place(peer, endpoint)
         self.disconnect(peer)
-        socket = self._running_context().socket(zmq.PUSH)
-        socket.linger = 0
-        socket.plain_username = self.name.encode()
-        socket.plain_password = self._token.encode()
-        socket.sndhwm = self._options.messages_max
-        socket.reconnect_ivl = 50
-        socket.reconnect_ivl_max = 2000
-        refusals = None
-        if watched:
-            refusals = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        try:
-            socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            socket.close()
-            raise TransportError(
-                f"cannot connect to {peer} at {endpoint!r}: {error.strerror}"
-            ) from None
-        self._outboxes[peer] = _Outbox(
+        while len(self._outboxes) >= _OUTBOXES_MAX:  # the first: unused for longest
+            self.disconnect(next(iter(self._outboxes)))
+        self._outboxes[peer] = Outbox.open(
+            self._running_context(),
+            peer,
+            place,
             incarnation=incarnation,
             endpoint=endpoint,
-            socket=socket,
-            refusals=refusals,
+            guard=self._guard,
+            messages_max=self._options.messages_max,
+            watched=watched,
         )
 
     def is_refused(self, peer: str) -> bool:
-        """Return whether a watched peer has not taken the token since asked last."""
+        """Return whether a watched peer has not let us in since asked last."""
         outbox = self._outboxes.get(peer)
-        if outbox is None or outbox.refusals is None:
-            return False
-        refused = False
-        while outbox.refusals.poll(0):
-            outbox.refusals.recv_multipart()
-            refused = True
-        return refused
+        return outbox is not None and outbox.take(REFUSED)
+
+    def is_another(self, peer: str) -> bool:
+        """Return whether who listens at a watched peer's place may be somebody else.
+
+        It has closed a connection without a word: it has another key, or none.
+        """
+        outbox = self._outboxes.get(peer)
+        return outbox is not None and outbox.take(ANOTHER)
 
     def disconnect(self, peer: str) -> None:
         """Forget where `peer` is, and what has not been sent to it."""
@@ -255,10 +243,11 @@ class ZmqTransport:
             lent: Nobody changes the arrays while a changed one could do harm: they are
                 read when the network has room for them.
         """
-        outbox = self._outboxes.get(peer)
+        outbox = self._outboxes.pop(peer, None)
         if outbox is None:
             self.counters.dropped_unknown += 1
             return False
+        self._outboxes[peer] = outbox  # the last now
         frames = self._wire.encode(
             message, sender=self.name, incarnation=self.incarnation
         )
@@ -287,10 +276,12 @@ class ZmqTransport:
         for fd in wanted - self._extra_fds:
             self._poller.register(fd, zmq.POLLIN)
         self._extra_fds = wanted
-        timeout = math.ceil(1000 * max(0.0, timeout_seconds))  # never a busy wait
+        seconds = min(max(0.0, timeout_seconds), self._guard.watch_seconds)
+        timeout = math.ceil(1000 * seconds)  # never a busy wait
         ready = {source for source, _ in self._poller.poll(timeout)}
         if self._door in ready:
             self._admit()
+        self._guard.watch(self._port)
         return wanted & ready
 
     def receive(self) -> Iterator[Envelope]:
@@ -300,37 +291,46 @@ class ZmqTransport:
             if not zmq.zmq_poll([(self._inbox, zmq.POLLIN)], 0):
                 return
             try:
-                envelope = self._wire.decode(self._take())
+                frames, source = self._take()
+            except zmq.Again:  # what was there was no message, but who will send some
+                return
+            if source is None:  # nobody who may say anything
+                self.counters.malformed += 1
+                continue
+            try:
+                envelope = self._wire.decode(frames)
+                self._guard.check(source, envelope.sender)
             except RemoteProtocolError as error:
                 self.counters.malformed += 1
                 self._log_rarely(self.counters.malformed, f"dropped: {error}")
+                if not isinstance(error, AnotherRunError):  # which is no offence
+                    self._guard.offended(source, str(error))
                 continue
             self.counters.messages_in += 1
             yield envelope
 
-    def _take(self) -> list[Frame]:
+    def _take(self) -> tuple[list[Frame], Source | None]:
         """Return the next message's frames, but never more than prove it illegal."""
         frames: list[Frame] = []
-        more = True
-        while more:
+        n_wire_bytes = 0
+        while True:
             part = self._inbox.recv(zmq.DONTWAIT, copy=False)
-            more = part.more  # asking the socket takes longer than all the rest
             frame = part.buffer
             self.counters.bytes_in += len(frame)
+            n_wire_bytes += self._guard.wire_bytes(len(frame))
             if len(frames) <= FRAMES_MAX:
                 frames.append(frame)
-        return frames
+            if not part.more:  # asking the socket takes longer than all the rest
+                return frames, self._guard.source(part, n_wire_bytes)
 
     def _admit(self) -> None:
-        """Let in who knows the token (ZeroMQ's RFC 27: requests and replies)."""
-        version, request, *_, password = self._door.recv_multipart()
-        if hmac.compare_digest(password, self._token.encode()):
-            status = [b"200", b"OK"]
-        else:
+        """Let in whom the guard does (ZeroMQ's RFC 27: requests and replies)."""
+        request = self._door.recv_multipart()
+        verdict = self._guard.judge(request)
+        if not verdict.admitted:
             self.counters.refused += 1
-            self._log_rarely(self.counters.refused, "refused a peer of another run")
-            status = [b"400", b"another run"]
-        self._door.send_multipart([version, request, *status, b"", b""])
+            self._log_rarely(self.counters.refused, verdict.remark)
+        self._door.send_multipart(verdict.reply(request))
 
     def _log_rarely(self, count: int, text: str) -> None:
         """Log the 1st, 2nd, 4th, 8th, … of a kind: a flood cannot fill a disk."""
@@ -338,11 +338,25 @@ class ZmqTransport:
             self._log("warning", f"{text} (so far {count})")
 
     def _check_reach(self, endpoint: str) -> None:
-        if not (self._options.allow_remote or _is_local(endpoint)):
+        may_leave = self._options.allow_remote or self._guard.encrypts
+        if not (may_leave or is_local(endpoint)):
             raise TransportError(
                 f"{endpoint!r} is not on this machine, and messages are not encrypted: "
-                f"use tcp://127.0.0.1:*, or allow remote peers (allow_remote=True)"
+                f"use tcp://127.0.0.1:*, or keys (`distbelief keys new`), or allow "
+                f"remote peers all the same (allow_remote=True)"
             )
+
+    def _place(self, peer: str, endpoint: str) -> Place:
+        """Return where a peer is, seen from here."""
+        if endpoint.startswith("ipc:"):  # `_check_reach` let it pass
+            return Place(host="", port=0)
+        try:
+            place = Place.parse(endpoint).seen_from(self._supervisor_host)
+        except TransportError as error:
+            raise TransportError(f"cannot connect to {peer} at {error}") from None
+        if peer == SUPERVISOR:
+            self._supervisor_host = place.host
+        return place
 
     def _running_context(self) -> "zmq.Context[zmq.Socket[bytes]]":
         if self._context is None:
@@ -350,18 +364,12 @@ class ZmqTransport:
         return self._context
 
 
-def _is_local(endpoint: str) -> bool:
-    scheme, _, address = endpoint.partition("://")
-    if scheme == "ipc":
-        return True
-    host, _, _ = address.rpartition(":")
-    try:
-        return scheme == "tcp" and ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name may resolve to anything
-
-
 def _cannot_bind(address: str, error: zmq.ZMQError) -> str:
+    if error.errno == zmq.EADDRNOTAVAIL:
+        return (
+            f"cannot listen at {address}: no interface of this machine has that number "
+            f"(0.0.0.0 stands for all that it has)"
+        )
     if error.errno == zmq.EADDRINUSE:
         return (
             f"cannot listen at {address}: something else does. Stop it, or let the "

@@ -16,6 +16,7 @@ from hypothesis import given, settings, strategies as st
 
 from distbelief.errors import LocalProtocolError, TransportError
 from distbelief.messages import Alive, Message, PushBlock, Save, Stop
+from distbelief.transport import zmq_transport
 from distbelief.transport.zmq_transport import TransportOptions, ZmqTransport
 from distbelief.vectors import BLOCK_BYTES
 from distbelief.wire import Envelope, Wire
@@ -277,6 +278,19 @@ def test_a_disconnected_peer_is_unknown(make: Make) -> None:
     a.disconnect("b")
     a.disconnect("b")
     assert not a.send("b", Alive())
+
+
+def test_who_was_not_written_to_for_longest_makes_room(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A standing server meets more workers than there can be sockets."""
+    monkeypatch.setattr(zmq_transport, "_OUTBOXES_MAX", 2)
+    a, b, c, d = map(make, "abcd")
+    a.connect("b", 1, b.endpoint)
+    a.connect("c", 1, c.endpoint)
+    assert a.send("b", Alive())
+    a.connect("d", 1, d.endpoint)
+    assert [a.send(peer, Alive()) for peer in "bcd"] == [True, False, True]
 
 
 # ------------------------------------------------------------------------- refusals

@@ -1,0 +1,124 @@
+"""Places: where a role listens, and by which key it is known there.
+
+    tcp://10.0.0.1:41000                  messages in the clear, to this machine only
+    tcp://10.0.0.1:41000?key=HEX          encrypted, for the holder of this public key
+    tcp://0.0.0.0:41000?key=HEX           on the machine where the supervisor was found
+
+A peer names places too, so they are numbers only: no name is looked up for it, and no
+other kind of socket is opened.
+"""
+
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass, replace
+from typing import Final, Self, final
+
+from typing_extensions import override
+
+from distbelief.errors import JobError, TransportError
+from distbelief.transport.keys import KEY_PATTERN
+
+
+ANYWHERE: Final = "0.0.0.0"  # noqa: S104 -- stands for "all interfaces" in addresses
+LOOPBACK: Final = "127.0.0.1"
+
+_TEXT_MAX: Final = 128
+_PLACE: Final = re.compile(
+    rf"tcp://(?P<host>[0-9.]{{7,15}}):(?P<port>[0-9]{{1,5}})"
+    rf"(\?key=(?P<key>{KEY_PATTERN}))?"
+)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where somebody listens.
+
+    Attributes:
+        host: A number; `ANYWHERE`: that of the supervisor.
+        port: Of TCP.
+        key: Public, in hexadecimal digits; "": messages go in the clear.
+    """
+
+    host: str
+    port: int
+    key: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read what `str` wrote, perhaps on another machine.
+
+        Raises:
+            TransportError: it is no place.
+        """
+        found = _PLACE.fullmatch(text) if len(text) <= _TEXT_MAX else None
+        if found is not None and 1 <= int(found["port"]) <= 65535:
+            try:
+                host = str(ipaddress.IPv4Address(found["host"]))
+            except ValueError:
+                pass
+            else:
+                return cls(host=host, port=int(found["port"]), key=found["key"] or "")
+        raise TransportError(
+            f"{text[:_TEXT_MAX]!r} is no place where a peer can listen: it looks like "
+            "tcp://10.0.0.1:41000, and ?key= with 64 hexadecimal digits"
+        )
+
+    @property
+    def endpoint(self) -> str:
+        """What ZeroMQ connects to."""
+        return f"tcp://{self.host}:{self.port}"
+
+    @override
+    def __str__(self) -> str:
+        """Write it as one line."""
+        return f"{self.endpoint}?key={self.key}" if self.key else self.endpoint
+
+    def seen_from(self, supervisor_host: str) -> "Place":
+        """Return the place for one who found the supervisor at this host."""
+        return replace(self, host=supervisor_host) if self.host == ANYWHERE else self
+
+
+def is_local(endpoint: str) -> bool:
+    """Return whether only this machine has this endpoint."""
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "ipc":
+        return True
+    host, _, _ = address.rpartition(":")
+    try:
+        return scheme == "tcp" and ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name may resolve to anything
+
+
+def number_of(host: str) -> str:
+    """Return the number of a host that the user named.
+
+    Raises:
+        JobError: it has none.
+    """
+    if host == "*":
+        return ANYWHERE
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        raise JobError(
+            f"there is no address of a host {host!r} ({error.strerror}): use its "
+            "number, such as 10.0.0.1 (IPv6 is not supported)"
+        ) from None
+    return str(found[0][4][0])
+
+
+def own_number_towards(host: str) -> str:
+    """Return the number by which `host` can reach this machine, by its routes."""
+    if host == ANYWHERE or ipaddress.IPv4Address(host).is_loopback:
+        return LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing: only a route is chosen
+        except OSError as error:
+            raise TransportError(
+                f"there is no way from this machine to {host}: {error.strerror}"
+            ) from None
+        return str(probe.getsockname()[0])

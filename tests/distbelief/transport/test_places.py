@@ -1,0 +1,71 @@
+"""Places are numbers, keys, and nothing that a peer could have looked up."""
+
+import pytest
+from hypothesis import given, strategies as st
+
+from distbelief.errors import JobError, TransportError
+from distbelief.transport.places import Place, number_of, own_number_towards
+
+
+HOSTS = st.ip_addresses(v=4).map(str)
+KEYS = st.one_of(st.just(""), st.text("0123456789abcdef", min_size=64, max_size=64))
+
+
+@given(host=HOSTS, port=st.integers(1, 65535), key=KEYS)
+def test_a_place_is_read_as_written(host: str, port: int, key: str) -> None:
+    place = Place(host=host, port=port, key=key)
+    assert Place.parse(str(place)) == place
+    assert place.endpoint == f"tcp://{host}:{port}"
+    assert len(str(place)) <= 128  # a name in messages
+
+
+@given(text=st.text(max_size=200))
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(TransportError, match="no place"):
+        Place.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tcp://10.0.0.1:0",
+        "tcp://10.0.0.1:65536",
+        "tcp://10.0.0.256:1",
+        "tcp://1.2.3:4000",
+        "tcp://host:4000",
+        "tcp://10.0.0.1:*",
+        "tcp://[::1]:4000",
+        "inproc://zeromq.zap.01",
+        "ipc:///tmp/x",
+        "tcp://10.0.0.1:4000?key=",
+        f"tcp://10.0.0.1:4000?key={'A' * 64}",
+        f"tcp://10.0.0.1:4000?key={'a' * 65}",
+        f"tcp://10.0.0.1:4000?key={'a' * 64}\n",
+        "tcp://10.0.0.1:4000;10.0.0.2:5000",
+    ],
+)
+def test_nothing_but_a_number_and_a_port_is_a_place(text: str) -> None:
+    with pytest.raises(TransportError, match="no place"):
+        Place.parse(text)
+
+
+def test_anywhere_is_where_the_supervisor_was_found() -> None:
+    anywhere = Place(host="0.0.0.0", port=7, key="a" * 64)
+    assert anywhere.seen_from("10.0.0.1") == Place(
+        host="10.0.0.1", port=7, key="a" * 64
+    )
+    somewhere = Place(host="10.0.0.2", port=7)
+    assert somewhere.seen_from("10.0.0.1") == somewhere
+
+
+def test_users_may_name_hosts() -> None:
+    assert number_of("localhost") == number_of("127.0.0.1") == "127.0.0.1"
+    assert number_of("*") == "0.0.0.0"
+    for host in ("no.such.host.invalid", "::1"):
+        with pytest.raises(JobError, match=f"no address of a host '{host}'"):
+            number_of(host)
+
+
+def test_this_machine_is_found_by_its_own_number() -> None:
+    assert own_number_towards("127.0.0.1") == "127.0.0.1"
+    assert own_number_towards("0.0.0.0") == "127.0.0.1"

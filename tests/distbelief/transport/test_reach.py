@@ -1,0 +1,47 @@
+"""Nothing listens beyond this machine without keys, unless it is told to."""
+
+from pathlib import Path
+
+import pytest
+
+from distbelief.errors import JobError, TransportError
+from distbelief.transport.key_files import KeyFiles
+from distbelief.transport.keyring import Keyring
+from distbelief.transport.reach import Reach
+
+
+def start(reach: Reach) -> str:
+    transport = reach.transport(
+        name="supervisor", incarnation=1, token="run", log=lambda _level, _text: None
+    )
+    with transport:
+        return transport.endpoint
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Keyring:
+    KeyFiles(tmp_path / "keys").make()
+    return Keyring(directory=str(tmp_path / "keys"), role="server")
+
+
+def test_by_default_only_this_machine_reaches_it() -> None:
+    assert Reach().is_local
+    assert start(Reach()).startswith("tcp://127.0.0.1:")
+
+
+def test_beyond_it_keys_are_needed(ring: Keyring) -> None:
+    with pytest.raises(JobError, match="distbelief keys new"):
+        start(Reach(host="0.0.0.0"))
+    endpoint = start(Reach(host="0.0.0.0", keys=ring))
+    assert endpoint.endswith(f"?key={ring.public}")
+    assert "?key=" not in start(Reach(host="0.0.0.0", insecure=True))
+
+
+def test_a_number_that_is_not_ours_is_named(ring: Keyring) -> None:
+    with pytest.raises(TransportError, match="no interface of this machine"):
+        start(Reach(host="198.51.100.7", keys=ring))
+
+
+def test_a_ring_holds_no_key(ring: Keyring) -> None:
+    secret = (Path(ring.directory) / "secret.key").read_text().strip()
+    assert secret not in repr(Reach(keys=ring))
