@@ -134,7 +134,7 @@ class Agenda:
         actions = self._service.forwarding.transfer(now)
         applying = None
         if self._service.forwarding.may_apply:
-            applying = self._service.pushes.begin_next()
+            applying = self._service.pushes.begin_next(clock=self._values.clock)
         if applying is not None:
             actions += self._begin_apply(applying, now)
         elif may_copy:
@@ -226,7 +226,7 @@ class Agenda:
                 return self._standing.end_push()
             case _Work.COLLECT:
                 clock = self._values.clock
-                actions = self._service.pushes.end(clock=clock, held=False)
+                actions = self._service.pushes.end(clock=clock, held=False, rises=False)
                 return [*actions, *self._service.greet_held()]
             case _Work.ORDER:
                 return self._orders.computed(event)

@@ -241,6 +241,11 @@ class ParameterClient:
         """
         return self._fetches.install(tensors)
 
+    @property
+    def readable_share(self) -> float:
+        """Part of the shards from which the install under way can copy now."""
+        return self._fetches.readable_share
+
     def installed(self, outcome: Installed, now: Seconds) -> list[Action]:
         """Note what an install did.
 

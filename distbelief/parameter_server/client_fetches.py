@@ -78,6 +78,13 @@ class ClientFetches:
         }
         return installing(readers, tensors, missing=missing, known=known)
 
+    @property
+    def readable_share(self) -> float:
+        """Part of the shards from which the install under way can copy now."""
+        readers = self._installing or {}
+        n_readable = sum(reader.readable for reader in readers.values())
+        return n_readable / max(len(self._links), 1)
+
     def installed(self, outcome: Installed, now: Seconds) -> list[Action]:
         """Note what an install did; see `ParameterClient.installed`."""
         if self._installing is None:

@@ -16,18 +16,40 @@ whatever order sets arrive; addition in order of arrival gave 20 results in 20 o
 Its error grows with the logarithm of n. Buffers are not summed: those of the last set
 stay, as sequential training leaves those of the last batch.
 
+The machines of one replica push parts of that vector, each its own ranges, under one
+grant: they are put together here. Whether all of them have come, their leader knows; it
+says so to the coordinator, before that orders to fold.
+
 Memory: one vector for each set that is staged, and for each node without its sibling:
 of n sets folded in order that is log2 n, and a gap that is left open costs log2 n more.
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 import torch
 
 from distbelief.errors import RemoteProtocolError
+from distbelief.parameter_server.holding import Holding
 from distbelief.vectors import Element, Vector
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Staged:
+    """What was pushed under one grant.
+
+    Attributes:
+        total: Sum of gradients, then buffers.
+        n_examples: Of the set.
+        parts: Keys of what has come of it; None if it came whole.
+    """
+
+    total: Vector
+    n_examples: int
+    parts: set[bytes] | None
 
 
 @final
@@ -52,7 +74,7 @@ class Collecting:
         self._n_elements = n_elements
         self._n_gradient = n_gradient
         self._dtype = dtype
-        self._staged: dict[int, tuple[Vector, int]] = {}  # grant -> sum, n_examples
+        self._staged: dict[int, _Staged] = {}  # by grant
         self._void: set[int] = set()
         self._nodes: dict[tuple[int, int], Vector] = {}  # (level, index) -> sum
         self._folded: dict[int, int] = {}  # set index -> grant
@@ -82,7 +104,7 @@ class Collecting:
 
     def close(self) -> None:
         """Forget everything; take nothing more. Room is kept for the next time."""
-        self._free += [vector for vector, _ in self._staged.values()]
+        self._free += [staged.total for staged in self._staged.values()]
         self._free += self._nodes.values()
         self._staged.clear()
         self._nodes.clear()
@@ -93,34 +115,75 @@ class Collecting:
 
     # ---------------------------------------------------------------------- staging
 
-    def wants(self, pushed: Vector, *, grant: int) -> bool:
+    def wants(
+        self, pushed: Vector, *, grant: int, holding: Holding | None = None
+    ) -> bool:
         """Return whether this push is to be staged; count it if not.
 
-        Not if it is of another evaluation, void, known, one too many, or but a part of
-        what the shard holds: nobody would put such parts together.
+        Not if it is of another evaluation, void, known, one too many, or of another
+        size or type. A grant of which one part was refused is void: no other part of it
+        is taken, so what is folded has no holes.
+
+        Args:
+            pushed: The sum of a set, or a part of it.
+            grant: Under which it was pushed.
+            holding: Which part it is; None: all of it.
         """
-        wanted = (
+        is_whole = holding is None or holding.ranges is None
+        n_elements = self._n_elements if holding is None else holding.n_elements
+        is_current = (
             self._is_open
-            and pushed.shape == (self._n_elements,)
-            and pushed.dtype == self._dtype
             and grant >= self._first_grant
             and grant not in self._void
-            and grant not in self._staged
             and grant not in self._folded.values()
-            and len(self._staged) < self._n_staged_max
         )
+        known = self._staged.get(grant)
+        if known is None:
+            has_room = len(self._staged) < self._n_staged_max
+        else:
+            key = b"" if holding is None else holding.key
+            has_room = known.parts is not None and key not in known.parts
+            has_room &= not is_whole
+        fits = pushed.shape == (n_elements,) and pushed.dtype == self._dtype
+        wanted = is_current and has_room and fits
+        if is_current and known is None and not (wanted or is_whole):
+            self._void.add(grant)
         self.n_refused += not wanted
         return wanted
 
     def staging(
-        self, pushed: Vector, *, grant: int, n_examples: int
+        self,
+        pushed: Vector,
+        *,
+        grant: int,
+        n_examples: int,
+        holding: Holding | None = None,
+        buffers: Vector | None = None,
     ) -> Callable[[], None]:
-        """Return the work that stages what was pushed, and is wanted."""
-        room = self._room()
-        self._staged[grant] = room, n_examples
+        """Return the work that stages what was pushed, and is wanted.
+
+        Args:
+            pushed: The sum of a set, or a part of it.
+            grant: Under which it was pushed.
+            n_examples: Of the set.
+            holding: Which part it is; None: all of it.
+            buffers: What those are that no part of it has; by default zeros.
+        """
+        known, is_first = self._staged.get(grant), False
+        if known is None:
+            is_part, is_first = holding is not None and holding.ranges is not None, True
+            known = _Staged(self._room(), n_examples, set() if is_part else None)
+            self._staged[grant] = known
+        total, n = known.total, self._n_gradient
+        if known.parts is None or holding is None:
+            return lambda: np.copyto(total, pushed)
+        known.parts.add(holding.key)
 
         def work() -> None:
-            room[:] = pushed
+            if is_first:
+                total[:n] = 0.0
+                total[n:] = 0.0 if buffers is None else buffers
+            holding.lay(pushed, total)
 
         return work
 
@@ -136,8 +199,7 @@ class Collecting:
             if grant not in self._staged:
                 raise RemoteProtocolError(
                     f"set {set_index} is to be counted as pushed under grant {grant}, "
-                    f"which this shard does not hold; it holds {sorted(self._staged)}, "
-                    "and each replica has to push whole gradients"
+                    f"which this shard does not hold; it holds {sorted(self._staged)}"
                 )
             if set_index in self._folded:
                 raise RemoteProtocolError(
@@ -151,13 +213,14 @@ class Collecting:
         for grant in grants:
             staged = self._staged.pop(grant, None)
             if staged is not None:
-                self._free.append(staged[0])
+                self._free.append(staged.total)
 
     def fold(self, set_index: int, grant: int) -> None:
         """Let a staged set count."""
-        node, n_examples = self._staged.pop(grant)
+        staged = self._staged.pop(grant)
+        node = staged.total
         self._folded[set_index] = grant
-        self.n_examples += n_examples
+        self.n_examples += staged.n_examples
         self.digest ^= grant
         level, index = 0, set_index
         while (sibling := self._nodes.pop((level, index ^ 1), None)) is not None:

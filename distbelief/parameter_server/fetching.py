@@ -57,6 +57,11 @@ class ShardReader:
         """Can the read be torn?"""
         return self._published is not None
 
+    @property
+    def readable(self) -> bool:
+        """Are the values not being written just now?"""
+        return self._published is None or self._published.version % 2 == 0
+
     def read(self, tensors: Sequence[torch.Tensor]) -> int | None:
         """Copy the values into `tensors`; return their clock, None if torn."""
         if self._published is None:

@@ -145,7 +145,7 @@ class Forwarding:
         message = Forward(
             pairing=self.pairing,
             clock=clock,
-            client=applying.record(clock=clock),
+            client=applying.record(),
             n_pushing=n_clients,
             slots_region="",
             slot=push.sequence % N_SLOTS,

@@ -50,6 +50,7 @@ class Holding:
         self.bounds = tuple(block_bounds(n_elements, itemsize=dtype.itemsize))
         self.key = b"" if ranges is None else ranges.key
         self._copiers: dict[int, Copier] = {}  # by block
+        self._copier: Copier | None = None  # of all blocks at once
 
     @classmethod
     def whole(cls, layout: Layout, k: int) -> "Holding":
@@ -89,6 +90,15 @@ class Holding:
         block = np.empty(stop - start, self.dtype)
         self._copiers[index].gather(as_tensor(values), as_tensor(block))
         return block
+
+    def lay(self, compact: Vector, values: Vector) -> None:
+        """Copy a compact vector to where it lies in a shard's `values`."""
+        if self.ranges is None:
+            values[:] = compact
+            return
+        if self._copier is None:
+            self._copier = Copier(self.ranges)
+        self._copier.scatter(as_tensor(compact), as_tensor(values))
 
 
 NOTHING: Final = Holding(0, dtype=np.dtype(np.float32))

@@ -380,10 +380,15 @@ class Orders:
     def collecting(self, applying: Applying) -> tuple[Callable[[], None], Cost]:
         """Return the work that stages what was pushed under a grant, if it counts."""
         push, values = applying.push, applying.slot.values
-        if not self._collecting.wants(values, grant=push.grant):
+        holding, collecting = applying.client.holding, self._collecting
+        if not collecting.wants(values, grant=push.grant, holding=holding):
             return _nothing, Cost()
-        work = self._collecting.staging(
-            values, grant=push.grant, n_examples=push.samples
+        work = collecting.staging(
+            values,
+            grant=push.grant,
+            n_examples=push.samples,
+            holding=holding,
+            buffers=self._values.vector[self._n_gradient :],
         )
         return work, Cost(n_bytes=2.0 * values.nbytes)
 

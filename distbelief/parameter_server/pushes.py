@@ -10,7 +10,8 @@ Rules:
   client, so that nobody's second push is before another's first.
 * What was applied before is acknowledged again. What is here but not yet applied is
   answered by `PushCredit`: what is missing, or just a sign of life.
-* Staleness is the clock at application minus the clock at fetch.
+* Staleness is the clock at application minus the clock at fetch; pushes between them
+  that have no element in common with this one do not count (`meetings`).
 """
 
 from collections import deque
@@ -20,6 +21,7 @@ from typing import final
 from distbelief.errors import RemoteProtocolError
 from distbelief.messages import ClientRecord, Push, PushBlock
 from distbelief.parameter_server.clients import Clients
+from distbelief.parameter_server.meetings import Meetings
 from distbelief.parameter_server.replies import Replies
 from distbelief.parameter_server.slots import Client, Slot
 from distbelief.parameter_server.staleness import Staleness
@@ -34,16 +36,17 @@ class Applying:
     client: Client
     slot: Slot
     push: Push
+    staleness: int
 
-    def record(self, *, clock: int) -> ClientRecord:
-        """Return the client as it will be once this is applied at `clock`."""
+    def record(self) -> ClientRecord:
+        """Return the client as it will be once this is applied."""
         return ClientRecord(
             name=self.client.name,
             incarnation=self.client.incarnation,
             watermark=self.push.sequence,
             applied=self.client.applied + 1,
             samples=self.push.samples,
-            staleness=clock - self.push.fetched_clock,
+            staleness=self.staleness,
         )
 
 
@@ -57,6 +60,7 @@ class Pushes:
         self._queue: deque[Address] = deque()  # clients whose next push is complete
         self._applying: Applying | None = None
         self._staleness = Staleness()
+        self._meetings = Meetings()
         self._n_applied = 0
         self._n_refused = 0
         self._n_duplicates = 0
@@ -119,29 +123,38 @@ class Pushes:
             return []  # the answer is its acknowledgement
         return [self._replies.push_credit(client, sequence=sequence, received=received)]
 
-    def begin_next(self) -> Applying | None:
-        """Take the oldest complete push from the queue, to apply it."""
+    def begin_next(self, *, clock: int) -> Applying | None:
+        """Take the oldest complete push from the queue, to apply it at this clock."""
         while self._queue:
             client = self._clients.get(self._queue.popleft())
             assert client is not None
             client.queued = False
             slot = client.next_complete()
             if slot is not None and slot.push is not None:
-                self._applying = Applying(client, slot, slot.push)
+                staleness = self._meetings.since(
+                    client.holding, fetched_clock=slot.push.fetched_clock, clock=clock
+                )
+                self._applying = Applying(client, slot, slot.push, staleness)
                 return self._applying
         return None
 
-    def end(self, *, clock: int, held: bool) -> list[Action]:
+    def end(self, *, clock: int, held: bool, rises: bool = True) -> list[Action]:
         """The push is in the values, whose clock was `clock` before.
 
         Unless it is `held` it is acknowledged, and its slot is free again.
+
+        Args:
+            clock: Before it was applied.
+            held: Whether nobody is to know of it yet.
+            rises: Whether it made the clock rise: what is collected does not.
         """
         assert self._applying is not None
         applying, self._applying = self._applying, None
         client, slot, push = applying.client, applying.slot, applying.push
-        staleness = clock - push.fetched_clock
-        client.count_applied(push, staleness=staleness, held=held)
-        self._staleness.add(staleness)
+        client.count_applied(push, staleness=applying.staleness, held=held)
+        self._staleness.add(applying.staleness)
+        if rises:
+            self._meetings.add(client.holding, clock=clock)
         self._n_applied += 1
         if client.region:
             self._bytes_in += slot.values.nbytes

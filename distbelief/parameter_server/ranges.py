@@ -208,6 +208,12 @@ class Ranges:
         """Return how many elements have an index below `stop`."""
         return self.clipped(0, stop).n_elements
 
+    def meets(self, other: "Ranges") -> bool:
+        """Return whether they have an element in common."""
+        after = np.searchsorted(self.stops, other.starts, side="right")
+        some = after < len(self.starts)
+        return bool((self.starts[after[some]] < other.stops[some]).any())
+
     def marks(self, bounds: Indices) -> NDArray[np.bool_]:
         """Return whether each [bounds[i], bounds[i + 1]) lies in them.
 

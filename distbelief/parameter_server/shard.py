@@ -41,6 +41,7 @@ from distbelief.messages import (
     Measured,
     Order,
     ParameterBlock,
+    PartStaged,
     Peers,
     Performed,
     Proceed,
@@ -48,6 +49,7 @@ from distbelief.messages import (
     Push,
     PushBlock,
     PushCredit,
+    PushPart,
     Refused,
     Save,
     Saved,
@@ -254,6 +256,8 @@ class ParameterServerShard:
                 | Gathered()
                 | Proceed()
                 | Stepped()
+                | PushPart()
+                | PartStaged()
                 | Transfer()
                 | Taken()
             ):

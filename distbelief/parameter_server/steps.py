@@ -137,7 +137,7 @@ class Steps:
         for key, part in self._parts.items():
             if key == holding.key:
                 n_pushes += part.n_pushes
-            elif part.n_pushes and _overlap(inner, part.ranges):
+            elif part.n_pushes and inner.meets(part.ranges):
                 others.append(part)
         if not others:
             return [(n_pushes, inner)] if inner.n_elements else []
@@ -164,13 +164,6 @@ class Steps:
 
 def _where(chosen: NDArray[np.bool_], bounds: Indices) -> Ranges:
     return Ranges.of(bounds[:-1][chosen], bounds[1:][chosen])
-
-
-def _overlap(one: Ranges, other: Ranges) -> bool:
-    """Return whether they have an element in common."""
-    after = np.searchsorted(one.stops, other.starts, side="right")
-    some = after < len(one.starts)
-    return bool((one.starts[after[some]] < other.stops[some]).any())
 
 
 def _count(n_pushes: int) -> int:

@@ -103,7 +103,8 @@ def order_of(  # noqa: PLR0913 -- all that a plan depends on
 
     def fewer(n_samples: int) -> FewerSamples:
         part = AnalyticCosts(machines, batch=n_samples, single=single)
-        return FewerSamples(profiled_costs, batch=costs, part=part)
+        shares = profiled_costs.shares
+        return FewerSamples(profiled_costs, batch=costs, part=part, shares=shares)
 
     return replace(order, costs=profiled_costs, costs_for=fewer)
 

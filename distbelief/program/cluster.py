@@ -47,9 +47,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         jitter: Standard deviation of the logarithm of its compute times: 0.1 is a
             machine whose steps are often 10 % faster or slower.
         bandwidth: Bytes per second that it can send, and likewise receive.
-        cores: Among which `flops` are divided evenly; only simulations ask.
-        handling: Seconds that a message takes of the process that receives it; only
-            simulations ask, plans know `message_overhead`.
+        cores: Among which `flops` are divided evenly.
+        handling: Seconds that a message, however small, takes of a core at each end,
+            beside its bytes; what is computed there meanwhile takes longer. Simulations
+            charge it to the process that receives.
     """
 
     flops: float
@@ -214,13 +215,17 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def fingerprint(self) -> str:
         """A hash of all that plans depend on, whatever its name is."""
         delays = (self.latency, self.message_overhead)
-        machines = [
-            {name: getattr(machine, name) for name in _PRICED}
-            for machine in self.machines
-        ]
+        machines = [_priced(machine) for machine in self.machines]
         figures = (machines, delays, dict(self.links))
         encoded = msgspec.json.encode(figures, order="sorted")
         return hashlib.sha256(encoded).hexdigest()[:16]
+
+
+def _priced(machine: Machine) -> dict[str, float]:
+    figures: dict[str, float] = {name: getattr(machine, name) for name in _PRICED}
+    if machine.handling:  # else it is that of clusters that knew nothing of it
+        figures["handling"] = machine.handling / machine.cores
+    return figures
 
 
 def uniform(name: str, machine: Machine, n: int, *, latency: float = 0.0) -> Cluster:

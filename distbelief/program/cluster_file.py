@@ -12,9 +12,8 @@
     message_rate = "4 GB/s"
     overhead = "50 us"
     jitter = 0.1
-
-    cores = 8                       # for simulations: among which flops are divided
-    handling = "60 us"              # ... what a message takes of its receiver
+    cores = 8                       # among which flops are divided
+    handling = "60 us"              # what a message takes of a core at each end
 
     [links]                         # only those slower than their ends
     "0-7" = "100 Mbit/s"

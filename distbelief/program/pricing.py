@@ -131,6 +131,7 @@ def price(
         latency=cluster.latency,
         overhead=cluster.message_overhead,
         handling=[1.0 / machine.message_rate for machine in machines],
+        each=[machine.handling / machine.cores for machine in machines],
         adding=[_ADDING / machine.memory_rate for machine in machines],
     ).play()
     return Price(

@@ -89,6 +89,7 @@ class Queues:
         latency: Seconds from the end of sending to arrival.
         overhead: Seconds of each message, beside its bytes.
         handling: Per machine, seconds that a byte keeps its processors.
+        each: Per machine, likewise a message, however small.
         adding: Per machine, seconds until a byte is added to a sum.
     """
 
@@ -104,6 +105,7 @@ class Queues:
         latency: float,
         overhead: float,
         handling: Sequence[float],
+        each: Sequence[float],
         adding: Sequence[float],
     ) -> None:
         n = len(machines)
@@ -118,7 +120,8 @@ class Queues:
         self._latency = latency
         self._overhead = overhead
         self._handling = handling
-        self._handles = any(handling)
+        self._each = each
+        self._handles = any(handling) or any(each)
         self._adding = [dict[int, float]() for _ in traffic]
         self._sending = {
             node: (way, place[machine])
@@ -314,7 +317,8 @@ class Queues:
         """Let what both ends compute take longer."""
         for place in ends:
             if self._is_busy[place]:
-                self._owed[place] += n_bytes * self._handling[place] / 2
+                taken = self._each[place] + n_bytes * self._handling[place]
+                self._owed[place] += taken / 2
 
     def _cause(self, batch: _Batch, sender: int, receiver: int, now: float) -> int:
         if batch.since == now:

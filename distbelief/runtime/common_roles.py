@@ -1,6 +1,7 @@
-"""The roles that every algorithm with a parameter server has: shards, an evaluator."""
+"""The roles that every algorithm with a parameter server has, and their names."""
 
 from collections.abc import Callable
+from typing import Literal
 
 from distbelief.errors import LocalProtocolError
 from distbelief.parameter_server.client import ClientConfig, ParameterClient
@@ -13,6 +14,7 @@ from distbelief.roles import Address, Role
 from distbelief.runtime import trial
 from distbelief.runtime.evaluator import Evaluator, EvaluatorConfig
 from distbelief.runtime.local_model import LocalModel
+from distbelief.runtime.machine_names import EVALUATORS, member_names
 from distbelief.runtime.task import (
     BuildContext,
     RosterEntry,
@@ -32,6 +34,28 @@ def shard_entries(n_shards: int, shard_copies: int = 1) -> list[RosterEntry]:
         for k in range(n_shards)
         for name in copy_names(k, shard_copies)
     ]
+
+
+def replica_entries(n_replicas: int, n_machines: int | None) -> list[RosterEntry]:
+    """Return the replicas' part; `n_machines`: of each, by whose plan it is split."""
+    groups = [f"replica-{r}" for r in range(n_replicas)]
+    if n_machines is None:
+        return [RosterEntry(name=group, kind="replica") for group in groups]
+    return [m for g in groups for m in _group(g, "replica", n_machines)]
+
+
+def evaluator_entries(n_machines: int | None) -> list[RosterEntry]:
+    """Return the evaluator's part, likewise."""
+    return _group(EVALUATORS, "evaluator", 1 if n_machines is None else n_machines)
+
+
+def _group(
+    group: str, kind: Literal["replica", "evaluator"], n_machines: int
+) -> list[RosterEntry]:
+    """Return the machines that compute one model; the first leads them."""
+    leader, *others = member_names(group, n_machines)
+    machines = [RosterEntry(name=name, kind="machine") for name in others]
+    return [RosterEntry(name=leader, kind=kind), *machines]
 
 
 def shard_names(context: BuildContext) -> set[Address]:

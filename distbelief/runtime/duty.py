@@ -66,8 +66,8 @@ class Duty(Protocol):
         """Return whether this step begins with a fetch."""
         ...
 
-    def fetched(self, seconds: Seconds) -> None:
-        """A fetch was installed."""
+    def fetched(self, seconds: Seconds) -> bool:
+        """A fetch was installed; return whether it is what was wanted."""
         ...
 
     def open(self, step: int, chosen: Chosen, portion: Portion) -> Put:

@@ -21,7 +21,14 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.messages import Gather, Gathered, Message, Proceed, Stepped
+from distbelief.messages import (
+    Gather,
+    Gathered,
+    Message,
+    Proceed,
+    SetOrder,
+    Stepped,
+)
 from distbelief.roles import Seconds
 
 
@@ -102,6 +109,7 @@ class Leader:
         self._position = 0  # of this life's first step
         self._wanted: int | None = None
         self._limit = limit
+        self._order: SetOrder | None = None
 
     # ----------------------------------------------------------------------- commands
 
@@ -111,7 +119,12 @@ class Leader:
         return self.new_life(now, limit=self._limit)
 
     def new_life(
-        self, now: Seconds, *, position: int | None = None, limit: int | None = None
+        self,
+        now: Seconds,
+        *,
+        position: int | None = None,
+        limit: int | None = None,
+        order: SetOrder | None = None,
     ) -> Outgoing:
         """Gather all machines anew.
 
@@ -119,13 +132,15 @@ class Leader:
             now: The time.
             position: Where to begin; None: where the machines' pushes end.
             limit: Steps of this life; None: no end.
+            order: What it is about, if not about the next samples. If a machine is lost
+                it is given up: the next life has none.
         """
         self._before += self.steps
         self.life += 1
         self._running = False
         self._agreed, self._square = 0, 0.0
         self._frozen = 0 if self._stopping else None
-        self._wanted, self._limit = position, limit
+        self._wanted, self._limit, self._order = position, limit, order
         self._heard_at = now
         self._gathered.clear()
         self._stepped.clear()
@@ -302,9 +317,15 @@ class Leader:
         """Without whom the end was made."""
         return frozenset(self._missing - self._ended)
 
+    @property
+    def square(self) -> float:
+        """Of the gradient of the last step that all have computed."""
+        return self._square
+
     def life_done(self) -> Done:
         """Return what all have done in this life; its loss may be a step ahead."""
-        said = self._stepped.values()
+        # Never in the order of arrival: same answers, same bits.
+        said = [self._stepped[machine] for machine in sorted(self._stepped)]
         return Done(
             steps=self.steps,
             position=self._position,
@@ -317,7 +338,7 @@ class Leader:
 
     def _gather(self, machines: frozenset[int] | set[int] | None = None) -> Outgoing:
         wanted = self.waiting_for if machines is None else machines
-        message = Gather(life=self.life, plan=self._plan)
+        message = Gather(life=self.life, plan=self._plan, order=self._order)
         return [(machine, message) for machine in sorted(wanted)]
 
     def _go_on(self, now: Seconds) -> Outgoing:

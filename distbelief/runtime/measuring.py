@@ -129,9 +129,10 @@ class Measuring:
         """Return whether this step begins with a fetch: the first does."""
         return step == 0
 
-    def fetched(self, seconds: Seconds) -> None:
+    def fetched(self, seconds: Seconds) -> bool:
         """A fetch was installed."""
         self._seconds_computing += seconds
+        return True
 
     # ----------------------------------------------------------------------- the chunk
 

@@ -1,7 +1,8 @@
 """The parameters that a machine keeps, fetched anew: for a step, or ahead of it.
 
-A fetch that met an update half done is tried again after a moment. What was fetched for
-a life that is over is not used: it may be older than what this machine has pushed.
+A fetch that met an update half done is tried again after a moment, and one that brought
+another version than the duty wants after a longer one. What was fetched for a life that
+is over is not used: it may be older than what this machine has pushed.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ INSTALL: Final = "machine:install"
 RETRY: Final = "machine:retry"
 
 TORN_RETRY_SECONDS: Final = 1e-3
+OTHER_RETRY_SECONDS: Final = 0.05
 
 
 @final
@@ -27,7 +29,7 @@ class Renewing:
         duty: Whose tensors they are, and who says when.
 
     Attributes:
-        waits: A torn fetch is to be tried again soon.
+        waits: A fetch is to be tried again soon.
     """
 
     def __init__(self, client: ParameterClient, duty: Duty) -> None:
@@ -68,6 +70,7 @@ class Renewing:
             name=INSTALL,
             work=self._client.install(values),
             cost=Cost(n_bytes=2.0 * sum(value.nbytes for value in values)),
+            remaining=lambda: self._client.readable_share,
         )
         return [work]
 
@@ -82,6 +85,9 @@ class Renewing:
         if result.torn:
             self.waits = True
             return [*actions, SetTimer(name=RETRY, at=now + TORN_RETRY_SECONDS)]
-        self._fetching, self._installed_for = False, step
-        self._duty.fetched(event.seconds)
+        self._fetching = False
+        if not self._duty.fetched(event.seconds):
+            self.waits = True
+            return [*actions, SetTimer(name=RETRY, at=now + OTHER_RETRY_SECONDS)]
+        self._installed_for = step
         return actions

@@ -1,13 +1,10 @@
 """What a machine is doing, in a word, and whom it waits for, by name."""
 
-from collections.abc import Sequence
 from typing import Final, final
 
-from distbelief.parameter_server.client import ParameterClient
-from distbelief.roles import Address
-from distbelief.runtime.leading import Leader
-from distbelief.runtime.living import Living, Phase
-from distbelief.runtime.stepping import CHAIN, Stepping
+from distbelief.runtime.equipment import Equipment
+from distbelief.runtime.living import Phase
+from distbelief.runtime.stepping import CHAIN
 
 
 _IDLE: Final = {Phase.GATHERED: "waiting for begin", Phase.RUNNING: "reading"}
@@ -18,59 +15,39 @@ class Whereabouts:
     """Tells of one machine.
 
     Args:
-        names: Of all machines of the group.
-        machine: Which of them.
-        client: Of the shards.
-        stepping: Its steps.
-        living: Its life.
-        leader: If it leads.
+        own: All that the machine has.
     """
 
-    def __init__(
-        self,
-        names: Sequence[Address],
-        machine: int,
-        *,
-        client: ParameterClient,
-        stepping: Stepping,
-        living: Living,
-        leader: Leader | None,
-    ) -> None:
-        self._names = names
-        self._machine = machine
-        self._client = client
-        self._stepping = stepping
-        self._living = living
-        self._leader = leader
+    def __init__(self, own: Equipment) -> None:
+        self._own = own
 
-    def state(self, lane: str, *, counts: bool) -> str:
+    def state(self, lane: str) -> str:
         """Return what it is doing.
 
         Args:
             lane: The work under way in the compute lane, or "".
-            counts: Whether a step is computed, and it waits for what all have of it.
         """
+        own = self._own
         if lane and lane != CHAIN:
             return lane.removeprefix("machine:")
-        machine = self._awaited(lane, counts=counts)
-        if machine is not None and machine != self._machine:
-            return f"waiting for {self._names[machine]}"
-        if lane or self._stepping.is_open:
+        machine = self._awaited(lane)
+        if machine is not None and machine != own.machine:
+            return f"waiting for {own.names[machine]}"
+        if lane or own.stepping.is_open:
             return "computing"
-        waited = self._client.waiting_for
+        waited = own.client.waiting_for
         if waited is not None:
             return f"waiting for {waited}"
-        phase = self._living.phase
+        phase = own.living.phase
         return _IDLE.get(phase, phase.value)
 
-    def _awaited(self, lane: str, *, counts: bool) -> int | None:
+    def _awaited(self, lane: str) -> int | None:
         """Return the machine that this one waits for, if it does."""
-        leader, stepping = self._leader, self._stepping
-        may_step = stepping.step < self._living.granted
-        match self._living.phase:
-            case Phase.RUNNING if stepping.is_open:
-                return None if lane else stepping.awaited
-            case Phase.RUNNING if counts or not may_step:
+        own, leader = self._own, self._own.leader
+        match own.living.phase:
+            case Phase.RUNNING if own.stepping.is_open:
+                return None if lane else own.stepping.awaited
+            case Phase.RUNNING if own.voting.is_open or not own.may_step:
                 return 0 if leader is None else leader.slowest
             case Phase.ALONE | Phase.GATHERED if leader is None:
                 return 0

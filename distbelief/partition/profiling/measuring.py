@@ -4,6 +4,12 @@ The median of several runs after one that warms up; forward and backward apart; 
 random numbers. What costs most is measured first, and when time is up the rest is left
 to arithmetic; so is what is too large, or fails.
 
+All is measured twice, a while apart, and what differs by more than a tenth up to four
+times: the best two count, for whatever else a machine does only adds. With one
+thread it is the processor's time, not the clock on the wall, which runs on while others
+have the processor. One slice that seems twice as slow is enough for a plan that avoids
+it, and is slower by a tenth than the one that would have been chosen.
+
 Memory is asked for as replicas do, and from then on as long as this process lives: who
 gives back what a large gradient took faults its pages in anew, which takes as long as
 computing it.
@@ -25,8 +31,10 @@ from distbelief.graph.layer import INPUT, Layer, LayerGraph
 from distbelief.graph.region import Region
 from distbelief.partition.candidates import summed_dims
 from distbelief.partition.costs import N_BYTES, signature
+from distbelief.partition.profiling.passes import agreed, differ
 from distbelief.partition.profiling.profile import (
     INPUTS,
+    SAMPLES,
     WHOLE,
     Profile,
     Slices,
@@ -39,8 +47,10 @@ from distbelief.program.gradients import with_gradient
 from distbelief.program.tasks import work_of
 
 
-N_RUNS: Final = 5
+N_RUNS: Final = 3
+N_PASSES_MAX: Final = 4
 _N_PARTS: Final = (2, 4, 8, 16, 32, 64)
+_N_MICRO_BATCHES: Final = (8, 4, 2)
 _SECONDS_ENOUGH: Final = 0.5
 """A slice that takes longer is run less often, but at least once after warming up."""
 
@@ -49,6 +59,9 @@ _SHARE_MAX: Final = 0.25
 
 _N_BYTES_MAX: Final = 1 << 30
 """What one measurement may take; larger layers are left to arithmetic."""
+
+_FAILURES: Final = (RuntimeError, ValueError, TypeError, IndexError)
+"""A module may dislike random numbers, and memory may be too small."""
 
 Progress = Callable[[int, int, str], None]
 """Told how many layers are measured, of how many, and which is next."""
@@ -61,13 +74,21 @@ class Limits:
 
     Attributes:
         seconds: When to stop.
-        n_runs: Of which the median is taken.
+        n_runs: Of which the median is taken, in each pass.
         clock: Seconds.
+        timer: Seconds of what is measured; None: as by the clock.
     """
 
     seconds: float = 60.0
     n_runs: int = N_RUNS
     clock: Callable[[], float] = field(default=time.perf_counter)
+    timer: Callable[[], float] | None = None
+
+
+def busy_seconds() -> float:
+    """Return the time of a processor, if one computes; else of the clock."""
+    is_one = torch.get_num_threads() == 1
+    return time.thread_time() if is_one else time.perf_counter()
 
 
 def profiled(
@@ -88,7 +109,7 @@ def profiled(
         limits: How much to measure.
         progress: Told of each layer.
     """
-    limits, host = limits or Limits(), this_host()
+    limits, host = limits or Limits(timer=busy_seconds), this_host()
     known = load(host)
     wanted = _wanted(graph, batch, known.layers if known else {}, modules or {})
     deadline = limits.clock() + limits.seconds
@@ -101,12 +122,36 @@ def profiled(
                     break
                 if progress is not None:
                     progress(index, len(wanted), layer.name)
-                # A module may dislike random numbers, and memory may be too small.
-                with suppress(RuntimeError, ValueError, TypeError, IndexError):
+                with suppress(*_FAILURES):
                     found[key] = bench.slices(layer)
+            _cross_check(bench, {key: wanted[key] for key in found}, found)
     finally:  # also if somebody is tired of waiting
         profile = add(host, layers=found)
     return profile
+
+
+def _cross_check(
+    bench: "_Bench",
+    layers: Mapping[str, Layer],
+    found: dict[str, dict[str, Slices]],
+) -> None:
+    """Measure again what is found, and once more what was disturbed.
+
+    Args:
+        bench: Which measured it.
+        layers: By their key.
+        found: Is made better.
+    """
+    passes = {key: [slices] for key, slices in found.items()}
+    doubtful = list(passes)
+    for _ in range(N_PASSES_MAX - 1):
+        for key in doubtful:
+            if bench.is_late:
+                return
+            with suppress(*_FAILURES):
+                passes[key].append(bench.slices(layers[key]))
+            found[key] = agreed(passes[key])
+        doubtful = [key for key in doubtful if differ(passes[key])]
 
 
 @contextmanager
@@ -168,7 +213,7 @@ class _Bench:
         """
         now = self._limits.clock()
         until = min(self._deadline, now + self._limits.seconds * _SHARE_MAX)
-        whole = self._time(layer, layer.region, partial=False)
+        whole = self._time(layer, layer.region)
         found = {WHOLE: _slices([(1, self._operations(layer, layer.region), whole)])}
         for word, partial, regions in _cuts(layer):
             rows = []
@@ -179,6 +224,15 @@ class _Bench:
                 operations = self._operations(layer, region, partial=partial)
                 rows.append((extent, operations, taken))
             found[word] = _slices(rows)
+        rows = []
+        for n_samples in sorted({self._batch // n for n in _N_MICRO_BATCHES} - {0}):
+            if self._limits.clock() >= until:
+                return found
+            taken = self._time(layer, layer.region, n_samples=n_samples)
+            operations = n_samples * work_of(layer, layer.region, partial=False).forward
+            rows.append((n_samples, operations, taken))
+        every = (self._batch, self._operations(layer, layer.region), whole)
+        found[SAMPLES] = _slices([*rows, every])
         return found
 
     def _operations(
@@ -186,11 +240,19 @@ class _Bench:
     ) -> float:
         return self._batch * work_of(layer, region, partial=partial).forward
 
-    def _time(self, layer: Layer, region: Region, *, partial: bool) -> _Time:
+    def _time(
+        self,
+        layer: Layer,
+        region: Region,
+        *,
+        partial: bool = False,
+        n_samples: int | None = None,
+    ) -> _Time:
         kind = kind_of(layer)
+        n = self._batch if n_samples is None else n_samples
         rule = kind.partial if partial and kind.partial else kind
         inputs = [
-            self._input(self._graph[name], part)
+            self._input(self._graph[name], part, n)
             for name, part in zip(layer.inputs, rule.reads(layer, region), strict=True)
         ]
         tensors = {
@@ -217,7 +279,7 @@ class _Bench:
         given: _Given,
     ) -> _Time:
         inputs, tensors, leaves = given
-        clock = self._limits.clock
+        clock = self._limits.timer or self._limits.clock
         began = clock()
         result = rule.compute(layer, region, inputs, tensors, self._step)
         forward = clock() - began
@@ -228,8 +290,8 @@ class _Bench:
         torch.autograd.grad(result, leaves, gradient, allow_unused=True)
         return _Time(forward, clock() - ready)
 
-    def _input(self, source: Layer, part: Region) -> torch.Tensor:
-        n_samples = 1 if source.name in self._joined else self._batch
+    def _input(self, source: Layer, part: Region, n_samples: int) -> torch.Tensor:
+        n_samples = 1 if source.name in self._joined else n_samples
         if source.is_integer:
             shape = (n_samples, *part.shape)
             return torch.zeros(shape, dtype=torch.int64, device="cpu")

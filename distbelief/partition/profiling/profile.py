@@ -3,6 +3,7 @@
     linear 2560 -> 8192, batch 64          seconds forward, backward
         units  8192   4096   2048 ...      of the whole, of a half, of a quarter
         inputs 2560   1280    640 ...      of partial sums
+        samples  64     32     16 ...      of the whole, with fewer of them
 
 Slices of a layer do not take their share of its time: four channels of a convolution
 take many times theirs. So each layer is measured along each dimension it may be cut in.
@@ -27,7 +28,7 @@ from distbelief import files
 from distbelief.errors import StorageError
 
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Of what is measured, and how; what another version has measured is not used."""
 
 WHOLE: Final = "whole"
@@ -35,6 +36,10 @@ WHOLE: Final = "whole"
 
 INPUTS: Final = "inputs"
 """What the summed dimension of the first input is called in a profile."""
+
+
+SAMPLES: Final = "samples"
+"""What the batch is called in a profile."""
 
 
 @final

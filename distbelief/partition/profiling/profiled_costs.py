@@ -19,6 +19,7 @@ from distbelief.partition.candidates import summed_dims
 from distbelief.partition.costs import AnalyticCosts, Signature, Signatures
 from distbelief.partition.profiling.profile import (
     INPUTS,
+    SAMPLES,
     WHOLE,
     Profile,
     Slices,
@@ -83,6 +84,13 @@ class ProfiledCosts:
     def knows(self, layer: Layer) -> bool:
         """Whether this layer has been measured."""
         return WHOLE in self._slices(layer)
+
+    def shares(self, layer: Layer, n_samples: int) -> tuple[float, float] | None:
+        """Return what share of its passes' seconds fewer samples take, if measured."""
+        slices = self._slices(layer).get(SAMPLES)
+        if slices is None:
+            return None
+        return _shares(slices, n_samples, self._machines.batch)
 
     def _passes(
         self, layer: Layer, region: Region, machine: int, *, partial: bool

@@ -5,7 +5,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.errors import RemoteProtocolError
+from distbelief.graph.region import Region
 from distbelief.parameter_server.collecting import Collecting
+from distbelief.parameter_server.holding import Holding
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.selection import Selection
 from distbelief.vectors import Vector
 
 
@@ -140,3 +144,84 @@ def test_a_set_that_is_not_held_or_counts_already_cannot_be_counted() -> None:
     stage(sums, 12)
     with pytest.raises(RemoteProtocolError, match="already, under grant 10"):
         sums.check([(0, 12)])
+
+
+# ------------------------------------------------------------------------------- parts
+
+LAYOUT = Layout.of(
+    [
+        TensorSpec(name="w", shape=(8, 8)),
+        TensorSpec(name="z", shape=(16,), kind="buffer"),
+    ],
+    n_shards=1,
+)
+COLUMNS = [((0, 8), (0, 3)), ((0, 8), (3, 8))]
+
+
+def parts() -> list[Holding]:
+    """What two machines hold: some columns each, and half of the buffer."""
+    return [
+        Selection.of(
+            LAYOUT,
+            [("w", Region(columns)), ("z", Region(((8 * m, 8 * m + 8),)))],
+        )
+        .part(0)
+        .holding
+        for m, columns in enumerate(COLUMNS)
+    ]
+
+
+def stage_part(sums: Collecting, part: Holding, whole: Vector, *, grant: int) -> None:
+    values = np.concatenate([part.block(whole, k) for k in range(len(part.bounds))])
+    assert sums.wants(values, grant=grant, holding=part)
+    sums.staging(values, grant=grant, n_examples=3, holding=part)()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_parts_of_a_set_are_put_together(first: int) -> None:
+    sums = collecting()
+    whole = pushed(1)
+    stage(sums, 12)
+    sums.forget([12])  # whose memory is used again
+    for part in (parts()[first], parts()[1 - first]):
+        stage_part(sums, part, whole, grant=10)
+    sums.fold(0, 10)
+    assert (sums.n_folded, sums.n_examples, sums.digest) == (1, 3, 10)
+    np.testing.assert_array_equal(sums.total(), whole)
+
+
+def test_what_no_part_has_is_zero_and_buffers_stay_as_they_are() -> None:
+    sums, part, whole = collecting(), parts()[1], pushed(1)
+    values = np.concatenate([part.block(whole, k) for k in range(len(part.bounds))])
+    buffers = np.arange(16, dtype=np.float32)
+    sums.staging(values, grant=10, n_examples=3, holding=part, buffers=buffers)()
+    sums.fold(0, 10)
+    total = sums.total()
+    assert total is not None
+    np.testing.assert_array_equal(total[:64].reshape(8, 8)[:, :3], 0.0)
+    np.testing.assert_array_equal(total[64:72], buffers[:8])
+    np.testing.assert_array_equal(total[72:], whole[72:])
+
+
+def test_a_part_counts_once_and_none_comes_under_the_grant_of_a_whole() -> None:
+    sums, (one, other), whole = collecting(), parts(), pushed(1)
+    stage_part(sums, one, whole, grant=10)
+    values = np.zeros(one.n_elements, np.float32)
+    assert not sums.wants(values, grant=10, holding=one)
+    assert not sums.wants(whole, grant=10)
+    stage(sums, 11)
+    assert not sums.wants(values, grant=11, holding=one)
+    stage_part(sums, other, whole, grant=10)  # the first is there all the same
+    sums.check([(0, 10), (1, 11)])
+
+
+def test_if_one_part_is_refused_so_are_the_others() -> None:
+    sums, (one, other), whole = collecting(n_staged_max=1), parts(), pushed(1)
+    stage_part(sums, one, whole, grant=10)
+    values = np.zeros(one.n_elements, np.float32)
+    assert not sums.wants(values, grant=11, holding=one)  # one too many
+    sums.forget([10])  # now there would be room
+    values = np.zeros(other.n_elements, np.float32)
+    assert not sums.wants(values, grant=11, holding=other)
+    with pytest.raises(RemoteProtocolError, match="grant 11, which this shard does"):
+        sums.check([(0, 11)])

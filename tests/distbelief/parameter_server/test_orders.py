@@ -300,7 +300,7 @@ def test_a_push_of_no_evaluation_is_taken_and_forgotten() -> None:
         grant=5,
     )
     client = Client(name=Address("replica-0"), incarnation=1)
-    work, _ = orders.collecting(Applying(client, Slot(np.zeros(64)), push))
+    work, _ = orders.collecting(Applying(client, Slot(np.zeros(64)), push, 0))
     work()
     assert bench.shard.status()[1]["sets_refused"] == 1.0
     assert bench.shard.status()[1]["set_vectors"] == 0.0

@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -102,6 +103,11 @@ def claim(rule: UpdateRule) -> str:
 
 def gradients(n: int, *, n_pushes: int = 7) -> list[FloatVector]:
     """Return pushes of all magnitudes, about a third of the elements zero."""
+    return [push.copy() for push in drawn(n, n_pushes)]
+
+
+@lru_cache(maxsize=16)
+def drawn(n: int, n_pushes: int) -> list[FloatVector]:
     generator = np.random.default_rng(n)
     pushes = []
     for _ in range(n_pushes):

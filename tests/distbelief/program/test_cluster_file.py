@@ -298,6 +298,7 @@ flops = "measured: a product"
 
 
 def test_what_simulations_ask_for_is_read_and_no_plan_depends_on_it() -> None:
+    """But for what a message takes of a core, which plans pay for too."""
     cluster = read_cluster(SIMULATED.encode(), name="lab")
     assert cluster.machines[0].cores == 4
     assert cluster.machines[0].handling == 50e-6
@@ -309,7 +310,9 @@ def test_what_simulations_ask_for_is_read_and_no_plan_depends_on_it() -> None:
     assert cluster.preemptions == Outages(mean_time=21600.0, away=300.0, group=4)
     assert cluster.origins == {"flops": "measured: a product"}
     plain = read_cluster(b"[[machines]]\ncount = 8" + MACHINE[13:].encode(), name="lab")
-    assert plain.fingerprint == cluster.fingerprint
+    assert plain.fingerprint != cluster.fingerprint
+    free = SIMULATED.replace('handling = "50 us"\n', "")
+    assert plain.fingerprint == read_cluster(free.encode(), name="lab").fingerprint
     assert plain.trace is None
     assert plain.failures is None
 

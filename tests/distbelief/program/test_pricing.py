@@ -254,6 +254,31 @@ def test_stages_that_send_while_they_compute_take_longer(micro_batches: int) -> 
         assert found.played.ends.max() <= found.step_seconds
 
 
+@pytest.mark.parametrize("cores", [1, 4])
+def test_a_message_takes_a_core_of_who_computes_while_it_is_sent(cores: int) -> None:
+    """fc0 on machine 0, in two parts; fc1 on machine 1, which waits, and has time.
+
+    seconds       0     1     2
+    computes  0   |fc0  |fc0  ..|    half of it when the message begins, half at its end
+    sends     0         |fc0|
+    """
+    graph = chain([1, 1, 1])
+    plan = {"fc0": Placement.whole(1, 0), "fc1": Placement.whole(1, 1)}
+    compiled = compile_plan(graph, plan, batch=1, n_machines=2)
+    free = cluster(2, bandwidth=8.0)
+    (machine,) = set(free.machines)
+    paying = msgspec.structs.replace(machine, handling=0.1, cores=cores)
+    on = msgspec.structs.replace(free, machines=(paying, paying))
+    found = price(compiled, on, PerElement(), micro_batches=2)
+    seconds = (found.played.ends - found.played.starts).tolist()
+    first, second = (
+        seconds[index]
+        for index, task in enumerate(found.tasks)
+        if (task.layer, task.phase) == ("fc0", "forward")
+    )
+    assert (first, second) == pytest.approx((1.0, 1.0 + 0.1 / cores))
+
+
 def test_a_gradient_that_is_added_up_arrives_later() -> None:
     """4 bytes each, and 3 times as many moved, at 12 bytes a second."""
     graph = chain([1, 1, 1])

@@ -1,9 +1,18 @@
 """The leader of a group of machines, message by message."""
 
+import msgspec
 import pytest
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.messages import Alive, Gather, Gathered, Message, Proceed, Stepped
+from distbelief.messages import (
+    Alive,
+    Gather,
+    Gathered,
+    Message,
+    Proceed,
+    SetOrder,
+    Stepped,
+)
 from distbelief.runtime.leading import LIFE_BITS, STOP_SECONDS, Leader, Outgoing
 
 
@@ -228,3 +237,35 @@ def test_a_life_may_have_its_own_place_and_length() -> None:
 def test_a_leader_is_not_told_anything_else() -> None:
     with pytest.raises(RemoteProtocolError, match="machine 1 sent its leader Alive"):
         leader_of_two().hear(1, 5, Alive(), 0.0)
+
+
+def test_a_life_about_an_order_is_told_of_it_and_a_lost_machine_ends_it() -> None:
+    leader = leader_of_two()
+    order = SetOrder(
+        epoch=1, evaluation=1, versions=(), attempt=3, start=0, stop=4, keeps=()
+    )
+    told = leader.new_life(1.0, position=0, limit=2, order=order)
+    gather = Gather(life=LIFE + 1, plan="p", order=order)
+    assert same(told, (0, gather), (1, gather))
+    assert same(leader.remind(1.1), (0, gather), (1, gather))
+    gather = Gather(life=LIFE + 2, plan="p")
+    assert same(leader.joined(1, 6, 1.2), (0, gather), (1, gather))
+
+
+def test_losses_are_added_in_the_order_of_machines_whoever_was_first() -> None:
+    losses = []
+    for order in ((0, 1, 2), (2, 1, 0)):
+        leader = Leader(3, plan="p", limit=1)
+        leader.begin(0.0)
+        leader.joined(0, 1, 0.0)
+        leader.start(1, 0.0)
+        for machine in range(3):
+            leader.hear(machine, 1, gathered(LIFE, 0), 0.0)
+        for machine in order:
+            said = msgspec.structs.replace(
+                stepped(LIFE, 1), loss=(1e16, 1.0, -1e16)[machine]
+            )
+            leader.hear(machine, 1, said, 1.0)
+        losses.append(leader.life_done().loss)
+        assert leader.square == 0.0
+    assert losses[0] == losses[1]

@@ -1,5 +1,6 @@
 """Measured costs, used in between slices and on other machines."""
 
+import msgspec
 import pytest
 
 from distbelief.graph.layer import LayerGraph
@@ -77,3 +78,19 @@ def test_more_takes_longer_also_as_measured(graph: LayerGraph) -> None:
     costs = ProfiledCosts(made_up(graph), machines=AnalyticCosts(equal(1), batch=3))
     seconds = [costs.forward(graph["2"], Region.of(n), 0) for n in range(9)]
     assert seconds == sorted(seconds)
+
+
+def test_fewer_samples_take_the_share_that_was_measured(graph: LayerGraph) -> None:
+    profile = made_up(graph)
+    ((key, rows),) = profile.layers.items()
+    samples = Slices(
+        extents=(1, 3), operations=(1.0, 3.0), forward=(0.5, 1.0), backward=(0.5, 2.0)
+    )
+    layers = {key: {**rows, "samples": samples}}
+    known = msgspec.structs.replace(profile, layers=layers)
+    costs = ProfiledCosts(known, machines=AnalyticCosts(equal(1), batch=3))
+    assert costs.shares(graph["2"], 1) == pytest.approx((0.5, 0.25))
+    assert costs.shares(graph["2"], 2) == pytest.approx((0.75, 0.625))
+    assert costs.shares(graph["0"], 1) is None
+    unmeasured = ProfiledCosts(profile, machines=AnalyticCosts(equal(1), batch=3))
+    assert unmeasured.shares(graph["2"], 1) is None
