@@ -48,6 +48,16 @@ A coordinator drives the shards by numbered orders, and tells replicas what to c
       |                | Order: Fold ------------->  |   count it
       |                | Order: Seal ------------->  |   leave the mean in a vector
       |                | <-------------- Performed   |   so many sets, these grants
+
+Of a replica of several machines the leader speaks with the coordinator, and the others
+do what it does:
+
+    machine          leader                        shards
+      | <------ Gather |                             |   compute this set with us
+      | Stepped -----> |  (Account, Assignment)      |   computed; granted
+      | <---- PushPart |                             |   push your part of it
+      | Push ----------------------------------->    |
+      | PartStaged --> |  (Account)                  |   all my shards hold it
 """
 
 from typing import Annotated
@@ -536,6 +546,7 @@ class Assignment(_Message, frozen=True):
     first: Count  # position of the batch in the order of the data
     n_examples: Count  # of the batch
     tasks: Annotated[tuple[SetTask, ...], msgspec.Meta(max_length=4096)]
+    replica_life: Count = 0  # as in its `Account`
 
 
 class Account(_Message, frozen=True):
@@ -546,9 +557,22 @@ class Account(_Message, frozen=True):
     evaluation: Count
     n_computed: Count  # examples, for this evaluation
     results: Annotated[tuple[SetResult, ...], msgspec.Meta(max_length=4096)]
+    life: Count = 0  # of a replica of several machines: rises when one begins anew
 
 
 # --------------------------- machines of one model replica; machine 0 is the leader
+
+
+class SetOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """The set of portions that a life of a replica computes, for a coordinator."""
+
+    epoch: Count
+    evaluation: Count
+    versions: Annotated[tuple[ShardVersion, ...], msgspec.Meta(max_length=65536)]
+    attempt: Count
+    start: Count  # positions [start, stop) in the order of the data
+    stop: Count
+    keeps: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)]  # other tries'
 
 
 class Gather(_Message, frozen=True):
@@ -559,6 +583,7 @@ class Gather(_Message, frozen=True):
 
     life: Count  # rises: the leader's incarnation, then a counter
     plan: Name  # hash of the plan; all machines must have the same
+    order: SetOrder | None = None  # what the life is about, if there is a coordinator
 
 
 class Gathered(_Message, frozen=True):
@@ -598,6 +623,27 @@ class Stepped(_Message, frozen=True):
     clock: float  # mean over my shards of those of the values in use; -1: none
     ended: bool  # after the last step: all that I pushed is applied
     square: float = 0.0  # of the last step's gradient, my part; NaN: it is not finite
+
+
+class PushPart(_Message, frozen=True):
+    """Leader -> machine: push your part of this try's sum, under this grant.
+
+    Idempotent: repeated until `PartStaged` tells of it. Who has no such sum has begun
+    anew since it was computed, and pushes nothing.
+    """
+
+    epoch: Count
+    attempt: Count
+    grant: Count
+
+
+class PartStaged(_Message, frozen=True):
+    """Machine -> leader: of these grants all shards that I push to hold my part.
+
+    Repeated now and then, whether or not anything changed: I live.
+    """
+
+    grants: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)]  # the newest
 
 
 class Transfer(_Message, frozen=True):
@@ -663,6 +709,8 @@ Message = (
     | Gathered
     | Proceed
     | Stepped
+    | PushPart
+    | PartStaged
     | Transfer
     | Taken
 )

@@ -159,6 +159,9 @@ class Compute:
     work: Callable[[], object]
     cost: Cost = field(default_factory=Cost)
     lane: Lane = Lane.COMPUTE
+    # Asked when its turn comes: what part of the cost is there still to pay; 0 for work
+    # that will find that it is in vain. None: all of it.
+    remaining: Callable[[], float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,16 @@ from distbelief.job.sections import ClusterTable
 from distbelief.job.verdicts import Verdict
 from distbelief.parameter_server.update_rules import SGD
 from distbelief.roles import Role
+from distbelief.runtime.assembling import Split
 from distbelief.runtime.common_roles import (
     build_evaluator,
     build_shard,
+    evaluator_entries,
+    replica_entries,
     shard_entries,
     shard_names,
 )
+from distbelief.runtime.machine_names import place_of
 from distbelief.runtime.task import (
     BuildContext,
     RosterEntry,
@@ -26,6 +30,7 @@ from sandblaster.building import build_coordinator, build_replica
 from sandblaster.config import SandblasterSettings
 from sandblaster.names import COORDINATOR
 from sandblaster.reasons import Reason
+from sandblaster.replicas.machines import build_machine
 
 
 _NO_RULE: Final = SGD(learning_rate=1.0)
@@ -55,7 +60,7 @@ class SandblasterAlgorithm:
     )
     ends_by_itself: Final = True
 
-    def check_cluster(self, cluster: ClusterTable) -> None:
+    def check_cluster(self, cluster: ClusterTable, config: SandblasterSettings) -> None:
         """Refuse a cluster on which it cannot run.
 
         Raises:
@@ -67,10 +72,12 @@ class SandblasterAlgorithm:
                 'algorithm "sandblaster" have no second copy; a shard that is lost '
                 "goes on from its last snapshot: write shard_copies = 1"
             )
-        if cluster.is_split:
+        if cluster.is_split and config.warm_start is not None:
             raise JobError(
-                '[cluster] partitions, plan, device: algorithm "sandblaster" computes '
-                "each replica in one process: leave them out"
+                "[algorithm.warm_start] with [cluster] partitions, plan or device: "
+                'algorithm "sandblaster" warms up replicas of one process only: leave '
+                'it out, and train with algorithm "downpour" before, whose '
+                "model.safetensors is then [model] initial; or leave those out"
             )
 
     def roster(
@@ -81,17 +88,25 @@ class SandblasterAlgorithm:
         n_shards: int,
         shard_copies: int = 1,
         evaluates: bool = True,
+        n_machines: int | None = None,
     ) -> list[RosterEntry]:
-        """Return the roles of a job: shards first, since all others need them."""
+        """Return the roles of a job: shards first, since all others need them.
+
+        Args:
+            config: The [algorithm] table.
+            n_replicas: Which portions are dealt to.
+            n_shards: Parameter server shards.
+            shard_copies: Processes that keep each shard.
+            evaluates: Whether there is a test set, and so an evaluator.
+            n_machines: Machines of each replica and of the evaluator, by whose plan
+                they are split; None if they are not.
+        """
         del config  # all methods have the same
-        replicas = [
-            RosterEntry(name=f"replica-{r}", kind="replica") for r in range(n_replicas)
-        ]
         return [
             *shard_entries(n_shards, shard_copies),
             RosterEntry(name=COORDINATOR, kind="coordinator"),
-            *replicas,
-            *([RosterEntry(name="evaluator", kind="evaluator")] if evaluates else []),
+            *replica_entries(n_replicas, n_machines),
+            *(evaluator_entries(n_machines) if evaluates else []),
         ]
 
     def build(
@@ -103,6 +118,9 @@ class SandblasterAlgorithm:
             JobError: the model or the data cannot be built.
             LocalProtocolError: no such role in this roster.
         """
+        if context.plan is not None and place_of(name) is not None:
+            split = Split.of(name, context)
+            return build_machine(name, config=config, context=context, split=split)
         kind, _, index = name.partition("-")
         match kind:
             case "shard" if name in shard_names(context):

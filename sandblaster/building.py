@@ -1,5 +1,7 @@
 """Builds the coordinator and the replicas of a job, in the processes that run them."""
 
+from typing import Final
+
 from distbelief.data.subset import DataShard
 from distbelief.downpour.algorithm import DownpourSettings
 from distbelief.downpour.replica import ModelReplica
@@ -21,6 +23,11 @@ from sandblaster.replicas.sums import summed
 from sandblaster.replicas.warm_start import WarmStartReplica
 
 
+WINDOW_SETS_MIN: Final = 64
+"""Sets that may be dealt beyond the oldest unfinished one: everybody has one to compute
+and one to go on with, however many replicas there are."""
+
+
 def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> Role:
     """Return the coordinator.
 
@@ -39,6 +46,7 @@ def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> 
             cutting=config.cutting(
                 n_examples=n_examples, n_replicas=context.n_replicas
             ),
+            window_sets=max(WINDOW_SETS_MIN, 2 * context.n_replicas),
             backups=config.backups,
             n_warm=0 if config.warm_start is None else context.n_replicas,
             await_begin=context.await_begin,

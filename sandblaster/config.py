@@ -38,7 +38,7 @@ METHODS: Final = get_args(MethodName)
 SETS_PER_REPLICA: Final = 16
 """Of a batch, at the least: so a replica that is twice as slow costs no time."""
 
-SET_EXAMPLES_MIN: Final = 512
+SET_EXAMPLES_MIN: Final = 1024
 SET_EXAMPLES_MAX: Final = 4096
 """Of a set: to push it takes little of the time in which it is computed. Fewer than the
 first only if no replica would get four of them."""

@@ -45,6 +45,7 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
     method: MethodName = "l-bfgs",
     replicas: int = 1,
     shards: int = 1,
+    partitions: int = 1,
     threads: int = 1,
     callback: Callback | None = None,
     directory: str | os.PathLike[str] | None = None,
@@ -63,9 +64,11 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         data: Inputs and targets, as tensors, arrays or a TensorDataset; or what makes a
             map-style data set: a function, a partial of it, or its import path.
         method: What the coordinator does.
-        replicas: Processes that compute portions of the batch.
+        replicas: Which compute portions of the batch, one process each.
         shards: Processes that hold the parameters and the history.
-        threads: Of torch, in each replica.
+        partitions: Processes of each replica, which compute the model together: each
+            holds its own regions of it.
+        threads: Of torch, in each process of a replica.
         callback: Called at most four times a second, if there is a new iteration, with
             an OptimizeResult of what is known then (no x), and with the result if that
             has a newer one. It ends the run by returning True, or by raising
@@ -105,7 +108,12 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
                 "method": method,
                 **options,
             },
-            "cluster": {"replicas": replicas, "shards": shards, "threads": threads},
+            "cluster": {
+                "replicas": replicas,
+                "shards": shards,
+                "partitions": partitions,
+                "threads": threads,
+            },
             "output": {"directory": str(directory)},
             "source": {"file": "minimize", "import_paths": _import_paths()},
         }

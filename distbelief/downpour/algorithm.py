@@ -7,7 +7,7 @@ waiting for the others.
 
 import math
 from dataclasses import replace
-from typing import Final, Literal, final
+from typing import Final, final
 
 import msgspec
 
@@ -17,19 +17,20 @@ from distbelief.downpour.replica import ModelReplica
 from distbelief.downpour.steps import Trainer
 from distbelief.errors import LocalProtocolError
 from distbelief.parameter_server.update_rules import UpdateRule
-from distbelief.program.plan import load
 from distbelief.roles import Role
 from distbelief.runtime import trial
+from distbelief.runtime.assembling import Split
 from distbelief.runtime.common_roles import (
     build_client,
     build_evaluator,
     build_shard,
+    evaluator_entries,
+    replica_entries,
     shard_entries,
     shard_names,
 )
 from distbelief.runtime.local_model import LocalModel
-from distbelief.runtime.machine_names import EVALUATORS, member_names, place_of
-from distbelief.runtime.samples import capture_for
+from distbelief.runtime.machine_names import place_of
 from distbelief.runtime.task import (
     BuildContext,
     RosterEntry,
@@ -157,18 +158,11 @@ class DownpourAlgorithm:
                 they are split; None if they are not.
         """
         del config  # the paper's roles do not depend on it
-        shards = shard_entries(n_shards, shard_copies)
-        if n_machines is None:
-            replicas = [
-                RosterEntry(name=f"replica-{r}", kind="replica")
-                for r in range(n_replicas)
-            ]
-            evaluator = [RosterEntry(name="evaluator", kind="evaluator")]
-        else:
-            groups = [f"replica-{r}" for r in range(n_replicas)]
-            replicas = [m for g in groups for m in _group(g, "replica", n_machines)]
-            evaluator = _group(EVALUATORS, "evaluator", n_machines)
-        return shards + replicas + (evaluator if evaluates else [])
+        return [
+            *shard_entries(n_shards, shard_copies),
+            *replica_entries(n_replicas, n_machines),
+            *(evaluator_entries(n_machines) if evaluates else []),
+        ]
 
     def build(
         self, name: str, *, config: DownpourSettings, context: BuildContext
@@ -236,30 +230,12 @@ def _replica(index: int, *, config: DownpourSettings, context: BuildContext) -> 
     )
 
 
-def _group(
-    group: str, kind: Literal["replica", "evaluator"], n_machines: int
-) -> list[RosterEntry]:
-    """Return the machines that compute one model; the first leads them."""
-    leader, *others = member_names(group, n_machines)
-    machines = [RosterEntry(name=name, kind="machine") for name in others]
-    return [RosterEntry(name=leader, kind=kind), *machines]
-
-
 def _machine(name: str, *, config: DownpourSettings, context: BuildContext) -> Role:
     """Return one machine of a replica, or of the evaluator, by the job's plan."""
-    # Imported here, for these need what this module defines.
-    from distbelief.downpour.machines import Split, build_machine  # noqa: PLC0415
+    # Imported here, for it needs what this module defines.
+    from distbelief.downpour.machines import build_machine  # noqa: PLC0415
 
-    assert context.plan is not None
-    if context.sample is None:
-        raise LocalProtocolError(f"{name} is not told what the data are like")
-    captured = capture_for(context.task, context.sample)
-    split = Split(
-        plan=load(context.plan),
-        graph=captured.graph,
-        modules=captured.modules,
-        device=context.device,
-    )
+    split = Split.of(name, context)
     return build_machine(name, config=config, context=context, split=split)
 
 

@@ -268,6 +268,7 @@ class ModelReplica:
             name="replica:install",
             work=partial(self._trainer.install, work, attempt),
             cost=Cost(n_bytes=2.0 * model.n_bytes),
+            remaining=lambda: self._client.readable_share,
         )
 
     def _installed(self, result: object, now: Seconds) -> Sequence[Action]:
@@ -292,6 +293,7 @@ class ModelReplica:
                 flops=model.flops(batch.n_samples),
                 n_bytes=float(n_copies * model.n_bytes),
             ),
+            remaining=lambda: float(not attempt.is_torn),
         )
 
     def _local_rate(self) -> float | None:

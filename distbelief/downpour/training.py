@@ -191,11 +191,12 @@ class Training:
         """Return whether this step begins with a fetch (DB-6)."""
         return self._config.fetches_at(step)
 
-    def fetched(self, seconds: Seconds) -> None:
+    def fetched(self, seconds: Seconds) -> bool:
         """A fetch was installed."""
         self._tally.seconds_computing += seconds
         self._tally.counters.fetches += 1
         self._clock = max(self._client.clocks, default=0)
+        return True
 
     # ------------------------------------------------------------------------ the step
 

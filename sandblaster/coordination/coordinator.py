@@ -163,8 +163,8 @@ class Coordinator:
             "wasted": float(figures.n_wasted),
             "backups": float(figures.n_backups),
             "replicas": float(len(self._crew)),
-            "sets": float(dealing.n_sets) if dealing else 0.0,
-            "sets_done": float(dealing.n_counted) if dealing else 0.0,
+            "sets": float(dealing.sets.n_sets) if dealing else 0.0,
+            "sets_done": float(dealing.sets.n_counted) if dealing else 0.0,
             "epoch": float(self._orders.epoch),
             "orders": float(self._orders.n_orders),
             "reason": -1.0
@@ -323,8 +323,8 @@ class Coordinator:
                 return (
                     self._wishes.stop
                     or dealing is None
-                    or not dealing.is_finite
-                    or dealing.has_staged
+                    or not dealing.sets.is_finite
+                    or dealing.sets.has_staged
                 )
             case Wait.SAVED:
                 return course.unsaved is None or course.save_error is not None

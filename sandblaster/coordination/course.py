@@ -42,8 +42,9 @@ from distbelief.messages import (
 from distbelief.roles import Seconds
 from sandblaster.coordination.coordinator_config import CoordinatorConfig
 from sandblaster.coordination.crew import Crew
-from sandblaster.coordination.dealing import N_VOID_MAX, Dealing, Numbers
+from sandblaster.coordination.dealing import Dealing
 from sandblaster.coordination.figures import Figures, Wishes
+from sandblaster.coordination.granting import N_VOID_MAX, Granting, Numbers
 from sandblaster.coordination.journal import CutEntry, Journal
 from sandblaster.reasons import Reason
 from sandblaster.requests import (
@@ -255,16 +256,17 @@ class Course:
         )
         dealing = Dealing(config, crew=self._crew, batch=batch, numbers=numbers)
         self.dealing = dealing
-        while dealing.is_finite and not dealing.is_complete:
-            sets, void = dealing.to_fold()
+        granting = dealing.sets
+        while granting.is_finite and not granting.is_complete:
+            sets, void = granting.to_fold()
             if sets or void:
                 folded = yield Fold(sets=sets, void=void)
-                dealing.folded(sets, void, folded.now)
+                granting.folded(sets, void, folded.now)
             else:
                 yield Wait.SETS
         self.dealing = None
         figures.n_backups += dealing.n_backups
-        is_finite, n_examples = dealing.is_finite, batch.n_examples
+        is_finite, n_examples = granting.is_finite, batch.n_examples
         figures.n_wasted += max(self._crew.n_computed - n_examples, 0)
         figures.samples += n_examples
         seal = Seal(
@@ -274,9 +276,9 @@ class Course:
         )
         sealed = yield seal
         if is_finite:
-            _check(sealed.answers, dealing)
+            _check(sealed.answers, granting)
         return Evaluation(
-            loss=dealing.loss / n_examples if is_finite else math.nan,
+            loss=granting.loss / n_examples if is_finite else math.nan,
             n_examples=n_examples,
             scalars=(
                 *combine(request.before, _scalars(opened)),
@@ -365,13 +367,13 @@ def _scalars(answered: Answered) -> list[Scalars]:
     return [answer.scalars for answer in answered.answers]
 
 
-def _check(answers: Sequence[Performed], dealing: Dealing) -> None:
+def _check(answers: Sequence[Performed], sets: Granting) -> None:
     """Every shard counts the same sets, each once, of the same try (DB-15).
 
     Raises:
         DistBeliefError: one does not.
     """
-    expected = dealing.n_sets, dealing.n_examples, dealing.digest
+    expected = sets.n_sets, sets.n_examples, sets.digest
     for k, answer in enumerate(answers):
         counted = answer.n_sets, answer.n_examples, answer.digest
         if counted != expected:

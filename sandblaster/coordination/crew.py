@@ -8,6 +8,7 @@ All words are of the whole state, so one that is lost, late or doubled does no h
 next says it all again, and versions tell which is newer.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, final
@@ -34,6 +35,7 @@ class Copy:
     result: SetResult | None = None
     grant: int = 0
     granted_at: Seconds = 0.0
+    is_doubled: bool = False  # has another replica one of the same set?
 
 
 @final
@@ -43,7 +45,9 @@ class Member:
 
     Attributes:
         name: Who it is.
-        incarnation: Its life.
+        number: Counts all that have ever come.
+        incarnation: Of its process, or of its leader's.
+        life: Of a replica of several machines, in that.
         version: Of what it was told last.
         known: Of what it is known to know.
         sent_at: When it was told, for the first or another time.
@@ -52,7 +56,10 @@ class Member:
         progress_at: When it began what it is computing, as far as one can tell.
         copies: Its tries, by attempt, in the order in which it computes them.
         n_computed: Examples, for the present evaluation.
+        n_sets: Computed in the present evaluation.
         seconds_per_example: Of computing; None before it has computed any.
+        lag: By which the first set of an evaluation is later than its computing takes:
+            parameters have to come first. None before the first.
         turnaround: From an assignment to word of it; None before the first.
     """
 
@@ -61,13 +68,17 @@ class Member:
     version: int
     known: int
     heard_at: Seconds
+    life: int = 0
+    number: int = 0
     sent_at: Seconds = 0.0
     asked_at: Seconds = 0.0
     delay: Seconds = 0.0
     progress_at: Seconds = 0.0
     copies: dict[int, Copy] = field(default_factory=dict)
     n_computed: int = 0
+    n_sets: int = 0
     seconds_per_example: float | None = None
+    lag: float | None = None
     turnaround: float | None = None
 
     @property
@@ -75,25 +86,38 @@ class Member:
         """What it has to compute, in order."""
         return [copy for copy in self.copies.values() if copy.result is None]
 
-    def measured(self, result: SetResult) -> None:
-        """It has computed a set."""
+    def measured(self, result: SetResult, *, elapsed: Seconds) -> None:
+        """It has computed a set, so long after it could begin to."""
         pace = result.seconds / max(result.n_examples, 1)
-        self.seconds_per_example = _average(self.seconds_per_example, pace)
+        if 0.0 < pace < math.inf:
+            self.seconds_per_example = _average(self.seconds_per_example, pace)
+            if not self.n_sets:
+                lag = max(0.0, elapsed - result.seconds)
+                self.lag = _average(self.lag, lag)
+        self.n_sets += 1
 
 
 @final
 class Crew:
-    """All replicas that are there."""
+    """All replicas that are there.
+
+    Attributes:
+        n_changes: How often somebody has come or gone.
+        n_wasted_lost: Examples of members that left, in this evaluation.
+    """
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
         self._members: dict[Address, Member] = {}
-        self._gone: dict[Address, int] = {}  # the newest life known to be over
+        # The newest life known to be over: incarnation, and life within.
+        self._gone: dict[Address, tuple[int, int]] = {}
         self._epoch = 0
         self._evaluation = 0
         self._versions: tuple[ShardVersion, ...] = ()
         self._batch = BatchRange(first=0, n_examples=0)
-        self.n_wasted_lost = 0  # examples of members that left, in this evaluation
+        self._n_joined = 0
+        self.n_changes = 0
+        self.n_wasted_lost = 0
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
@@ -124,7 +148,7 @@ class Crew:
         self.n_wasted_lost = 0
         for member in self:
             member.copies.clear()
-            member.n_computed = 0
+            member.n_computed = member.n_sets = 0
 
     # ---------------------------------------------------------------------- messages
 
@@ -134,19 +158,24 @@ class Crew:
         A new life of a member is another one: `leave` the former first.
         """
         member = self._members.get(event.sender)
+        life = event.incarnation, account.life
         if member is None:
-            if event.incarnation <= self._gone.get(event.sender, 0):
+            if life <= self._gone.get(event.sender, (0, 0)):
                 return None
+            self._n_joined += 1
+            self.n_changes += 1
             member = Member(
                 name=event.sender,
+                number=self._n_joined,
                 incarnation=event.incarnation,
+                life=account.life,
                 version=account.version,
                 known=account.version,
                 heard_at=now,
             )
             self._members[event.sender] = member
             return member
-        if event.incarnation != member.incarnation:
+        if life != (member.incarnation, member.life):
             return None  # an older one
         member.heard_at = now
         if account.epoch != self._epoch:
@@ -161,18 +190,20 @@ class Crew:
         member.n_computed = max(member.n_computed, account.n_computed)
         return member
 
-    def is_new_life(self, event: Received) -> bool:
+    def is_new_life(self, event: Received, account: Account) -> bool:
         """Return whether a member has begun another life."""
         member = self._members.get(event.sender)
-        return member is not None and event.incarnation > member.incarnation
+        life = event.incarnation, account.life
+        return member is not None and life > (member.incarnation, member.life)
 
     def leave(self, name: Address, *, is_over: bool) -> Member | None:
         """Forget a member; if its life `is_over`, whatever it says from now on too."""
         member = self._members.pop(name, None)
         if member is not None:
+            self.n_changes += 1
             self.n_wasted_lost += member.n_computed
             if is_over:
-                self._gone[name] = member.incarnation
+                self._gone[name] = member.incarnation, member.life
         return member
 
     def silent(self, now: Seconds) -> list[Address]:
@@ -230,6 +261,7 @@ class Crew:
         assignment = Assignment(
             epoch=self._epoch,
             replica_incarnation=member.incarnation,
+            replica_life=member.life,
             version=member.version,
             evaluation=self._evaluation,
             versions=self._versions,

@@ -6,11 +6,11 @@ try that takes longer than it should is expected to take as long again.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from distbelief.roles import Seconds
-from sandblaster.coordination.crew import Copy, Member, typical
+from sandblaster.coordination.crew import Copy, Member
+from sandblaster.coordination.ranked import Line, Ranked
 
 
 SHARE_OF_DEALING: Final = 0.01
@@ -23,14 +23,6 @@ _OVERDUE: Final = 1.25
 """Times what was expected: then the expectation is worth nothing."""
 
 
-def seconds_of(member: Member, n_examples: int, others: Iterable[Member]) -> Seconds:
-    """Return how long a member computes so many examples; 0 if nobody knows."""
-    pace = member.seconds_per_example
-    if pace is None:
-        pace = typical(other.seconds_per_example for other in others)
-    return 0.0 if pace is None else pace * n_examples
-
-
 def n_at_once(member: Member, set_seconds: Seconds) -> int:
     """Return how many sets to deal at once, so that dealing costs next to nothing."""
     if member.turnaround is None or set_seconds <= 0.0:
@@ -39,50 +31,64 @@ def n_at_once(member: Member, set_seconds: Seconds) -> int:
     return max(1, min(N_DEALT_MAX, math.ceil(wanted)))
 
 
-def remaining(
-    member: Member, others: Iterable[Member], now: Seconds
-) -> Mapping[int, Seconds]:
-    """Return when each set that a member has to compute will be done, by attempt.
+def left(
+    member: Member, pace: float, lag: Seconds, now: Seconds
+) -> tuple[Line, Seconds]:
+    """Return the seconds until a member has computed all that it was dealt.
 
-    From now on; the first is under way, the others wait for it.
+    The first set is under way, the others wait for it; the first of an evaluation waits
+    for the parameters.
+
+    Args:
+        member: Who.
+        pace: Its seconds per example; 0: nobody knows.
+        lag: How long it waits for parameters.
+        now: The time.
+
+    Returns:
+        What holds now, and until when it does.
     """
-    others = tuple(others)
-    at: Seconds = 0.0
-    times: dict[int, Seconds] = {}
-    for copy in member.outstanding:
-        expected = seconds_of(member, copy.n_examples, others)
-        if not times:
-            elapsed = now - max(copy.dealt_at, member.progress_at)
-            on_time = elapsed < _OVERDUE * expected
-            at = max(expected - elapsed, 0.0) if on_time else elapsed
-        else:
-            at += expected
-        times[copy.attempt] = at
-    return times
+    outstanding = member.outstanding
+    if not outstanding:
+        return Line(0.0), math.inf
+    first = outstanding[0]
+    begun = max(first.dealt_at, member.progress_at)
+    expected = pace * first.n_examples + (0.0 if member.n_sets else lag)
+    others = sum(pace * copy.n_examples for copy in outstanding[1:])
+    elapsed = now - begun
+    if elapsed < expected:
+        return Line(begun + expected + others, -1), begun + expected
+    if elapsed < _OVERDUE * expected:
+        return Line(others), begun + _OVERDUE * expected
+    return Line(others - begun, 1), math.inf
 
 
-def seconds_to_end(members: Sequence[tuple[Seconds, Seconds]], n_sets: int) -> Seconds:
+def seconds_to_end(members: Ranked, n_sets: int, now: Seconds) -> Seconds:
     """Return when so many more sets will be done, if they are dealt as well as can be.
 
     No member gets a set that another would have done before; sets may be parted, so the
     true time is later, by less than the quickest member takes for one.
 
     Args:
-        members: Of each, the seconds until it has nothing left to compute, and those
-            that a set takes it, which is more than 0.
-        n_sets: To be dealt.
+        members: Of each, the seconds until it has nothing left to compute; its weight
+            is how many sets it computes per second.
+        n_sets: To be dealt; at least one.
+        now: The time.
     """
-    speed, sets, end = 0.0, float(n_sets), math.inf
-    for begin, set_seconds in sorted(members):
-        if begin >= end:
-            break
-        speed += 1.0 / set_seconds
-        sets += begin / set_seconds
-        end = sets / speed
-    return end
+    end, n_before = math.inf, -1
+    while True:  # of those who have done before all others have: fewer each time
+        n, speed, sets = members.below(end, now)
+        if n == n_before or not n:
+            return end
+        end, n_before = (n_sets + sets) / speed, n
 
 
 def push_seconds(copy: Copy, expected: Seconds, now: Seconds) -> Seconds:
     """Return how long the push of a granted set will still take, likewise."""
     elapsed = now - copy.granted_at
-    return elapsed if elapsed > max(_OVERDUE * expected, 0.0) else expected - elapsed
+    return elapsed if is_overdue(copy, expected, now) else expected - elapsed
+
+
+def is_overdue(copy: Copy, expected: Seconds, now: Seconds) -> bool:
+    """Return whether the push of a granted set takes longer than it should."""
+    return now - copy.granted_at > max(_OVERDUE * expected, 0.0)

@@ -38,11 +38,15 @@ class Oversight:
         self, event: Received, account: Account, dealing: Dealing | None, now: Seconds
     ) -> None:
         """A replica says how it stands."""
-        if self._crew.is_new_life(event):
+        if self._crew.is_new_life(event, account):
             self.leave(event.sender, dealing, now, is_over=True)
         member = self._crew.hear(event, account, now)
-        if member is not None and dealing is not None:
+        if dealing is None:
+            return
+        if member is not None:
             dealing.account(member, account, now)
+        elif (known := self._crew.get(event.sender)) is not None:
+            dealing.heard(known)
 
     def lost(
         self, name: Address, incarnation: int, dealing: Dealing | None, now: Seconds
@@ -66,7 +70,7 @@ class Oversight:
             self._tick_at = None
             return []
         actions: list[Action] = []
-        if dealing.is_finite:
+        if dealing.sets.is_finite:
             dealing.deal(now)
         for member in dealing.changed():
             actions += self._crew.tell(member, now)

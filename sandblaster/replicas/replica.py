@@ -309,6 +309,7 @@ class SandblasterReplica:
                 name="replica:install",
                 work=partial(self._sums.install, work),
                 cost=Cost(n_bytes=2.0 * self._sums.n_bytes),
+                remaining=lambda: self._client.readable_share,
             )
         ]
 

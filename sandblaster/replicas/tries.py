@@ -134,6 +134,12 @@ class Tries:
         self.evaluation, self.versions = message.evaluation, message.versions
         return True
 
+    def forget(self) -> None:
+        """Forget all tries: what was computed of them is lost."""
+        self._tries = {}
+        self._pushed.clear()
+        self.n_computed = 0
+
     # ------------------------------------------------------------- what is to be done
 
     @property
@@ -164,7 +170,12 @@ class Tries:
     @property
     def account(self) -> Account:
         """How it stands."""
+        return self.account_of(0)
+
+    def account_of(self, life: int) -> Account:
+        """Return how it stands, with this life of a replica of several machines."""
         return Account(
+            life=life,
             epoch=self.epoch,
             version=self._version,
             evaluation=self.evaluation,

@@ -20,8 +20,10 @@ from distbelief.messages import (
     Mark,
     Message,
     Name,
+    PartStaged,
     PeerEntry,
     Performed,
+    SetOrder,
     SetResult,
     SetTask,
     ShardVersion,
@@ -128,8 +130,12 @@ _BY_HINT += [
         (Assignment, "versions", _tuples_of(ShardVersion)),
         (Assignment, "tasks", _tuples_of(SetTask)),
         (Account, "results", _tuples_of(SetResult)),
+        (SetOrder, "versions", _tuples_of(ShardVersion)),
+        (SetOrder, "keeps", st.lists(counts, max_size=3).map(tuple)),
+        (PartStaged, "grants", st.lists(counts, max_size=3).map(tuple)),
     )
 ]
+_BY_HINT += [(SetOrder | None, st.none() | _structs_of(SetOrder))]
 _BY_HINT += [(Task, st.one_of([_structs_of(kind) for kind in get_args(Task)]))]
 
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from distbelief.errors import JobError, JobFileError, LocalProtocolError
+from distbelief.job.algorithms import roster_of
 from distbelief.job.jobfile import Job, parse_job
 from distbelief.memory import PrivateMemory
 from distbelief.parameter_server.layout import Layout, TensorSpec
@@ -95,11 +96,11 @@ def test_sets_are_as_large_as_balance_allows() -> None:
         return cutting.set_size
 
     assert set_size(1_000_000, 2) == 4096  # large enough for any push
-    assert set_size(20_000, 4) == 512
-    assert set_size(20_000, 4, portion=100) == 500
+    assert set_size(20_000, 4) == 1024
+    assert set_size(20_000, 4, portion=100) == 1000
     assert set_size(1000, 4) == 256  # one portion is the least
     assert set_size(1000, 4, portion=10) == 60
-    assert set_size(1_000_000, 2, batch_size=20_000) == 512
+    assert set_size(1_000_000, 2, batch_size=20_000) == 1024
     assert set_size(1_000_000, 2, portions_per_set=3) == 768
 
 
@@ -113,16 +114,38 @@ def test_a_job_without_stop_rules_ends_by_itself() -> None:
     assert read.batch_size == 256  # what is tried out: a portion
 
 
+WARM_TABLE = """
+[algorithm.warm_start]
+samples = 1000
+batch_size = 20
+rule = { name = "sgd", learning_rate = 0.1 }
+"""
+
+
 @pytest.mark.parametrize(
-    ("table", "text"),
+    ("tables", "text"),
     [
-        ("shard_copies = 2", "shard_copies = 2: the vectors of algorithm"),
-        ("partitions = 2", 'algorithm "sandblaster" computes each replica in one'),
+        ("[cluster]\nshard_copies = 2", "shard_copies = 2: the vectors of algorithm"),
+        (
+            f"{WARM_TABLE}[cluster]\npartitions = 2",
+            "warms up replicas of one process only: leave it out",
+        ),
     ],
 )
-def test_a_cluster_that_it_cannot_use_is_refused(table: str, text: str) -> None:
+def test_a_cluster_that_it_cannot_use_is_refused(tables: str, text: str) -> None:
     with pytest.raises(JobFileError, match=text):
-        job(f"[cluster]\n{table}")
+        job(tables)
+
+
+def test_a_replica_may_span_machines() -> None:
+    read = job("[cluster]\npartitions = 2")
+    assert read.cluster.is_split
+    assert [(entry.name, entry.kind) for entry in roster_of(read, n_machines=2)] == [
+        ("shard-0", "shard"),
+        ("coordinator", "coordinator"),
+        ("replica-0.0", "replica"),
+        ("replica-0.1", "machine"),
+    ]
 
 
 def context(*, n_train: int | None = 6) -> BuildContext:

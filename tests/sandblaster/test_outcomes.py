@@ -26,7 +26,8 @@ from sandblaster.coordination.coordinator import Coordinator
 from sandblaster.coordination.coordinator_config import CoordinatorConfig
 from sandblaster.coordination.course import _check
 from sandblaster.coordination.crew import Crew
-from sandblaster.coordination.dealing import Dealing, Numbers
+from sandblaster.coordination.granting import Granting, Numbers
+from sandblaster.coordination.workloads import Workloads
 from sandblaster.names import COORDINATOR
 from sandblaster.reasons import Reason
 from sandblaster.requests import (
@@ -39,7 +40,6 @@ from sandblaster.requests import (
     Request,
     Result,
 )
-from sandblaster.sets import BatchRange
 from tests.simulation.sandblasts import (
     DIRECTED,
     Run,
@@ -209,12 +209,12 @@ def test_deaths_at_a_named_place_change_no_sum(
 
 
 def test_a_shard_that_counts_otherwise_is_named() -> None:
-    batch = BatchRange(first=0, n_examples=4)
     config = CoordinatorConfig(cutting=SMALL.cutting)
-    dealing = Dealing(config, crew=Crew(config), batch=batch, numbers=Numbers())
+    loads = Workloads(config, Crew(config))
+    sets = Granting(range(0, 4, 4), numbers=Numbers(), loads=loads)
     answers = [Performed(epoch=1, number=1, n_sets=n) for n in (1, 2)]
     with pytest.raises(DistBeliefError, match="shard 1 counts 2 sets of 0 examples"):
-        _check(answers, dealing)
+        _check(answers, sets)
 
 
 def test_more_saves_than_can_wait_are_refused() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from distbelief.downpour.algorithm import DOWNPOUR, DownpourSettings
-from distbelief.downpour.machines import Split, build_machine
+from distbelief.downpour.machines import build_machine
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.layer import INPUT
 from distbelief.memory import Memory
@@ -24,6 +24,7 @@ from distbelief.parameter_server.shard import ParameterServerShard
 from distbelief.program.placement import Placement
 from distbelief.program.plan import Plan, Target
 from distbelief.roles import SUPERVISOR, Address, Received, Role
+from distbelief.runtime.assembling import Split
 from distbelief.runtime.capturing import Captured, capture_task
 from distbelief.runtime.local_model import LocalModel
 from distbelief.runtime.machine import Machine as ModelMachine

@@ -5,6 +5,7 @@ with broken(VARIANTS["changed in place"]):
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -14,11 +15,10 @@ from distbelief.parameter_server.collecting import Collecting
 from distbelief.parameter_server.cuts import Cuts
 from distbelief.parameter_server.orders import Orders
 from distbelief.roles import Action, Received, Seconds
-from distbelief.vectors import Vector
 from sandblaster.coordination.coordinator import Coordinator
 from sandblaster.coordination.course import Course
 from sandblaster.coordination.crew import Copy
-from sandblaster.coordination.dealing import Dealing, _Set
+from sandblaster.coordination.granting import Granting, _Set
 from sandblaster.coordination.shard_orders import ShardOrders
 from sandblaster.replicas.portion_sums import PortionSums
 from sandblaster.replicas.replica import SandblasterReplica
@@ -75,9 +75,9 @@ def answers_of_any_order(patch: Patch) -> None:
 
 def one_grant_for_all(patch: Patch) -> None:
     """A set has one number, whoever pushes it: shards keep what comes first."""
-    whole = Dealing._grant_next
+    whole = Granting._grant_next
 
-    def grant_next(self: Dealing, one: _Set, now: Seconds) -> None:
+    def grant_next(self: Granting, one: _Set, now: Seconds) -> None:
         before = one.winner
         whole(self, one, now)
         if one.winner and one.winner != before:
@@ -85,12 +85,12 @@ def one_grant_for_all(patch: Patch) -> None:
             copy = one.holders[one.winner].copies[one.winner]
             copy.grant = first.setdefault(copy.set_index, copy.grant)
 
-    def fence(self: Dealing, one: _Set, copy: Copy) -> None:
+    def fence(self: Granting, one: _Set, copy: Copy) -> None:
         del self, copy
         one.winner = 0
 
-    patch.setattr(Dealing, "_grant_next", grant_next)
-    patch.setattr(Dealing, "_fence", fence)
+    patch.setattr(Granting, "_grant_next", grant_next)
+    patch.setattr(Granting, "_fence", fence)
 
 
 def staged_somewhere(patch: Patch) -> None:
@@ -124,11 +124,10 @@ def counted_twice(patch: Patch) -> None:
     whole = Collecting.fold
 
     def fold(self: Collecting, set_index: int, grant: int) -> None:
-        staged: tuple[Vector, int] = self._staged[grant]
-        self._staged[grant] = staged[0].copy(), staged[1]
-        kept = self._staged[grant][0].copy(), staged[1]
+        staged = self._staged[grant]
+        self._staged[grant] = replace(staged, total=staged.total.copy())
         whole(self, set_index, grant)
-        self._staged[grant] = kept
+        self._staged[grant] = replace(staged, total=staged.total.copy())
 
     patch.setattr(Collecting, "check", check)
     patch.setattr(Collecting, "fold", fold)

@@ -65,7 +65,7 @@ from distbelief.simulation.faults import (
 )
 from distbelief.simulation.links import Link
 from distbelief.simulation.machines import Machine
-from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.options import ClusterOptions, TraceKind
 from distbelief.simulation.world import Builder, Happening
 from distbelief.vectors import Vector
 from sandblaster.coordination.coordinator import Coordinator
@@ -345,6 +345,7 @@ class Sandblast:
     suspect_seconds: Seconds = 0.2
     saves: tuple[Seconds, ...] = ()
     warm_steps: int = 0  # of Downpour, of each replica, before
+    trace: TraceKind = "content"
 
     @property
     def shards(self) -> list[Address]:
@@ -401,6 +402,7 @@ class Run:
                 link=Link(latency_seconds=scene.latency_seconds),
                 link_within_host=Link(latency_seconds=scene.latency_seconds),
                 faults=scene.faults,
+                trace=scene.trace,
             ),
         )
         self.cluster.observe(self.ledger.see)
@@ -414,7 +416,7 @@ class Run:
 
     def _flops(self, name: Address) -> float:
         scene = self.scene
-        flops = LocalModel(module(scene.n_inputs)).flops(scene.cutting.portion_size)
+        flops = flops_of_portion(scene.n_inputs, scene.cutting.portion_size)
         speed = 1.0
         if name in scene.replicas:
             index = scene.replicas.index(name)
@@ -550,6 +552,11 @@ class Run:
             assert isinstance(shard, ParameterServerShard)
             self.scene.layout.scatter(index, shard._values.vector, tensors)
         return b"".join(tensor.numpy().tobytes() for tensor in tensors)
+
+
+@cache
+def flops_of_portion(n_inputs: int, portion_size: int) -> float:
+    return LocalModel(module(n_inputs)).flops(portion_size)
 
 
 @cache

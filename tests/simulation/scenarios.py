@@ -58,7 +58,7 @@ from distbelief.simulation.faults import (
 )
 from distbelief.simulation.links import Link
 from distbelief.simulation.machines import Machine
-from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.options import ClusterOptions, TraceKind
 from distbelief.simulation.world import Happening
 from tests.simulation import copies
 from tests.simulation.copies import Beating, Overseer
@@ -385,7 +385,7 @@ class LateOverseer(Overseer):
 class Play:
     """A scenario that is under way."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, *, trace: TraceKind = "content") -> None:
         self.scenario = scenario
         self.ledger = Ledger()
         self.sights: Counter[str] = Counter()
@@ -425,7 +425,7 @@ class Play:
             builders[SUPERVISOR] = lambda _: self.overseer
         builders |= dict.fromkeys(scenario.workers, build_worker)
         self.cluster = SimulatedCluster(
-            builders, seed=scenario.seed, options=self._options()
+            builders, seed=scenario.seed, options=self._options(trace)
         )
         scene = Scene(
             cluster=self.cluster,
@@ -442,7 +442,7 @@ class Play:
         self._observer = watch(scene)
         self.cluster.observe(self._see)
 
-    def _options(self) -> ClusterOptions:
+    def _options(self, trace: TraceKind) -> ClusterOptions:
         scenario = self.scenario
 
         def machine(name: Address) -> Machine:
@@ -465,6 +465,7 @@ class Play:
             link=Link(latency_seconds=scenario.latency_seconds, jitter=1.0),
             faults=scenario.faults,
             port_reuse=0.5,
+            trace=trace,
         )
 
     def run(self) -> None:
@@ -577,14 +578,19 @@ def set_for(scenario: Scenario) -> Iterator[None]:
         yield
 
 
-def play(seed: int) -> Play:
+def play(seed: int, *, trace: TraceKind = "content") -> Play:
     """Play the scenario of a seed to its end.
+
+    Args:
+        seed: Of all that is drawn.
+        trace: Of what a failure is to tell: what each event said, or only their order,
+            which takes less time.
 
     Raises:
         SimulationFailed: an invariant is broken, or it does not end.
     """
     scenario = scenario_of(seed)
     with set_for(scenario):
-        drama = Play(scenario)
+        drama = Play(scenario, trace=trace)
         drama.run()
     return drama

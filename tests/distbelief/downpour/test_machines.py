@@ -98,6 +98,10 @@ def test_one_replica_with_blocking_calls_is_sequential_sgd(
     expected = sequential(settings, group)
     for name, value in group.values().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-14)
+    # One machine's push made another's stale by one: 0.5 of two machines, on average.
+    assert [group.status(shard)["staleness_max"] for shard in group.shards] == (
+        [0.0] * n_shards
+    )
 
 
 @pytest.mark.parametrize(("n_fetch", "n_push"), [(3, 1), (1, 3), (2, 2), (3, 2)])
@@ -476,7 +480,7 @@ def test_a_machine_refuses_what_is_not_for_it() -> None:
     group = small_group()
     group.simulation.run(until=0.1)
     machine = group.machine(group.machines[1])
-    machine._halted = False
+    machine._ending.is_gone = False
     wrong: list[tuple[str, Message]] = [
         ("replica-0.0", Alive()),
         ("replica-0.1", Gather(life=1 << 40, plan="p")),

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError
@@ -218,12 +219,30 @@ def test_words_of_other_evaluations_and_lives_are_no_news() -> None:
     assert not bench.hear(account(3, epoch=9))
     assert not bench.hear(account(3, evaluation=9))
     assert not bench.hear(account(3), incarnation=0)
-    assert bench.crew.is_new_life(says(REPLICA, account(0), incarnation=2))
+    assert bench.crew.is_new_life(says(REPLICA, account(0), incarnation=2), account(0))
     assert bench.crew.leave(REPLICA, is_over=True) is not None
     assert bench.crew.leave(REPLICA, is_over=True) is None
     assert not bench.hear(account(3))  # that life is over
     assert len(bench.crew) == 0
     assert bench.hear(account(3), incarnation=2)
+
+
+def test_a_replica_of_several_machines_has_lives_within_its_leaders() -> None:
+    bench = Replicas()
+    first, second = account(3), msgspec.structs.replace(account(3), life=1)
+    assert bench.crew.is_new_life(says(REPLICA, second), second)
+    assert not bench.hear(second)  # not before the former is forgotten
+    assert bench.crew.leave(REPLICA, is_over=True) is not None
+    assert not bench.hear(first)
+    assert bench.hear(second)
+    assert not bench.crew.is_new_life(says(REPLICA, first), first)
+    assert not bench.hear(first)
+    member = bench.crew.get(REPLICA)
+    assert member is not None
+    (told,) = bench.crew.tell(member, 0.0)
+    assert isinstance(told, Send)
+    assert isinstance(told.message, Assignment)
+    assert (told.message.replica_incarnation, told.message.replica_life) == (1, 1)
 
 
 def test_silence_counts_from_the_question() -> None:

@@ -8,14 +8,16 @@ from distbelief.messages import Account, SetResult
 from distbelief.roles import Address, Received, Seconds
 from sandblaster.coordination.coordinator_config import CoordinatorConfig
 from sandblaster.coordination.crew import Crew, Member
-from sandblaster.coordination.dealing import N_VOID_MAX, Dealing, Numbers
+from sandblaster.coordination.dealing import Dealing
 from sandblaster.coordination.estimates import (
     N_DEALT_MAX,
+    left,
     n_at_once,
-    remaining,
-    seconds_of,
     seconds_to_end,
 )
+from sandblaster.coordination.granting import N_VOID_MAX, Numbers
+from sandblaster.coordination.ranked import Line, Ranked
+from sandblaster.coordination.workloads import Workloads
 from sandblaster.sets import BatchRange, Cutting
 
 
@@ -39,9 +41,9 @@ class Table:
         self.crew = Crew(self.config)
         self.numbers = Numbers()
         self.batch = BatchRange(first=0, n_examples=10 * n_sets)
+        self.begin()
         for name in names:
             self.join(name)
-        self.begin()
 
     def begin(self) -> None:
         self.crew.begin(epoch=1, evaluation=1, versions=(), batch=self.batch)
@@ -52,7 +54,9 @@ class Table:
     def join(self, name: Address) -> None:
         account = Account(epoch=0, version=0, evaluation=0, n_computed=0, results=())
         event = Received(sender=name, incarnation=1, message=account)
-        self.crew.hear(event, account, 0.0)
+        member = self.crew.hear(event, account, 0.0)
+        assert member is not None
+        self.dealing.heard(member)
 
     def member(self, name: Address) -> Member:
         member = self.crew.get(name)
@@ -124,14 +128,14 @@ def test_the_first_computed_copy_is_granted_and_others_are_dropped() -> None:
     assert attempt == 2
     table.says(A, 1, now=52.0)  # too late: nothing is granted
     assert table.granted(A) == []
-    assert not table.dealing.has_staged
+    assert not table.dealing.sets.has_staged
     table.says(B, attempt, now=53.0, staged=True)
-    (one,), void = table.dealing.to_fold()
+    (one,), void = table.dealing.sets.to_fold()
     assert (one.set_index, one.grant, void) == (0, 1, ())
-    table.dealing.folded((one,), (), 53.0)
-    assert table.dealing.is_complete
-    assert (table.dealing.loss, table.dealing.n_examples) == (1.0, 10)
-    assert table.dealing.digest == 1
+    table.dealing.sets.folded((one,), (), 53.0)
+    assert table.dealing.sets.is_complete
+    assert (table.dealing.sets.loss, table.dealing.sets.n_examples) == (1.0, 10)
+    assert table.dealing.sets.digest == 1
 
 
 def test_a_third_copy_is_never_dealt_and_a_quick_replica_needs_none() -> None:
@@ -153,7 +157,7 @@ def test_what_a_lost_replica_had_is_dealt_again() -> None:
     member = table.crew.leave(A, is_over=True)
     assert member is not None
     table.dealing.lost(member, 2.0)
-    _, void = table.dealing.to_fold()
+    _, void = table.dealing.sets.to_fold()
     assert void == (1,)
     dealt: list[int] = []
     for _ in range(8):
@@ -176,10 +180,10 @@ def test_a_winner_that_does_not_come_to_its_end_is_rivalled_and_fenced() -> None
     assert table.has(B) == [0]
     rival = table.computes(B, now=101.0)
     assert (table.granted(A), table.granted(B)) == ([], [0])
-    assert table.dealing.to_fold() == ((), (1,))
+    assert table.dealing.sets.to_fold() == ((), (1,))
     table.says(A, winner, now=102.0, staged=True)  # nobody listens
     table.says(B, rival, now=103.0, staged=True)
-    (one,), _ = table.dealing.to_fold()
+    (one,), _ = table.dealing.sets.to_fold()
     assert one.grant == 2
 
 
@@ -217,6 +221,7 @@ def test_no_backup_is_dealt_for_a_hiccup_or_a_small_share_of_the_time() -> None:
     table.deal()
     table.member(A).outstanding[0].dealt_at = 9.94
     table.member(A).progress_at = 9.94
+    table.dealing.heard(table.member(A))
     table.deal(10.0)
     assert not table.dealing.n_backups
 
@@ -234,9 +239,9 @@ def test_nothing_is_granted_while_too_much_is_to_be_forgotten() -> None:
             assert member is not None
             table.dealing.lost(member, float(index))
     assert table.granted(names[-1]) == []
-    sets, void = table.dealing.to_fold()
+    sets, void = table.dealing.sets.to_fold()
     assert (sets, len(void)) == ((), N_VOID_MAX)
-    table.dealing.folded(sets, void, 20.0)
+    table.dealing.sets.folded(sets, void, 20.0)
     assert table.granted(names[-1]) == [0]
 
 
@@ -244,7 +249,7 @@ def test_a_loss_that_is_not_a_number_ends_it() -> None:
     table = Table(A)
     table.deal()
     table.says(A, 1, now=1.0, loss=math.nan)
-    assert not table.dealing.is_finite
+    assert not table.dealing.sets.is_finite
     assert table.granted(A) == []
 
 
@@ -253,12 +258,13 @@ def test_a_sum_that_is_found_not_finite_when_it_is_pushed_ends_it_too() -> None:
     table.deal()
     table.says(A, 1, now=1.0)
     table.says(A, 1, 99, now=2.0, loss=math.inf)
-    assert not table.dealing.is_finite
+    assert not table.dealing.sets.is_finite
 
 
 def test_the_next_batch_is_dealt_to_those_who_have_its_data() -> None:
     table = Table(A, B, C, n_sets=6, backups=False)
     table.numbers.owners = {0: B, 10: B, 20: A, 30: A, 40: B, 50: Address("gone")}
+    table.begin()
     table.deal()
     assert (table.has(A), table.has(B), table.has(C)) == ([2], [0], [5])
     for name, expected in ((B, [1]), (A, [3]), (C, [4])):
@@ -292,24 +298,59 @@ def test_dealing_takes_one_percent_of_computing_at_the_most() -> None:
 def test_the_end_is_where_work_and_summed_speeds_meet(
     members: list[tuple[float, float]], n_sets: int, seconds: float
 ) -> None:
-    assert seconds_to_end(members, n_sets) == pytest.approx(seconds)
+    ranked = Ranked()
+    for number, (begin, set_seconds) in enumerate(members):
+        ranked.put(number, Line(begin), weight=1.0 / set_seconds)
+    assert seconds_to_end(ranked, n_sets, 7.0) == pytest.approx(seconds)
 
 
 def test_the_pace_of_a_newcomer_is_the_typical_one() -> None:
     table = Table(A, B, C)
-    assert seconds_of(table.member(A), 10, table.crew) == 0.0
+    loads = Workloads(table.config, table.crew)
+    loads.look(0.0)
+    before = loads.is_known, loads.set_seconds(table.member(A))
+    assert before == (False, 0.0)
     table.member(B).seconds_per_example = 0.2
-    assert seconds_of(table.member(A), 10, table.crew) == pytest.approx(2.0)
+    loads.touch(table.member(B))
+    loads.look(0.0)
+    assert loads.is_known
+    assert loads.set_seconds(table.member(A)) == pytest.approx(2.0)
+
+
+def test_a_pace_that_is_none_is_not_believed() -> None:
+    member = Table(A).member(A)
+    for seconds in (0.0, -1.0, math.nan, math.inf):
+        result = SetResult(
+            attempt=1, n_examples=10, loss=0.0, seconds=seconds, staged=False
+        )
+        member.measured(result, elapsed=1.0)
+        assert member.seconds_per_example is None
+
+
+def test_the_first_set_of_an_evaluation_waits_for_the_parameters() -> None:
+    table = Table(A, B, n_sets=8)
+    member = table.member(A)
+    table.deal()
+    table.computes(A, now=3.0)  # it says 1 s of computing
+    assert member.lag == 2.0
+    line, _ = left(member, 0.1, 2.0, 3.0)
+    assert line.at(3.0) == 1.0
+    table.begin()
+    table.deal(10.0)
+    line, _ = left(member, 0.1, 2.0, 10.0)
+    assert line.at(10.0) == 2.0 + 1.0 * len(table.has(A))
 
 
 def test_what_is_late_will_take_as_long_again() -> None:
     table = Table(A, n_sets=8)
     table.member(A).seconds_per_example = 0.1
     table.deal()
-    first, second = table.member(A).outstanding
-    times = remaining(table.member(A), table.crew, 0.25)
-    assert times == {first.attempt: 0.75, second.attempt: 1.75}
-    times = remaining(table.member(A), table.crew, 1.2)
-    assert times[first.attempt] == 0.0
-    times = remaining(table.member(A), table.crew, 7.0)
-    assert times[first.attempt] == 7.0
+    assert table.has(A) == [0, 1]
+    for now, seconds, until in (
+        (0.25, 1.75, 1.0),
+        (1.2, 1.0, 1.25),
+        (7.0, 8.0, math.inf),
+    ):
+        line, holds_until = left(table.member(A), 0.1, 0.0, now)
+        assert line.at(now) == pytest.approx(seconds)
+        assert holds_until == until

@@ -1,0 +1,477 @@
+"""A small Sandblaster cluster whose replicas span machines, and what must hold.
+
+checked                                               against
+the gradient that every shard seals, to 1e-10         one plain process
+whose parts are counted under a grant                 all machines of one replica
+where a run ends, bit by bit                          the run that nothing disturbs
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from distbelief.graph.capture import InputSpec
+from distbelief.memory import Memory
+from distbelief.messages import Fold, Open, Order, Performed, Progress, Seal, Task
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.selection import Selection
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.program.plan import Plan, Target
+from distbelief.roles import SUPERVISOR, Address, Compute, Received, Role, Seconds, Send
+from distbelief.runtime.assembling import Split
+from distbelief.runtime.capturing import Captured, capture_task
+from distbelief.runtime.counting import with_counts
+from distbelief.runtime.dataflow import dataflow
+from distbelief.runtime.local_model import LocalModel
+from distbelief.runtime.machine_names import machine_name, place_of
+from distbelief.runtime.task import (
+    BuildContext,
+    DataSpec,
+    ModelSpec,
+    TaskSpec,
+    build_model,
+)
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.faults import Fault, TornSnapshot, random_faults
+from distbelief.simulation.links import Link
+from distbelief.simulation.machines import Machine
+from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.world import Happening
+from distbelief.vectors import Vector
+from sandblaster.algorithm import SANDBLASTER
+from sandblaster.config import SandblasterSettings
+from sandblaster.coordination.coordinator import Coordinator
+from sandblaster.coordination.coordinator_config import CoordinatorConfig
+from sandblaster.names import COORDINATOR
+from sandblaster.replicas.machines import build_machine
+from tests.distbelief.program.plans import random_plan
+
+
+HERE = "tests.simulation.split_sandblasts"
+N_SAMPLES = 26
+HORIZON: Seconds = 0.1  # by then everything has healed
+SETTINGS = SandblasterSettings(
+    loss="cross_entropy",
+    history=3,
+    max_iterations=3,
+    tolerance=1e-12,
+    portion=4,
+    portions_per_set=2,
+)
+
+
+def net() -> nn.Module:
+    """Layers of which each can be cut, and one whose averages are pushed as well."""
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3)
+    ).double()
+
+
+class Points:
+    """Inputs (6,), and a class of three."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.inputs = torch.randn(
+            N_SAMPLES, 6, generator=generator, dtype=torch.float64
+        )
+        self.targets = torch.randint(3, (N_SAMPLES,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inputs[index], self.targets[index]
+
+
+TASK = TaskSpec(
+    model=ModelSpec(factory=f"{HERE}:net", initial="seed"),
+    train=DataSpec(factory=f"{HERE}:Points"),
+    loss="cross_entropy",
+)
+
+
+@cache
+def captured() -> Captured:
+    return capture_task(TASK, inputs=[InputSpec(shape=(6,))], targets=())
+
+
+@cache
+def split_of(plan_seed: int, n_machines: int, micro_batches: int = 1) -> Split:
+    graph = captured().graph
+    generator = np.random.default_rng([plan_seed, 77])
+    plan = Plan(
+        graph=graph.fingerprint,
+        inputs={},
+        batch=SETTINGS.portion,
+        loss=TASK.loss,
+        cluster=Target(name="here", fingerprint="", n_machines=n_machines),
+        placements=random_plan(graph, generator, n_machines=n_machines),
+        micro_batches=micro_batches,
+    )
+    return Split(plan=plan, graph=graph, modules=captured().modules)
+
+
+def layout_of(n_shards: int) -> Layout:
+    return Layout.of(captured().specs, n_shards=n_shards, dtype="float64")
+
+
+def plain_gradient(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the mean gradient of all samples, portion by portion, in one process."""
+    model, data = net(), Points()
+    shapes = dict(model.named_parameters())
+    total: dict[str, torch.Tensor] = {}
+    for start in range(0, N_SAMPLES, SETTINGS.portion):
+        model.load_state_dict(
+            {
+                name: values[name].view(tensor.shape).to(tensor.dtype)
+                for name, tensor in model.state_dict().items()
+            }
+        )
+        part = slice(start, start + SETTINGS.portion)
+        loss = functional.cross_entropy(
+            model(data.inputs[part]), data.targets[part], reduction="sum"
+        )
+        found = torch.autograd.grad(loss, list(shapes.values()))
+        for name, gradient in zip(shapes, found, strict=True):
+            before = total.get(name)
+            total[name] = gradient if before is None else before + gradient
+    return {name: tensor.reshape(-1) / N_SAMPLES for name, tensor in total.items()}
+
+
+# ------------------------------------------------------------------------------- scene
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What a run consists of; with no machines a replica is one process."""
+
+    seed: int = 0
+    plan_seed: int = 0
+    n_machines: int | None = 2
+    n_shards: int = 2
+    n_replicas: int = 2
+    micro_batches: int = 1
+    backups: bool = True
+    hosts: str = "one"
+    faults: tuple[Fault, ...] = ()
+    latency_seconds: Seconds = 5e-5
+    settings: SandblasterSettings = SETTINGS
+
+    @property
+    def replicas(self) -> list[Address]:
+        if self.n_machines is None:
+            return [Address(f"replica-{r}") for r in range(self.n_replicas)]
+        return [
+            machine_name(r, m)
+            for r in range(self.n_replicas)
+            for m in range(self.n_machines)
+        ]
+
+    @property
+    def shards(self) -> list[Address]:
+        return [Address(f"shard-{k}") for k in range(self.n_shards)]
+
+
+class Run:
+    """One run of a scene, under every check.
+
+    Attributes:
+        losses: Of the points accepted.
+        n_sealed: Gradients that were checked.
+        sights: How often things happened.
+    """
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.layout = layout_of(scene.n_shards)
+        self.losses: list[float] = []
+        self.n_sealed = 0
+        self.sights: Counter[str] = Counter()
+        self._tasks: dict[tuple[int, int], Task] = {}
+        self._points: dict[tuple[int, int], dict[int, Vector]] = {}
+        self._sealed: dict[tuple[int, int], dict[int, Vector]] = {}
+        self._opened: dict[tuple[int, int], int] = {}
+        self._staged: defaultdict[tuple[Address, int, int], dict[Address, int]] = (
+            defaultdict(dict)
+        )
+        self._lives: dict[tuple[int, Address], int] = {}  # whose part, of each grant
+        self._touched = self._who_touches()
+        names = [COORDINATOR, *scene.shards, *scene.replicas]
+        self.cluster = SimulatedCluster(
+            {name: partial(self._build, name) for name in names},
+            seed=scene.seed,
+            options=ClusterOptions(
+                introduce=True,
+                machines={
+                    name: Machine(
+                        host="host-0" if scene.hosts == "one" else "",
+                        flops_per_second=2e6,
+                        bytes_per_second=1e9,
+                    )
+                    for name in names
+                },
+                link=Link(latency_seconds=scene.latency_seconds),
+                link_within_host=Link(latency_seconds=scene.latency_seconds),
+                faults=scene.faults,
+            ),
+        )
+        self.cluster.observe(self.see)
+
+    def _build(self, name: Address, memory: Memory) -> Role:
+        scene = self.scene
+        context = BuildContext(
+            task=TASK,
+            layout=self.layout,
+            n_replicas=scene.n_replicas,
+            n_shards=scene.n_shards,
+            seed=0,
+            memory=memory,
+            initials=LocalModel(build_model(TASK.model)).initials(),
+            await_begin=False,
+        )
+        if name == COORDINATOR:
+            config = CoordinatorConfig(
+                cutting=scene.settings.cutting(
+                    n_examples=N_SAMPLES, n_replicas=scene.n_replicas
+                ),
+                backups=scene.backups,
+                suspect_seconds=2.5,
+                await_begin=False,
+            )
+            return Coordinator(
+                config,
+                method=scene.settings.chosen(),
+                shards=scene.shards,
+                n_examples=N_SAMPLES,
+            )
+        if place_of(name) is None:
+            return SANDBLASTER.build(name, config=scene.settings, context=context)
+        return build_machine(
+            name, config=scene.settings, context=context, split=self._split
+        )
+
+    @property
+    def _split(self) -> Split:
+        scene = self.scene
+        assert scene.n_machines is not None
+        return split_of(scene.plan_seed, scene.n_machines, scene.micro_batches)
+
+    def _who_touches(self) -> dict[int, set[int]]:
+        """Return which machines of a replica hold something of each shard."""
+        found: dict[int, set[int]] = {k: set() for k in range(self.scene.n_shards)}
+        for machine in range(self.scene.n_machines or 0):
+            split = self._split
+            flow = with_counts(
+                dataflow(split.compiled(), machine, loss=split.graph.outputs[-1]),
+                {spec.name for spec in captured().specs},
+            )
+            for shard in Selection.of(self.layout, flow.items).shards:
+                found[shard].add(machine)
+        return found
+
+    # ---------------------------------------------------------------------- the checks
+
+    def see(self, happening: Happening) -> None:
+        event = happening.event
+        if isinstance(event, Received) and isinstance(event.message, Order):
+            order = event.message
+            self._tasks.setdefault((order.epoch, order.number), order.task)
+        for action in happening.actions:
+            if isinstance(action, Compute) and action.name == "collect":
+                self._staging(happening)
+            if not isinstance(action, Send):
+                continue
+            if isinstance(action.message, Performed):
+                self._performed(happening, action.message)
+            elif action.receiver == SUPERVISOR and isinstance(action.message, Progress):
+                self.losses.append(action.message.loss)
+
+    def _staging(self, happening: Happening) -> None:
+        shard = happening.role
+        assert isinstance(shard, ParameterServerShard)
+        applying = shard._service.pushes._applying
+        assert applying is not None
+        grant, client = applying.push.grant, applying.client
+        life = happening.name, happening.incarnation, grant
+        self._staged[life].setdefault(client.name, client.incarnation)
+        known = self._lives.setdefault((grant, client.name), client.incarnation)
+        assert known == client.incarnation, f"{client.name} pushes {grant} in two lives"
+
+    def _performed(self, happening: Happening, message: Performed) -> None:
+        key = message.epoch, message.number
+        task = self._tasks.get(key)
+        assert message.error is None, message.error
+        name, shard = happening.name, happening.role
+        assert isinstance(shard, ParameterServerShard)
+        index = int(name.removeprefix("shard-"))
+        match task:
+            case Open():
+                self._opened[message.epoch, index] = message.number
+                self._points.setdefault(key, {})[index] = shard._values.vector.copy()
+            case Fold():
+                for one in task.sets:
+                    self._check_parts(name, happening.incarnation, index, one.grant)
+            case Seal() if task.n_examples:
+                opened = message.epoch, self._opened[message.epoch, index]
+                vectors = shard._orders._algebra.export((task.gradient,))
+                known = self._sealed.setdefault(key, {})
+                if index not in known:
+                    known[index] = vectors[task.gradient].copy()
+                    self._check_gradient(opened, key)
+            case _:
+                pass
+
+    def _check_parts(
+        self, shard: Address, incarnation: int, index: int, grant: int
+    ) -> None:
+        """A set counts once all machines of one replica that have a part laid it."""
+        if self.scene.n_machines is None:
+            return
+        names = self._staged[shard, incarnation, grant]
+        places = [place_of(name) for name in names]
+        assert len({place.group for place in places if place}) == 1, names
+        machines = {place.machine for place in places if place}
+        assert machines == self._touched[index], (names, self._touched)
+
+    def _check_gradient(self, opened: tuple[int, int], key: tuple[int, int]) -> None:
+        sealed = self._sealed[key]
+        if len(sealed) < self.scene.n_shards:
+            return
+        self.n_sealed += 1
+        if self.scene.micro_batches > 1:
+            return  # each of them has statistics of its own
+        expected = plain_gradient(self._whole(self._points[opened]))
+        got = self._whole(sealed)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(got[name], gradient, rtol=1e-10, atol=1e-13)
+
+    def _whole(self, vectors: dict[int, Vector]) -> dict[str, torch.Tensor]:
+        specs = self.layout.tensors
+        tensors = [torch.zeros(spec.n_elements, dtype=torch.float64) for spec in specs]
+        for index, vector in vectors.items():
+            n = self.layout.shard_size(index)
+            whole = np.zeros(n)
+            whole[: len(vector)] = vector
+            self.layout.scatter(index, whole, tensors)
+        return {spec.name: t for spec, t in zip(specs, tensors, strict=True)}
+
+    # ------------------------------------------------------------------------- the end
+
+    @property
+    def coordinator(self) -> Coordinator:
+        role = self.cluster.role(COORDINATOR)
+        assert isinstance(role, Coordinator)
+        return role
+
+    def play(self, *, within: Seconds = 300.0) -> None:
+        """Run until the coordinator has ended."""
+        self.cluster.run_until(
+            lambda: COORDINATOR in self.cluster.halted, within=within
+        )
+        error = self.cluster.halted[COORDINATOR]
+        assert error is None, error
+        assert self.coordinator.result is not None
+
+    @property
+    def values(self) -> dict[str, torch.Tensor]:
+        """Everything that the shards hold at the end, by name."""
+        vectors: dict[int, Vector] = {}
+        for index, name in enumerate(self.scene.shards):
+            shard = self.cluster.role(name)
+            assert isinstance(shard, ParameterServerShard)
+            vectors[index] = shard._values.vector
+        return self._whole(vectors)
+
+    def bits_of(self, *, buffers: bool) -> bytes:
+        """Return what the shards hold at the end.
+
+        Args:
+            buffers: And buffers: an evaluation that is begun again, by another life of
+                the coordinator, begins with those that it left.
+        """
+        kinds = {spec.name: spec.kind for spec in self.layout.tensors}
+        return b"".join(
+            tensor.numpy().tobytes()
+            for name, tensor in self.values.items()
+            if buffers or kinds[name] == "parameter"
+        )
+
+
+@cache
+def undisturbed(
+    plan_seed: int, n_machines: int | None, n_shards: int, micro_batches: int
+) -> Run:
+    """Return a run of one replica that nothing disturbs."""
+    run = Run(
+        Scene(
+            plan_seed=plan_seed,
+            n_machines=n_machines,
+            n_shards=n_shards,
+            n_replicas=1,
+            micro_batches=micro_batches,
+        )
+    )
+    run.play()
+    return run
+
+
+def hit(scene: Scene, *, with_shards: bool) -> Sequence[Address]:
+    """Return who may be hit."""
+    return [*scene.replicas, COORDINATOR, *(scene.shards if with_shards else [])]
+
+
+def drawn(seed: int) -> Scene:
+    """Return what a seed stands for."""
+    stream = np.random.default_rng([seed, 0x5917])
+    scene = Scene(
+        seed=seed,
+        plan_seed=int(stream.integers(4)),
+        n_machines=int(stream.integers(1, 4)),
+        n_shards=int(stream.integers(1, 4)),
+        n_replicas=int(stream.integers(1, 4)),
+        micro_batches=int(stream.choice([1, 1, 2])),
+        backups=bool(stream.random() < 0.8),
+        hosts=str(stream.choice(["one", "own"])),
+        latency_seconds=float(stream.choice([2e-5, 2e-4, 2e-3])),
+    )
+    roles = hit(scene, with_shards=bool(stream.random() < 0.3))
+    intensity = float(stream.uniform(0.2, 1.2))
+    faults = random_faults(seed, roles, horizon=HORIZON, intensity=intensity)
+    # A disk that loses what it has said to hold, of one shard only, ends the run.
+    kept = tuple(
+        fault
+        for fault in faults
+        if not isinstance(fault, TornSnapshot) or fault.role not in scene.shards
+    )
+    return Scene(
+        **{name: getattr(scene, name) for name in scene.__dataclass_fields__}
+        | {"faults": kept}
+    )
+
+
+def play(scene: Scene) -> Run:
+    """Play a scene under every check; return the run."""
+    run = Run(scene)
+    run.play()
+    incarnation = run.cluster.incarnation
+    plain = undisturbed(
+        scene.plan_seed, scene.n_machines, scene.n_shards, scene.micro_batches
+    )
+    run.sights["machines restarted"] = sum(incarnation(r) - 1 for r in scene.replicas)
+    run.sights["shards restarted"] = sum(incarnation(s) - 1 for s in scene.shards)
+    if run.sights["shards restarted"]:
+        assert run.losses[-1] <= plain.losses[0]
+    else:
+        alone = incarnation(COORDINATOR) == 1
+        assert run.bits_of(buffers=alone) == plain.bits_of(buffers=alone), (
+            "it has ended somewhere else"
+        )
+        assert set(run.losses) <= set(plain.losses), "losses of another course"
+    return run

@@ -1,0 +1,143 @@
+"""Sandblaster with replicas of several machines, under faults: same sums, same end.
+
+`split_sandblasts` says what a seed stands for and what is checked. A seed that fails is
+played alone by SIMULATION_SEEDS=FIRST:STOP.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from distbelief.messages import Assignment, PartStaged, PushPart
+from distbelief.roles import Address, Received, Seconds, Send
+from distbelief.runtime.machine_names import machine_name
+from distbelief.simulation.faults import Drop, Duplicate, Kill, Pause
+from distbelief.simulation.world import Happening
+from tests.simulation.split_sandblasts import Run, Scene, drawn, play, undisturbed
+from tests.simulation.test_seeds import VARIABLE, chunks, name
+
+
+FILE = "tests/simulation/test_split_sandblaster.py"
+WORKER, LEADER = machine_name(0, 1), machine_name(0, 0)
+
+
+def play_all(seeds: range) -> None:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            run = play(drawn(seed))
+        except Exception as error:
+            raise AssertionError(
+                f"seed {seed} fails; alone: {VARIABLE}={seed} .venv/bin/python -m "
+                f"pytest -n 0 {FILE} -k whatever"
+            ) from error
+        seen.update(what for what, n in run.sights.items() if n)
+    if len(seeds) >= 20:
+        assert seen["machines restarted"] >= 0.2 * len(seeds), dict(seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", chunks(range(8), 4), ids=name)
+def test_whatever_breaks_the_sums_and_the_end_are_the_same(seeds: range) -> None:
+    play_all(seeds)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seeds", chunks(range(8, 2008), 100), ids=name)
+def test_sums_and_end_are_the_same_for_two_thousand_seeds(seeds: range) -> None:
+    play_all(seeds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_machines", [1, 2, 3])
+def test_it_ends_where_replicas_of_one_process_end(n_machines: int) -> None:
+    whole = undisturbed(0, None, 2, 1)
+    split = undisturbed(0, n_machines, 2, 1)
+    assert split.n_sealed == whole.n_sealed > 3  # each was checked
+    torch.testing.assert_close(split.losses, whole.losses, rtol=1e-10, atol=0.0)
+    for tensor, values in whole.values.items():
+        torch.testing.assert_close(split.values[tensor], values, rtol=1e-9, atol=1e-12)
+
+
+# ------------------------------------------------------------------- deaths with a name
+
+
+def moment(scene: Scene, receiver: Address, kind: type) -> Seconds:
+    """Return when this role first hears a word of this kind."""
+    run = Run(scene)
+    times: list[Seconds] = []
+
+    def see(happening: Happening) -> None:
+        event = happening.event
+        heard = isinstance(event, Received) and isinstance(event.message, kind)
+        if heard and happening.name == receiver:
+            times.append(run.cluster.now)
+
+    run.cluster.observe(see)
+    run.play()
+    return times[0]
+
+
+def tell(run: Run, kind: type) -> list[Address]:
+    """Return, once it is played, who was told a word of this kind."""
+    told: list[Address] = []
+
+    def see(happening: Happening) -> None:
+        told.extend(
+            action.receiver
+            for action in happening.actions
+            if isinstance(action, Send) and isinstance(action.message, kind)
+        )
+
+    run.cluster.observe(see)
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [1e-6, 3e-4])
+def test_a_machine_that_dies_as_it_pushes_its_part_costs_its_replica_one_life(
+    after: Seconds,
+) -> None:
+    scene = Scene(n_machines=2, hosts="own")
+    at = moment(scene, WORKER, PushPart) + after
+    run = play(
+        Scene(
+            n_machines=2,
+            hosts="own",
+            faults=(Kill(at=at, role=WORKER, restart_after=0.01),),
+        )
+    )
+    assert run.sights["machines restarted"] == 1
+    wasted = run.coordinator._figures.n_wasted
+    assert wasted <= 4 * run.coordinator._config.cutting.set_size  # what it was dealt
+
+
+def test_a_leader_that_dies_is_replaced_by_its_next_life() -> None:
+    at = moment(Scene(), LEADER, PartStaged) + 1e-6
+    run = play(Scene(faults=(Kill(at=at, role=LEADER, restart_after=0.01),)))
+    assert run.sights["machines restarted"] == 1
+
+
+@pytest.mark.slow
+def test_while_a_machine_is_away_its_sets_are_dealt_to_others() -> None:
+    at = moment(Scene(), LEADER, Assignment) + 1e-4
+    for fault in (
+        Kill(at=at, role=WORKER, restart_after=60.0),
+        Pause(at=at, role=WORKER, seconds=60.0),
+    ):
+        run = play(Scene(faults=(fault,), backups=False))
+        assert run.cluster.now < 30.0
+
+
+def test_words_that_are_lost_or_come_twice_change_nothing() -> None:
+    faults = (
+        Drop(probability=0.1, seconds=0.2),
+        Duplicate(probability=0.3, seconds_max=0.01, seconds=1.0),
+    )
+    run = Run(Scene(faults=faults))
+    told = tell(run, PushPart)
+    run.play()
+    plain = undisturbed(0, 2, 2, 1)
+    assert run.bits_of(buffers=True) == plain.bits_of(buffers=True)
+    assert set(told) >= {WORKER}
