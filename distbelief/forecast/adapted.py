@@ -12,12 +12,14 @@ from distbelief.simulation.world import Builder
 Adapt = Callable[[str, Compute], Compute]
 """Given the kind of a role and what it asks for; returns what is done instead."""
 
-Handled = Callable[[str, Callable[[], Sequence[Action]]], Sequence[Action]]
-"""Given the kind of a role and how it handles an event; returns what it asks for."""
+Handled = Callable[[str, Event, Callable[[], Sequence[Action]]], Sequence[Action]]
+"""Given the kind of a role, an event and how it handles that; returns what it asks."""
 
 
-def _plainly(kind: str, handle: Callable[[], Sequence[Action]]) -> Sequence[Action]:
-    del kind
+def _plainly(
+    kind: str, event: Event, handle: Callable[[], Sequence[Action]]
+) -> Sequence[Action]:
+    del kind, event
     return handle()
 
 
@@ -33,7 +35,8 @@ class AdaptedRole:
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for."""
-        actions = self.handled(self.kind, lambda: self.role.handle(event, now))
+        handle = lambda: self.role.handle(event, now)  # noqa: E731 -- of one line
+        actions = self.handled(self.kind, event, handle)
         if not any(isinstance(action, Compute) for action in actions):
             return actions
         return [

@@ -5,63 +5,48 @@ both are measured alike. Bytes are compared per step where the runs took as many
 they are to be the same to the last one.
 """
 
+import math
+import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, final
 
 import msgspec
 
+from distbelief.forecast.chaos.hands import PERIOD_SECONDS
+from distbelief.forecast.chaos.real import Attacker
+from distbelief.forecast.chaos.schedule import Blow, faults_of
+from distbelief.forecast.constants import Constant
+from distbelief.forecast.hosting import Hosting
 from distbelief.forecast.hosts import Hosts
-from distbelief.forecast.staging import Staging
+from distbelief.forecast.measuring import begun_in, measure
+from distbelief.forecast.rates import keep
+from distbelief.forecast.side import Side, side_of
+from distbelief.forecast.staging import StagedJob, Staging
 from distbelief.forecast.virtual_run import run_virtually
+from distbelief.forecast.watching import N_EVENTS_MAX
 from distbelief.job.launcher import Launcher
 from distbelief.job.sections import Job
 from distbelief.job.training import train
-from distbelief.job.view import Point, SupervisorView
-from distbelief.roles import Seconds
-from distbelief.simulation.faults import Fault
+from distbelief.job.view import SupervisorView
+from distbelief.roles import Address, Seconds
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.faults import Fault, Pause
 
 
-EDGE: Final = 0.1
-N_POINTS_MIN: Final = 4
 REPORT_SECONDS: Final = 0.25
-
-Watch = Callable[[SupervisorView], bool]
-
-
-@final
-class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the two runs.
-
-    Attributes:
-        step_seconds: Of a replica; of an iteration, where there is a coordinator.
-        samples_per_second: While it went steadily, see `steady_rate`.
-        staleness_mean: In pushes.
-        pushed_bytes: From replicas to shards.
-        fetched_bytes: From shards to replicas.
-        steps: Of all replicas.
-        seconds: Of training.
-        error: Why the job failed, if it did.
-    """
-
-    step_seconds: Seconds | None
-    samples_per_second: float | None
-    staleness_mean: float | None
-    pushed_bytes: int
-    fetched_bytes: int
-    steps: int
-    seconds: Seconds
-    error: str | None
 
 
 @final
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
-    """Both runs of a job."""
+    """Both runs of a job, and what the simulated one rests on."""
 
     job: str
     simulated: Side
     real: Side
+    constants: tuple[Constant, ...] = ()
 
     def error_of(self, figure: str) -> float | None:
         """Return how far a simulated figure is from the real one, as a share."""
@@ -73,31 +58,34 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def both_ways(
-    job: Job,
-    *,
-    seed: int = 0,
-    faults: Sequence[Fault] = (),
-    watch: Watch | None = None,
+    job: Job, *, seed: int = 0, blows: Sequence[Blow] = (), horizon: Seconds = 1.0
 ) -> Agreement:
-    """Run a job in virtual time and for real, on this host.
+    """Run a job for real, measure its work anew, and run it in virtual time.
 
     Args:
         job: The job. It is best ended by [algorithm] max_steps, or by iterations, so
             that both runs do the same work.
         seed: Of the simulation.
-        faults: What breaks in the simulation.
-        watch: What breaks the real run alike: called with its views.
+        blows: What breaks, in both.
+        horizon: Seconds of training that blows are laid over.
 
     Raises:
         JobError: the job cannot be run.
     """
-    simulated = simulated_side(job, seed=seed, faults=faults)
-    real = real_side(job, watch=watch)
-    return Agreement(job=job.name, simulated=simulated, real=real)
+    real = real_side(job, blows=blows, horizon=horizon)
+    # A machine is as fast as it is just now: what was kept may be of another day.
+    keep(job, measure(job, n_processes=os.cpu_count() or 1))
+    simulated, constants = simulated_side(job, seed=seed, blows=blows, horizon=horizon)
+    return Agreement(job=job.name, simulated=simulated, real=real, constants=constants)
 
 
-def simulated_side(job: Job, *, seed: int, faults: Sequence[Fault] = ()) -> Side:
+def simulated_side(
+    job: Job, *, seed: int, blows: Sequence[Blow] = (), horizon: Seconds = 1.0
+) -> tuple[Side, tuple[Constant, ...]]:
     """Run a job in virtual time, on this host as it was measured.
+
+    Returns:
+        What came of it, and every constant it rests on.
 
     Raises:
         JobError: the job cannot be run.
@@ -107,11 +95,46 @@ def simulated_side(job: Job, *, seed: int, faults: Sequence[Fault] = ()) -> Side
     with Staging() as staging:
         staged = staging.stage(job)
         hosting = hosts.hosting(job, tell=lambda _: None)
+        faults: list[Fault] = []
+        if blows:
+            begins = training_begins(staged, hosting, seed=seed)
+            roles = [entry.name for entry in staged.roster]
+            faults = [
+                replace(fault, at=begins + fault.at)
+                for blow in blows
+                for fault in as_dealt(blow, horizon=horizon, roles=roles)
+            ]
         ended = run_virtually(staged, hosting, seed=seed, faults=faults)
-    return side_of(ended.view, job, error=ended.outcome.error)
+    side = side_of(ended.view, job, error=ended.outcome.error)
+    return side, hosts.constants
 
 
-def real_side(job: Job, *, watch: Watch | None = None) -> Side:
+def as_dealt(blow: Blow, *, horizon: Seconds, roles: Sequence[str]) -> Sequence[Fault]:
+    """Return a blow as hands deal it: who is slow stands still most of the time."""
+    if blow.kind != "slow":
+        return faults_of(blow, horizon=horizon, roles=roles)
+    runs = PERIOD_SECONDS / blow.factor
+    n_periods = math.ceil(blow.lasts * horizon / PERIOD_SECONDS)
+    return [
+        Pause(
+            at=blow.at * horizon + index * PERIOD_SECONDS + runs,
+            role=Address(blow.role),
+            seconds=PERIOD_SECONDS - runs,
+        )
+        for index in range(n_periods)
+    ]
+
+
+def training_begins(staged: StagedJob, hosting: Hosting, *, seed: int) -> Seconds:
+    """Return when the supervisor of an undisturbed run hears of the first samples."""
+    simulation = SimulatedCluster(
+        hosting.builders(staged), seed=seed, options=hosting.options(staged)
+    )
+    simulation.run_until(lambda: begun_in(simulation), max_events=N_EVENTS_MAX)
+    return simulation.now
+
+
+def real_side(job: Job, *, blows: Sequence[Blow] = (), horizon: Seconds = 1.0) -> Side:
     """Run a job in processes of this host; what it leaves behind is removed.
 
     Raises:
@@ -121,9 +144,12 @@ def real_side(job: Job, *, watch: Watch | None = None) -> Side:
 
     def look(view: SupervisorView) -> bool:
         views[:] = [view]
-        return watch is not None and watch(view)
+        return attacker.watch(view)
 
-    with tempfile.TemporaryDirectory(prefix="distbelief-real-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="distbelief-real-") as folder,
+        Attacker(blows, horizon=horizon) as attacker,
+    ):
         output = msgspec.structs.replace(
             _reporting(job).output, directory=str(Path(folder) / "run")
         )
@@ -135,42 +161,6 @@ def real_side(job: Job, *, watch: Watch | None = None) -> Side:
                 watch=look,
             )
     return side_of(views[-1], job, error=run.summary.error)
-
-
-def side_of(view: SupervisorView, job: Job, *, error: str | None) -> Side:
-    """Return a run as one side, by what its supervisor knew last."""
-    together = any(role.name == "coordinator" for role in view.roles)
-    n_trainers = 1 if together else job.cluster.replicas
-    rate = steady_rate(view.history)
-    if rate is None and view.training_seconds:
-        rate = view.samples / view.training_seconds
-    per_step = view.samples / view.step if view.step else 0.0
-    return Side(
-        step_seconds=per_step * n_trainers / rate if rate else None,
-        samples_per_second=rate,
-        staleness_mean=view.staleness_mean,
-        pushed_bytes=view.bytes_in,
-        fetched_bytes=view.bytes_out,
-        steps=view.step,
-        seconds=view.training_seconds,
-        error=error,
-    )
-
-
-def steady_rate(history: Sequence[Point]) -> float | None:
-    """Return samples per second between the first tenth of the samples and the last.
-
-    How long processes take to start and to end is no matter of steps. None if the run
-    was too short for that.
-    """
-    if not history:
-        return None
-    total = history[-1].samples
-    inner = [p for p in history if EDGE * total <= p.samples <= (1 - EDGE) * total]
-    if len(inner) < N_POINTS_MIN or inner[-1].seconds <= inner[0].seconds:
-        return None
-    seconds = inner[-1].seconds - inner[0].seconds
-    return (inner[-1].samples - inner[0].samples) / seconds
 
 
 def _reporting(job: Job) -> Job:

@@ -1,51 +1,189 @@
-"""What a small message takes of the processors of this host, both ends together."""
+"""What the events of a process take of the processors of this host, role apart.
+
+    message      a small one, from where it is sent to where it is handled: both ends,
+                 their threads of input and output as well
+    work         a piece of work handed to a lane, done, and answered
+    timer        set, and fired
+    latency      of a message: what it takes beside that, for threads have to wake up
+    wake         until a thread that slept has a core again, while all are taken
+
+Real nodes with roles that do next to nothing are timed; no job is.
+"""
 
 import secrets
+import socket
+import threading
 import time
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Final, final
+
+import msgspec
+import torch
 
 from distbelief.messages import Alive
-from distbelief.roles import Seconds
+from distbelief.node import Node
+from distbelief.roles import (
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Event,
+    Received,
+    Seconds,
+    Send,
+    SetTimer,
+    TimerFired,
+)
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
-N_MESSAGES: Final = 300
+N_EVENTS: Final = 300
 N_WARM: Final = 30
-WAIT_SECONDS_MAX: Final = 1.0
+N_SLEEPS: Final = 200
+SLEEP_SECONDS: Final = 2e-3
+WAIT_SECONDS_MAX: Final = 10.0
+_MATRIX: Final = 1024
 
 
-def seconds_of_message() -> Seconds:
-    """Return the processor time of a message to another process, and of its receipt.
+@final
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+    """See above; all but `latency` and `wake` are seconds of a core."""
 
-    Two transports of this process talk to each other; their threads count as well.
-    """
+    message: Seconds
+    work: Seconds
+    timer: Seconds
+    latency: Seconds
+    wake: Seconds
+
+
+@final
+class Counting:
+    """A role that counts its events, and does again what it was asked to do."""
+
+    def __init__(self, again: Callable[[Seconds], Action]) -> None:
+        self.n = 0
+        self.again = again
+        self.n_wanted = 0
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Count, and do it again if more is wanted."""
+        if not isinstance(event, Received | Computed | TimerFired):
+            return ()
+        self.n += 1
+        return [self.again(now)] if self.n < self.n_wanted else ()
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        """Return nothing of interest."""
+        return "counting", {}
+
+
+def exchange() -> Exchange:
+    """Measure everything."""
+    message, latency = _messages()
+    return Exchange(
+        message=message,
+        work=_turns(lambda _: Compute(name="nothing", work=int)),
+        timer=_turns(lambda now: SetTimer(name="soon", at=now + 1e-5)),
+        latency=latency,
+        wake=_wake(),
+    )
+
+
+def _messages() -> tuple[Seconds, Seconds]:
+    """Return what a message takes of cores, and how long it is on its way besides."""
     token = secrets.token_hex(16)
-    one = ZmqTransport(name="one", incarnation=1, token=token, log=_silent)
-    other = ZmqTransport(name="other", incarnation=1, token=token, log=_silent)
-    with one, other:
+    with _transport("one", token) as one, _transport("other", token) as other:
         one.connect("other", 1, other.endpoint)
         other.connect("one", 1, one.endpoint)
-        for _ in range(N_WARM):
-            _there_and_back(one, other)
+        roles = {
+            "one": Counting(lambda _: Send(receiver=Address("other"), message=Alive())),
+            "other": Counting(lambda _: Send(receiver=Address("one"), message=Alive())),
+        }
+        with (
+            Node(roles["one"], transport=one, log=_silent) as here,
+            Node(roles["other"], transport=other, log=_silent) as there,
+        ):
+            one.send("other", Alive())
+            _talk(here, there, roles, n_more=N_WARM)
+            cores, clock = time.process_time(), time.perf_counter()
+            _talk(here, there, roles, n_more=N_EVENTS)
+            cores = (time.process_time() - cores) / (2 * N_EVENTS)
+            seconds = (time.perf_counter() - clock) / (2 * N_EVENTS)
+    return cores, max(0.0, seconds - cores)
+
+
+def _talk(
+    here: Node, there: Node, roles: Mapping[str, Counting], *, n_more: int
+) -> None:
+    """Let both answer each other so often."""
+    one, other = roles["one"], roles["other"]
+    one.n_wanted = other.n_wanted = 1 << 62
+    for _ in range(n_more):
+        for node, role in ((there, other), (here, one)):
+            n = role.n + 1
+            node.pump(lambda: role.n >= n, timeout_seconds=WAIT_SECONDS_MAX)  # noqa: B023 -- called at once
+
+
+def _turns(again: Callable[[Seconds], Action]) -> Seconds:
+    """Return what it takes to be asked for something, and to answer."""
+    role = Counting(again)
+    with (
+        _transport("alone", secrets.token_hex(16)) as transport,
+        Node(role, transport=transport, log=_silent) as node,
+    ):
+        _turn(node, role, n_more=N_WARM)
         begun = time.process_time()
-        for _ in range(N_MESSAGES):
-            _there_and_back(one, other)
-        return (time.process_time() - begun) / (2 * N_MESSAGES)
+        _turn(node, role, n_more=N_EVENTS)
+        return (time.process_time() - begun) / N_EVENTS
 
 
-def _there_and_back(one: ZmqTransport, other: ZmqTransport) -> None:
-    one.send("other", Alive())
-    _await(other)
-    other.send("one", Alive())
-    _await(one)
+def _turn(node: Node, role: Counting, *, n_more: int) -> None:
+    role.n_wanted = role.n + n_more
+    node.tell(Computed(name="begin"))
+    node.pump(lambda: role.n >= role.n_wanted, timeout_seconds=WAIT_SECONDS_MAX)
 
 
-def _await(transport: ZmqTransport) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS_MAX
-    while time.monotonic() < deadline:
-        if any(True for _ in transport.receive()):
-            return
-        transport.poll(WAIT_SECONDS_MAX)
+def _wake() -> Seconds:
+    """Return how late a thread wakes up while another of its process computes.
+
+    Every core computes if as many processes do this as there are cores.
+    """
+    ended = threading.Event()
+    other = threading.Thread(target=_compute, args=(ended,), daemon=True)
+    quiet = _lateness()
+    other.start()
+    try:
+        crowded = _lateness()
+    finally:
+        ended.set()
+        other.join()
+    return max(0.0, crowded - quiet)
+
+
+def _compute(ended: threading.Event) -> None:
+    matrix = torch.zeros(_MATRIX, _MATRIX)  # so large that little of it is Python's
+    while not ended.is_set():
+        torch.mm(matrix, matrix)
+
+
+def _lateness() -> Seconds:
+    """Return by how much a sleep is too long; of a poll, as nodes sleep."""
+    one, other = socket.socketpair()
+    one.settimeout(SLEEP_SECONDS)
+    late = []
+    with one, other:
+        for _ in range(N_SLEEPS):
+            begun = time.perf_counter()
+            try:
+                one.recv(1)
+            except TimeoutError:
+                late.append(time.perf_counter() - begun - SLEEP_SECONDS)
+    return fmean(late)
+
+
+def _transport(name: str, token: str) -> ZmqTransport:
+    return ZmqTransport(name=name, incarnation=1, token=token, log=_silent)
 
 
 def _silent(level: str, text: str) -> None:

@@ -100,6 +100,8 @@ class Hosting:
             )
         except GraphError as error:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
+        if self.together and self.rates is not None:
+            options = _handling(options, self.rates, staged.kinds)
         return replace(options, start=(SUPERVISOR,), faults=tuple(faults))
 
     @property
@@ -141,6 +143,23 @@ class Hosting:
             on_one_host=self.together,
         )
         return adapted(builders, staged.kinds, adapt=adapt)
+
+
+def _handling(
+    options: ClusterOptions, rates: Rates, kinds: Mapping[Address, str]
+) -> ClusterOptions:
+    """Return the host, on whose cores roles handle their events as well."""
+    return replace(
+        options,
+        machines={
+            name: replace(machine, handling=rates.handling_of(kinds[name]))
+            for name, machine in options.machines.items()
+        },
+        processors={
+            host: replace(processor, wake_seconds=rates.exchange.wake)
+            for host, processor in options.processors.items()
+        },
+    )
 
 
 def has_machine(name: Address, kinds: Mapping[Address, str]) -> bool:

@@ -22,7 +22,6 @@ from distbelief.job.sections import Job
 from distbelief.partition.profiling.host import HERE, figures, here
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.cluster_file import load_cluster
-from distbelief.roles import Seconds
 
 
 N_HERE: Final = 64
@@ -30,7 +29,7 @@ N_HERE: Final = 64
 
 LOOPBACK_SECONDS: Final = 60e-6
 LOOPBACK_RATE: Final = 4e9
-"""Between processes of this host: half a round trip of a small message, and bytes."""
+"""Between processes of this host: of a small message, until it is measured; bytes."""
 
 
 @final
@@ -51,7 +50,6 @@ class Hosts:
     ) -> None:
         self._measures = measures
         self._rates: dict[bytes, Rates] = {}
-        self._dates: set[str] = set()
         self._together = name is None and machines is None
         try:
             self.cluster = _cluster(name, machines)
@@ -66,7 +64,6 @@ class Hosts:
             n_kinds = sum(len(rates.work) for rates in self._rates.values())
             date = max(rates.date for rates in self._rates.values())
             measured = f"measured on this host, {date}"
-            slowest = max(rates.seconds_of_message for rates in self._rates.values())
             rows.append(
                 (
                     "work of the roles",
@@ -75,7 +72,7 @@ class Hosts:
                 )
             )
             if self._together:
-                rows.append(("handling", f"{1e6 * slowest:.3g} us", measured))
+                rows += _exchange_rows([*self._rates.values()][-1], measured)
         elif not self._measures:
             rows.append(("work of the roles", "by arithmetic", "counted, not measured"))
         return tuple(rows)
@@ -91,11 +88,11 @@ class Hosts:
             JobError: the job cannot be run.
         """
         rates = self._rates_of(job, tell) if self._measures else None
-        cluster = self.cluster
         if rates is not None and self._together:
-            cluster = _with_handling(cluster, rates.seconds_of_message)
+            latency = rates.exchange.latency
+            self.cluster = msgspec.structs.replace(self.cluster, latency=latency)
         return Hosting(
-            cluster=cluster,
+            cluster=self.cluster,
             reference=_one_core(),
             rates=rates,
             together=self._together,
@@ -124,12 +121,26 @@ def _cluster(name: str | None, machines: int | None) -> Cluster:
     return cluster if machines is None else cluster.first(machines)
 
 
-def _with_handling(cluster: Cluster, seconds: Seconds) -> Cluster:
-    machines = tuple(
-        msgspec.structs.replace(machine, handling=seconds)
-        for machine in cluster.machines
+def _exchange_rows(rates: Rates, origin: str) -> list[tuple[str, str, str]]:
+    words = {
+        "message": "core time of a message, both ends",
+        "work": "core time of handing on a piece of work",
+        "timer": "core time of a timer",
+        "latency": "latency of a message besides",
+        "wake": "until a sleeper has one of the taken cores",
+    }
+    rows = [
+        (word, f"{1e6 * getattr(rates.exchange, name):.3g} us", origin)
+        for name, word in words.items()
+    ]
+    handling = max(
+        (seconds for key, seconds in rates.handling.items() if " " not in key),
+        default=0.0,
     )
-    return msgspec.structs.replace(cluster, machines=machines)
+    return [
+        *rows,
+        ("handling of an event, at most", f"{1e6 * handling:.3g} us", origin),
+    ]
 
 
 def this_host() -> Cluster:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Final, final
@@ -21,30 +21,24 @@ import msgspec
 from distbelief.allocator import keep_memory
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.forecast.adapted import adapted
-from distbelief.forecast.exchange import seconds_of_message
+from distbelief.forecast.exchange import Exchange, exchange
 from distbelief.forecast.rates import (
     Rate,
     Rates,
     Unit,
-    amount,
-    key_of,
     now,
-    unit_of,
 )
 from distbelief.forecast.staging import Staging
+from distbelief.forecast.stopwatch import Piece, Stopwatch, rate_of, warm
 from distbelief.job.jobfile import job_from_json
 from distbelief.job.sections import Job, StopTable
-from distbelief.roles import SUPERVISOR, Action, Compute, Seconds
+from distbelief.roles import SUPERVISOR, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.options import ClusterOptions
 
 
-SECONDS: Final = 4.0
+SECONDS: Final = 8.0
 """Of one measurement; the first part warms up."""
-
-N_WARM: Final = 3
-LAG: Final = 5.0
-"""Times as long as usual: then it was no work that took the time."""
 
 N_EVENTS_MAX: Final = 10**9
 READY_SECONDS_MAX: Final = 120.0
@@ -52,56 +46,11 @@ POLL_SECONDS: Final = 0.02
 _WITHIN: Final = 1e6
 
 
-Piece = tuple[Seconds, float]
-"""How long a piece of work took, and how many units it was."""
-
-
 @final
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
     work: dict[str, tuple[Unit, list[Piece]]]
     handling: dict[str, tuple[Seconds, int]]
-    messages: Seconds
-
-
-@final
-class Stopwatch:
-    """Times work and the handling of events.
-
-    By processor time, where one thread computes: what others take of the processors is
-    no property of the work.
-    """
-
-    def __init__(self, clock: Callable[[], Seconds] = time.thread_time) -> None:
-        self._clock = clock
-        self.work: dict[str, tuple[Unit, list[Piece]]] = {}
-        self.handling: dict[str, tuple[Seconds, int]] = {}
-
-    def adapt(self, kind: str, asked: Compute) -> Compute:
-        """Return the same work, timed."""
-        unit = unit_of(asked.cost)
-
-        def work() -> object:
-            begun = self._clock()
-            result = asked.work()
-            seconds = self._clock() - begun
-            key = key_of(kind, asked.name)
-            if self.work.get(key, ("", []))[0] != unit:
-                self.work[key] = (unit, [])  # it was not known before what it costs
-            self.work[key][1].append((seconds, amount(asked.cost, unit)))
-            return result
-
-        return Compute(name=asked.name, work=work, cost=asked.cost, lane=asked.lane)
-
-    def handled(
-        self, kind: str, handle: Callable[[], Sequence[Action]]
-    ) -> Sequence[Action]:
-        """Let a role handle an event, timed."""
-        begun = self._clock()
-        actions = handle()
-        seconds = self._clock() - begun
-        total, n = self.handling.get(kind, (0.0, 0))
-        self.handling[kind] = (total + seconds, n + 1)
-        return actions
+    exchange: Exchange
 
 
 def measure(job: Job, *, n_processes: int) -> Rates:
@@ -157,8 +106,10 @@ def _together(found: Sequence[_Found]) -> Rates:
     work: dict[str, Rate] = {}
     for key in sorted({key for each in found for key in each.work}):
         measured = [each.work[key] for each in found if key in each.work]
-        pieces = [p for _, every in measured for p in every[N_WARM:] or every]
-        work[key] = Rate(unit=measured[0][0], seconds=rate_of(pieces), n=len(pieces))
+        pieces = [piece for _, every in measured for piece in warm(every)]
+        if pieces:
+            rate = rate_of(pieces)
+            work[key] = Rate(unit=measured[0][0], seconds=rate, n=len(pieces))
     handling = {
         kind: median(
             each.handling[kind][0] / each.handling[kind][1]
@@ -170,20 +121,15 @@ def _together(found: Sequence[_Found]) -> Rates:
     return Rates(
         work=work,
         handling=handling,
-        messages=median(each.messages for each in found),
+        exchange=_usual([each.exchange for each in found]),
         n_side_by_side=len(found),
         date=now(),
     )
 
 
-def rate_of(pieces: Sequence[Piece]) -> Seconds:
-    """Return the seconds of a unit: of all pieces together, save for a few that lag.
-
-    Pieces of one kind may be of all sizes, and small ones take more for each unit.
-    """
-    usual = median(seconds / n for seconds, n in pieces)
-    kept = [(s, n) for s, n in pieces if s / n <= LAG * usual] or pieces
-    return sum(seconds for seconds, _ in kept) / sum(n for _, n in kept)
+def _usual(found: Sequence[Exchange]) -> Exchange:
+    figures = [msgspec.structs.asdict(each) for each in found]
+    return Exchange(**{name: median(f[name] for f in figures) for name in figures[0]})
 
 
 # --------------------------------------------------------------------- the program
@@ -222,9 +168,7 @@ def main(folder: str, index: int, n_processes: int) -> int:
     except DistBeliefError as error:
         sys.stdout.write(f"{error}\n")
         return 1
-    found = _Found(
-        work=watch.work, handling=watch.handling, messages=seconds_of_message()
-    )
+    found = _Found(work=watch.work, handling=watch.handling, exchange=exchange())
     (path / f"{index}.json").write_bytes(msgspec.json.encode(found))
     return 0
 

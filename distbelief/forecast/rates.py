@@ -3,7 +3,8 @@
     replica  replica:step      seconds of each floating point operation asked for
              replica:push      seconds of each byte
     shard    shard:apply       seconds of each byte
-    replica  handling          seconds of each event, of the role's own thread
+    replica Computed apply     seconds of each such event, of the role's own thread
+    message, work, timer       seconds of a core for each, role apart (`exchange`)
 
 What the parts of a job take is known best from doing them: the real roles run for a few
 seconds in virtual time, with their real work, and every piece is timed. As many
@@ -20,18 +21,21 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Final, Literal, final
 
 import msgspec
 
 from distbelief import files
 from distbelief.errors import StorageError
+from distbelief.forecast.exchange import Exchange
 from distbelief.job.sections import Job
 from distbelief.partition.profiling.profile import Host, this_host
 from distbelief.roles import Compute, Cost, Seconds
+from distbelief.simulation.desk import Handling
 
 
-VERSION: Final = 3
+VERSION: Final = 4
 
 Unit = Literal["flops", "bytes", "times"]
 
@@ -56,9 +60,10 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured of one job on one host.
 
     Attributes:
-        work: By "KIND NAME": of a role, of its work.
-        handling: Seconds of an event, by kind of role.
-        messages: Seconds of processors that a message takes, both ends together.
+        work: By "KIND NAME by UNIT": of a role, of its work.
+        handling: Seconds that a role takes for an event, by "KIND LABEL", and by KIND
+            for those that never came; see `simulation.desk.label_of`.
+        exchange: What its process takes besides.
         n_side_by_side: Processes that computed at once.
         date: Of the measurement, ISO 8601.
         version: Of what is measured, and how.
@@ -66,28 +71,48 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
     work: Mapping[str, Rate]
     handling: Mapping[str, Seconds]
-    messages: Seconds
+    exchange: Exchange
     n_side_by_side: int = 1
     date: str = ""
     version: int = VERSION
 
-    @property
-    def seconds_of_message(self) -> Seconds:
-        """All that a message takes, from where it is sent to when it is handled."""
-        return self.messages + max(self.handling.values(), default=0.0)
+    def handling_of(self, kind: str) -> Handling:
+        """Return what events take of a process that has this kind of role."""
+        prefix = f"{kind} "
+        seconds = {
+            key.removeprefix(prefix): value + self._besides(key.removeprefix(prefix))
+            for key, value in self.handling.items()
+            if key.startswith(prefix)
+        }
+        usual = [value for key, value in self.handling.items() if " " not in key]
+        other = self.handling.get(kind, fmean(usual) if usual else 0.0)
+        return Handling(seconds=seconds, other=other + self.exchange.message)
+
+    def _besides(self, label: str) -> Seconds:
+        match label.partition(" ")[0]:
+            case "Computed":
+                return self.exchange.work
+            case "TimerFired":
+                return self.exchange.timer
+            case _:
+                return self.exchange.message
 
     def seconds_of(self, kind: str, asked: Compute) -> tuple[Unit, Seconds] | None:
         """Return what this work takes here, and by what that would change."""
-        rate = self.work.get(key_of(kind, asked.name))
-        if rate is None:
-            return None
-        return rate.unit, rate.seconds * amount(asked.cost, rate.unit)
+        for unit in (unit_of(asked.cost), "times"):
+            rate = self.work.get(key_of(kind, asked.name, unit))
+            if rate is not None:
+                return rate.unit, rate.seconds * amount(asked.cost, rate.unit)
+        return None
 
 
-def key_of(kind: str, name: str) -> str:
-    """Return how a kind of work is called; numbers in names are of no account."""
+def key_of(kind: str, name: str, unit: Unit) -> str:
+    """Return how a kind of work is called; numbers in names are of no account.
+
+    Work of one name may be counted in operations now and in bytes then.
+    """
     plain = "".join(letter for letter in name if not letter.isdigit())
-    return f"{kind} {plain}"
+    return f"{kind} {plain} by {unit}"
 
 
 def unit_of(cost: Cost) -> Unit:

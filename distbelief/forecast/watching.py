@@ -39,6 +39,7 @@ def told_until_over(
         n_events += 1
         if tell is not None and n_events % N_EVENTS_BETWEEN == 0:
             tell(view_of(simulation))
-        return SUPERVISOR in simulation.halted
+        # Asked of every event: who has halted is found by going through all roles.
+        return not simulation.is_alive(SUPERVISOR) and SUPERVISOR in simulation.halted
 
     return is_over

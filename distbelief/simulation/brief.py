@@ -7,7 +7,7 @@ their CRC-32.
 import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import assert_never, get_args
+from typing import Final, assert_never, get_args
 
 import msgspec
 import numpy as np
@@ -29,6 +29,12 @@ from distbelief.vectors import Vector
 TEXT_MAX = 240  # characters of one event's content
 ITEMS_MAX = 8
 DEPTH_MAX = 3
+
+_PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
+"""What most values are; subclasses, such as numpy's float64, are looked at closer."""
+
+_names: Final[dict[type, Sequence[str] | None]] = {}
+"""The fields that a type declares, looked up once."""
 
 _WITH_ARRAYS = {
     kind
@@ -55,6 +61,8 @@ def crc(array: Vector) -> int:
 
 def brief(value: object, *, depth: int = 0) -> str:
     """Return a short text of `value` that depends on its content alone."""
+    if type(value) in _PLAIN:
+        return _cut(repr(value))
     match value:
         case np.generic():  # first, for numpy's float64 is a float as well
             text = repr(value.item())
@@ -95,20 +103,29 @@ def _content(event: Event) -> str:
 
 
 def _brief_composite(value: object, depth: int) -> str:
-    if isinstance(value, msgspec.Struct):
-        names: Sequence[str] = value.__struct_fields__
-    elif dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-    elif isinstance(value, Mapping):
+    kind = type(value)
+    if isinstance(value, Mapping):
         items = [f"{key}: {brief(item, depth=depth)}" for key, item in value.items()]
         return f"{{{', '.join(items[:ITEMS_MAX])}}}"
-    elif isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)):
         texts = [brief(item, depth=depth) for item in value[:ITEMS_MAX]]
         return f"{len(value)}[{', '.join(texts)}]"
-    else:
-        return type(value).__name__  # its repr may hold an address
+    if kind not in _names:
+        _names[kind] = _declared(kind)
+    names = _names[kind]
+    if names is None:
+        return kind.__name__  # its repr may hold an address
     fields = [f"{name}={brief(getattr(value, name), depth=depth)}" for name in names]
-    return f"{type(value).__name__}({', '.join(fields)})"
+    return f"{kind.__name__}({', '.join(fields)})"
+
+
+def _declared(kind: type) -> Sequence[str] | None:
+    """Return the names of its fields, if it declares any."""
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind)]
+    return None
 
 
 def _cut(text: str) -> str:

@@ -21,6 +21,7 @@ from distbelief.roles import (
     Compute,
     Computed,
     Connect,
+    Cost,
     Event,
     Halt,
     Lane,
@@ -49,7 +50,7 @@ class Driver:
     """What `distbelief.node` is to one real role, for all roles of a simulation."""
 
     def __init__(self, world: World) -> None:
-        self.lives = Lives(world, self.deliver)
+        self.lives = Lives(world, self.deliver, self._handle)
         self.network = Network(
             world.agenda, world.streams, deliver=self._arrive, lose=self._lose
         )
@@ -64,7 +65,13 @@ class Driver:
     # -------------------------------------------------------------------- events
 
     def deliver(self, life: Life, event: Event) -> None:
-        """Let a life handle an event, now or when its pause is over."""
+        """Let a life handle an event: now, when it comes to it, or after its pause."""
+        if life.desk is None:
+            self._handle(life, event)
+        elif life.alive:
+            life.desk.add(event)
+
+    def _handle(self, life: Life, event: Event) -> None:
         if not life.alive:
             return
         if life.paused_until is not None:
@@ -234,12 +241,17 @@ class Driver:
             cost = life.scale.of(cost, action.lane)
 
         def seconds() -> Seconds:
-            modelled = machine.seconds_of(cost, self._world.streams.schedule)
+            left = cost
+            if action.remaining is not None:
+                part = action.remaining()
+                left = Cost(flops=part * cost.flops, n_bytes=part * cost.n_bytes)
+            modelled = machine.seconds_of(left, self._world.streams.schedule)
             return modelled * self._world.slowness(life.name)
 
         def demand(seconds: Seconds) -> Demand:
             threads = machine.threads if action.lane is Lane.COMPUTE else 1
-            return machine.demand(cost, seconds, threads)
+            slowness = self._world.slowness(life.name)  # it leaves more to the others
+            return machine.demand(cost, seconds, threads / slowness)
 
         def end(seconds: Seconds) -> None:
             if action.lane is Lane.COMPUTE:

@@ -52,7 +52,7 @@ class Lanes:
         queue = self._queues[lane]
         queue.append(work)
         if len(queue) == 1:
-            self._begin(lane)
+            self._begin(lane, wakes=True)
 
     def delay(self, seconds: Seconds) -> None:
         """Stand still for so long: what is under way ends that much later."""
@@ -75,14 +75,15 @@ class Lanes:
             for work in running:
                 work.cut_short()
 
-    def _begin(self, lane: Lane) -> None:
+    def _begin(self, lane: Lane, *, wakes: bool) -> None:
         work = self._queues[lane][0]
         work.begin()
         self._began[lane] = self._agenda.now
         if self._sharing is not None:
             seconds = work.seconds()
             demand = work.demand(seconds) if work.demand else Demand(seconds=seconds)
-            job = self._sharing.add(demand, partial(self._end_shared, lane))
+            end = partial(self._end_shared, lane)
+            job = self._sharing.add(demand, end, wakes=wakes)
             self._jobs[lane] = job
             return
         self._ends[lane] = self._agenda.now + work.seconds()
@@ -122,4 +123,4 @@ class Lanes:
         if queue and queue[0] is work:  # not closed in reply
             queue.popleft()
             if queue:
-                self._begin(lane)
+                self._begin(lane, wakes=False)

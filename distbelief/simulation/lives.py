@@ -24,6 +24,7 @@ from distbelief.roles import (
     TimerFired,
 )
 from distbelief.simulation.agenda import Call
+from distbelief.simulation.desk import Desk
 from distbelief.simulation.lanes import Lanes
 from distbelief.simulation.links import Path
 from distbelief.simulation.machines import Machine
@@ -51,6 +52,7 @@ class Life:
     launcher: "Life | None"
     paths: dict[Address, Path] = field(default_factory=dict)
     alive: bool = True
+    desk: Desk | None = None  # what it has to handle, if that takes any time
     paused_until: Seconds | None = None
     waiting: list[Event] = field(default_factory=list)  # while paused
     handles_slowly: bool = False  # its process is busy with messages
@@ -78,10 +80,11 @@ Deliver = Callable[[Life, Event], None]
 class Lives:
     """All lives of a simulated cluster, past and present."""
 
-    def __init__(self, world: World, deliver: Deliver) -> None:
+    def __init__(self, world: World, deliver: Deliver, handle: Deliver) -> None:
         self.newest: dict[Address, Life] = {}
         self._world = world
         self._deliver = deliver
+        self._handle = handle  # at once
         self._lives: dict[tuple[Address, int], Life] = {}
         self._launches: list[_Launch] = []
         self._astray: dict[Address, deque[Event]] = {}  # for lives to come
@@ -137,6 +140,14 @@ class Lives:
             timers=Timers(agenda, lambda timer: self._fire(life, timer)),
             launcher=launcher,
         )
+        sharing = self._world.sharings.get(machine.host)
+        if machine.handling is not None and sharing is not None:
+            life.desk = Desk(
+                sharing,
+                machine.handling,
+                partial(self._handle, life),
+                slowness=partial(self._world.slowness, name),
+            )
         self.newest[name] = self._lives[name, number] = life
         restored = self._world.disk.newest(name)
         self._deliver(life, Started(incarnation=number, restored=restored))
@@ -220,6 +231,8 @@ class Lives:
         life.alive = False
         life.timers.close()
         life.lanes.close(cut_short=not life.halted)
+        if life.desk is not None:
+            life.desk.close()
         life.waiting.clear()
         if not life.halted:
             for path in life.paths.values():
@@ -268,6 +281,8 @@ class Lives:
             return
         self._world.note(life.name, life.incarnation, f"paused until {until!r}")
         life.lanes.delay(until - stands_until)
+        if life.desk is not None:
+            life.desk.hold(held=True)
         life.paused_until = until
         agenda.at(until, partial(self._resume, life))
 
@@ -275,6 +290,8 @@ class Lives:
         if life.paused_until is None or life.paused_until > self._world.agenda.now:
             return  # paused again, for longer
         life.paused_until = None
+        if life.desk is not None:
+            life.desk.hold(held=False)
         waiting, life.waiting = life.waiting, []
         self._world.agenda.before_all(
             partial(self._deliver, life, event) for event in waiting

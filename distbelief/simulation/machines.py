@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distbelief.roles import Cost, Seconds
+from distbelief.simulation.desk import Handling
 from distbelief.simulation.sharing import Demand
 
 
@@ -31,6 +32,9 @@ class Machine:
     # What each message takes of the process that receives it, one after the other.
     handling_seconds: Seconds = 0.0
     handling_bytes_per_second: float = math.inf
+    # What each event, of whatever kind, takes of a core of a host that has a processor;
+    # then the two above are of no account.
+    handling: Handling | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -54,9 +58,11 @@ class Machine:
     @property
     def handles_slowly(self) -> bool:
         """Whether messages take any time of its process."""
-        return self.handling_seconds > 0 or self.handling_bytes_per_second < math.inf
+        return self.handling is None and (
+            self.handling_seconds > 0 or self.handling_bytes_per_second < math.inf
+        )
 
-    def demand(self, cost: Cost, seconds: Seconds, threads: int) -> Demand:
+    def demand(self, cost: Cost, seconds: Seconds, threads: float) -> Demand:
         """Return what work of this cost, alone so many seconds, asks of the host."""
         in_memory = cost.n_bytes / self.bytes_per_second
         computing = cost.flops / self.flops_per_second + self.overhead_seconds

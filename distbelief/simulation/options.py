@@ -13,6 +13,9 @@ from distbelief.simulation.scales import Scale
 from distbelief.simulation.sharing import Processor
 
 
+TraceKind = Literal["content", "order"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
     """Machines, links, faults, and how much of a run is remembered."""
@@ -44,7 +47,7 @@ class ClusterOptions:
     n_lines_kept: int = 12  # per role, for the report of a failure
     full_trace: bool = False  # keep every line (`trace.lines`)
     # What of an event enters the digest: all of it; or when, to whom and of what kind.
-    trace: Literal["content", "order"] = "content"
+    trace: TraceKind = "content"
     # False: messages are passed on as they are, arrays copied, and only their size is
     # computed. Nobody then sees whether they could be encoded.
     codec: bool = True

@@ -8,9 +8,11 @@ do the parts that move memory, if together they would move more than the host ca
                                                   c, b: by how much too many cores and
                                                   bytes are asked for; 1 if not
 
-Whenever a piece begins or ends, the others are brought up to date.
+Whenever a piece begins or ends, the others are brought up to date. A thread that sleeps
+while all cores are taken does not begin at once: `wake_seconds`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,14 +29,18 @@ class Processor:
     Attributes:
         cores: As many threads go on at full speed side by side.
         bytes_per_second: To and from memory, for all of them together.
+        wake_seconds: Until a thread that has slept gets a core, if all are taken.
     """
 
     cores: float
     bytes_per_second: float
+    wake_seconds: Seconds = 0.0
 
     def __post_init__(self) -> None:
         if not self.cores > 0 or not self.bytes_per_second > 0:
             raise ValueError(f"{self}: cores and bytes_per_second must be above 0")
+        if not 0 <= self.wake_seconds < math.inf:
+            raise ValueError(f"{self}: wake_seconds may not be below 0, nor endless")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +70,12 @@ class Job:
     left: Seconds
     speed: float = 0.0
     held: bool = False  # it stands still
+    sleeps: bool = False  # it has no core yet
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is at work."""
+        return not self.held and not self.sleeps
 
 
 @final
@@ -77,10 +89,22 @@ class Sharing:
     _since: Seconds = 0.0
     _n_changes: int = 0
 
-    def add(self, demand: Demand, end: Callable[[], None]) -> Job:
-        """Begin a piece of work; `end` is called when it is done."""
+    def add(
+        self, demand: Demand, end: Callable[[], None], *, wakes: bool = False
+    ) -> Job:
+        """Begin a piece of work; `end` is called when it is done.
+
+        Args:
+            demand: What it asks for.
+            end: Called then.
+            wakes: Whether the thread that does it has slept.
+        """
         self._catch_up()
         job = Job(demand, end, demand.seconds)
+        wake_seconds = self.processor.wake_seconds
+        if wakes and wake_seconds and self._is_crowded:
+            job.sleeps = True
+            self.agenda.at(self.agenda.now + wake_seconds, partial(self._wake, job))
         self._jobs.append(job)
         self._plan()
         return job
@@ -99,6 +123,17 @@ class Sharing:
             job.held = held
             self._plan()
 
+    @property
+    def _is_crowded(self) -> bool:
+        threads = sum(job.demand.threads for job in self._jobs if job.runs)
+        return threads >= self.processor.cores
+
+    def _wake(self, job: Job) -> None:
+        if job in self._jobs:
+            self._catch_up()
+            job.sleeps = False
+            self._plan()
+
     def _catch_up(self) -> None:
         seconds = self.agenda.now - self._since
         self._since = self.agenda.now
@@ -108,7 +143,7 @@ class Sharing:
 
     def _plan(self) -> None:
         """Set all speeds, and ask for the next end."""
-        running = [job for job in self._jobs if not job.held]
+        running = [job for job in self._jobs if job.runs]
         processor = self.processor
         threads = sum(job.demand.threads for job in running)
         crowd = max(1.0, threads / processor.cores)
@@ -117,7 +152,7 @@ class Sharing:
         for job in self._jobs:
             share = job.demand.memory_share
             stretch = (1.0 - share) * crowd + share * squeeze
-            job.speed = 0.0 if job.held else 1.0 / stretch
+            job.speed = 1.0 / stretch if job.runs else 0.0
         self._n_changes += 1
         if running:
             first = min(running, key=lambda job: max(0.0, job.left) / job.speed)

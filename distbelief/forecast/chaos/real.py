@@ -1,8 +1,8 @@
-"""A job broken for real: its processes on this machine are killed, paused, slowed down.
+"""A job broken for real: its processes on this host, and what they say to each other.
 
-The schedule is that of the simulation, laid over the seconds that the job trains, as
-far as its blows can be dealt to processes. What comes of it varies from run to run, as
-the machine does; the blows do not.
+The schedule is that of the simulation, laid over the seconds that the job trains.
+Processes are hit by signals (`hands`), messages on their way (`detour`). What comes of
+it varies from run to run, as the machine does; the blows do not.
 """
 
 import threading
@@ -13,8 +13,9 @@ from typing import Final, Self, final
 
 from rich.console import Console
 
+from distbelief.forecast.chaos.detour import Detour
 from distbelief.forecast.chaos.hands import Hands
-from distbelief.forecast.chaos.schedule import REAL_KINDS, Blow, schedule
+from distbelief.forecast.chaos.schedule import PROCESS_KINDS, Blow, schedule
 from distbelief.forecast.chaos.story import (
     Line,
     Story,
@@ -43,11 +44,19 @@ class Attacker:
     Args:
         blows: The schedule.
         horizon: Seconds that it is laid over, from when training begins.
+        detour: Of all messages; without one, none is hit.
     """
 
-    def __init__(self, blows: Sequence[Blow], *, horizon: Seconds) -> None:
-        self._due = [blow for blow in blows if blow.kind in REAL_KINDS]
+    def __init__(
+        self,
+        blows: Sequence[Blow],
+        *,
+        horizon: Seconds,
+        detour: Detour | None = None,
+    ) -> None:
+        self._due = [b for b in blows if detour is not None or b.kind in PROCESS_KINDS]
         self._horizon = horizon
+        self._detour = detour
         self._hands = Hands()
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -78,16 +87,23 @@ class Attacker:
                 if now - self._began < blow.at * self._horizon:
                     continue
                 del self._due[0]
-                pid = self._pids.get(blow.role)
-                struck = pid is not None and self._strike(blow, pid, now)
+                struck = self._strike(blow, now)
                 seconds = self._before + now - self._began
             text = blow.text(self._horizon)
             if not struck:
                 text += ": nobody there"
             self.lines.append(Line(seconds=seconds, what="blow", text=text))
 
-    def _strike(self, blow: Blow, pid: int, now: Seconds) -> bool:
+    def _strike(self, blow: Blow, now: Seconds) -> bool:
+        """Deal a blow; return whether there was whom to deal it to."""
         seconds = blow.lasts * self._horizon
+        if blow.kind not in PROCESS_KINDS:
+            assert self._detour is not None
+            self._detour.strike(blow, now=now, seconds=seconds)
+            return True
+        pid = self._pids.get(blow.role)
+        if pid is None:
+            return False
         match blow.kind:
             case "kill":
                 return self._hands.kill(pid)
@@ -130,8 +146,11 @@ def break_really(job: Job, *, seed: int, console: Console) -> Story:
     roles = [entry.name for entry in roster_of(job, n_machines=n_machines)]
     blows = schedule(seed, roles)
     horizon = job.stop.seconds or HORIZON_SECONDS
-    with Attacker(blows, horizon=horizon) as attacker:
-        run = train(job, show=False, watch=attacker.watch)
+    with (
+        Detour(seed) as detour,
+        Attacker(blows, horizon=horizon, detour=detour) as attacker,
+    ):
+        run = train(job, show=False, watch=attacker.watch, detours=detour)
     view, summary = attacker.view, run.summary
     console.print(f"everything in {run.directory}", highlight=False, soft_wrap=True)
     lines = [*attacker.lines, *told_lines(view), end_line(view, summary.error)]
@@ -151,7 +170,7 @@ def break_really(job: Job, *, seed: int, console: Console) -> Story:
         pushes_applied=summary.pushes_applied,
         pushes_lost=summary.pushes_lost,
         pushes_refused=summary.pushes_refused,
-        messages_lost=None,
+        messages_lost=detour.n_dropped,
         restarts=restarts_of(view),
         steps_again=None,
         digest=None,

@@ -1,12 +1,12 @@
 """Blows: what breaks, where, when, for how long; all of it drawn from one seed.
 
-    kind        what is done to a role                           to real processes
+    kind        what is done to a role                           for real
     kill        its process ends at once                         SIGKILL
     pause       it stands still, then goes on                    SIGSTOP, SIGCONT
     slow        its work takes several times as long             stopped mostly
-    drop        some messages from and to it are lost            not done
-    duplicate   some arrive twice, perhaps late                  not done
-    cut off     none passes between it and another, or anyone    not done
+    drop        some messages from and to it are lost            on a detour
+    duplicate   some arrive twice, perhaps late                  on a detour, at once
+    cut off     none passes between it and another, or anyone    on a detour, held
 
 Times are shares of the job's undisturbed length, so one schedule fits any job.
 """
@@ -31,7 +31,8 @@ from distbelief.simulation.faults import (
 
 Kind = Literal["kill", "pause", "slow", "drop", "duplicate", "cut off"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
-REAL_KINDS: Final[frozenset[Kind]] = frozenset({"kill", "pause", "slow"})
+PROCESS_KINDS: Final[frozenset[Kind]] = frozenset({"kill", "pause", "slow"})
+"""What is done to a process; the others are done to messages."""
 
 N_BLOWS: Final = 12
 FIRST, LAST = 0.1, 0.9

@@ -1,10 +1,23 @@
 """What two runs are compared by."""
 
+from pathlib import Path
+
 import pytest
 
-from distbelief.forecast.agreement import Agreement, side_of, steady_rate
+from distbelief.forecast.agreement import Agreement, as_dealt, simulated_side
+from distbelief.forecast.chaos.schedule import Blow
+from distbelief.forecast.exchange import Exchange
+from distbelief.forecast.rates import Rate, Rates, keep
+from distbelief.forecast.side import side_of, steady_rate
 from distbelief.job.view import Point, RoleView, SupervisorView
 from tests.distbelief.forecast.jobs import small
+
+
+RATES = Rates(
+    work={"replica replica:step by times": Rate(unit="times", seconds=0.02, n=10)},
+    handling={"replica": 1e-4, "shard": 1e-4},
+    exchange=Exchange(message=1e-4, work=1e-4, timer=1e-4, latency=1e-4, wake=1e-4),
+)
 
 
 def course(*samples: int) -> tuple[Point, ...]:
@@ -45,3 +58,27 @@ def test_errors_are_shares_of_what_is_real() -> None:
     assert both.error_of("samples_per_second") == pytest.approx(0.1)
     assert both.error_of("pushed_bytes") == 0.0
     assert both.error_of("staleness_mean") is None
+
+
+def test_a_pause_costs_its_time_and_no_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blows begin when the supervisor hears of the first samples."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    job = small("cluster.replicas=1", "algorithm.max_steps=60", "stop.samples=1000000")
+    keep(job, RATES)
+    plain, constants = simulated_side(job, seed=0)
+    pause = Blow(kind="pause", role="replica-0", at=0.01, lasts=0.2)
+    paused, _ = simulated_side(job, seed=0, blows=[pause], horizon=10.0)
+    assert plain.error is paused.error is None
+    assert paused.seconds == pytest.approx(plain.seconds + 2.0, abs=0.3)
+    assert paused.pushed_bytes == plain.pushed_bytes
+    told = {name: origin for name, _, origin in constants}
+    assert "measured on this host" in told["core time of a message, both ends"]
+
+
+def test_who_is_slowed_down_stands_still_most_of_the_time() -> None:
+    blow = Blow(kind="slow", role="replica-0", at=0.1, lasts=0.03, factor=4.0)
+    pauses = as_dealt(blow, horizon=10.0, roles=["replica-0"])
+    assert [p.at for p in pauses] == pytest.approx([1.025, 1.125, 1.225])
+    assert [getattr(p, "seconds", None) for p in pauses] == pytest.approx([0.075] * 3)

@@ -8,16 +8,17 @@ import pytest
 from distbelief.errors import JobError
 from distbelief.forecast.adapted import adapted
 from distbelief.forecast.constants import constants_of
-from distbelief.forecast.exchange import seconds_of_message
+from distbelief.forecast.exchange import Exchange, exchange
 from distbelief.forecast.hosting import Hosting
 from distbelief.forecast.hosts import Hosts
-from distbelief.forecast.measuring import Stopwatch, measure, rate_of
+from distbelief.forecast.measuring import measure
 from distbelief.forecast.rates import Rate, Rates, keep, kept, key_of
 from distbelief.forecast.staging import Staging
+from distbelief.forecast.stopwatch import Stopwatch, rate_of, warm
 from distbelief.forecast.virtual_run import run_virtually
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.cluster_file import load_cluster
-from distbelief.roles import SUPERVISOR, Compute, Cost
+from distbelief.roles import SUPERVISOR, Compute, Cost, TimerFired
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.options import ClusterOptions
 from tests.distbelief.forecast.jobs import small
@@ -25,9 +26,15 @@ from tests.distbelief.forecast.jobs import small
 
 MACHINE = Machine(flops=1e9, memory_rate=1e9, bandwidth=1.25e8)
 RATES = Rates(
-    work={"replica replica:step": Rate(unit="flops", seconds=1e-6, n=10)},
-    handling={"replica": 2e-5, "shard": 3e-5},
-    messages=5e-5,
+    work={"replica replica:step by flops": Rate(unit="flops", seconds=1e-6, n=10)},
+    handling={
+        "replica": 2e-5,
+        "replica Computed replica:step": 1e-5,
+        "replica TimerFired retry": 2e-5,
+        "replica Welcome": 4e-5,
+        "shard": 3e-5,
+    },
+    exchange=Exchange(message=5e-5, work=6e-5, timer=7e-5, latency=8e-5, wake=9e-5),
 )
 
 
@@ -44,19 +51,60 @@ def test_a_stopwatch_counts_seconds_of_each_operation_or_byte() -> None:
     push = Compute(name="shard:3:apply", work=lambda: None, cost=Cost(n_bytes=4.0))
     watch.adapt("shard", push).work()
     assert watch.work == {
-        "replica replica:step": ("flops", [(3.0, 2.0)]),
-        "shard shard::apply": ("bytes", [(1.0, 4.0)]),
+        "replica replica:step by flops": ("flops", [(3.0, 2.0)]),
+        "shard shard::apply by bytes": ("bytes", [(1.0, 4.0)]),
     }
-    assert watch.handled("shard", list) == []
-    assert watch.handling == {"shard": (0.5, 1)}
+    assert watch.handled("shard", TimerFired(name="beat"), list) == []
+    assert watch.handling == {"shard": (0.5, 1), "shard TimerFired beat": (0.5, 1)}
 
 
-def test_what_work_costs_may_become_known_later() -> None:
+def test_work_in_vain_is_not_counted_and_half_of_it_by_half() -> None:
+    times = iter([0.0, 3.0, 10.0, 10.1])
+    parts = iter([0.5, 0.0])
+    watch = Stopwatch(lambda: next(times))
+    work = Compute(
+        name="install",
+        work=lambda: None,
+        cost=Cost(n_bytes=8.0),
+        remaining=lambda: next(parts),
+    )
+    for _ in range(2):
+        watch.adapt("replica", work).work()
+    assert watch.work == {"replica install by bytes": ("bytes", [(3.0, 4.0)])}
+
+
+def test_the_first_pieces_are_not_counted_if_there_are_others() -> None:
+    pieces = [(float(i), 1.0) for i in range(20)]
+    assert warm(pieces) == pieces[5:]
+    assert warm(pieces[:4]) == pieces[3:4]
+    assert warm(pieces[:2]) == pieces[:2]
+
+
+def test_an_event_takes_what_its_role_does_and_what_its_process_does() -> None:
+    replica = RATES.handling_of("replica")
+    assert replica.seconds == pytest.approx(
+        {
+            "Computed replica:step": 7e-5,
+            "TimerFired retry": 9e-5,
+            "Welcome": 9e-5,
+        }
+    )
+    assert replica.other == pytest.approx(7e-5)
+    unknown = RATES.handling_of("supervisor")
+    assert unknown.other == pytest.approx(7.5e-5)
+    bare = msgspec.structs.replace(RATES, handling={})
+    assert bare.handling_of("shard").other == 5e-5
+
+
+def test_work_whose_cost_is_unknown_at_first_is_another_kind() -> None:
     times = iter([0.0, 1.0, 2.0, 4.0])
     watch = Stopwatch(lambda: next(times))
     for cost in (Cost(), Cost(n_bytes=4.0)):
         watch.adapt("replica", Compute(name="r", work=lambda: None, cost=cost)).work()
-    assert watch.work == {"replica r": ("bytes", [(2.0, 4.0)])}
+    assert watch.work == {
+        "replica r by times": ("times", [(1.0, 1.0)]),
+        "replica r by bytes": ("bytes", [(2.0, 4.0)]),
+    }
 
 
 def test_small_pieces_count_by_their_size_and_those_that_lag_not_at_all() -> None:
@@ -66,7 +114,15 @@ def test_small_pieces_count_by_their_size_and_those_that_lag_not_at_all() -> Non
 
 
 def test_numbers_in_names_of_work_are_of_no_account() -> None:
-    assert key_of("shard", "apply:17") == key_of("shard", "apply:4")
+    assert key_of("shard", "apply:17", "bytes") == key_of("shard", "apply:4", "bytes")
+
+
+def test_what_nobody_knew_the_cost_of_takes_as_long_as_it_did() -> None:
+    rate = Rate(unit="times", seconds=3.0, n=2)
+    rates = msgspec.structs.replace(RATES, work={"shard order by times": rate})
+    order = Compute(name="order", work=lambda: None, cost=Cost(n_bytes=4.0))
+    assert rates.seconds_of("shard", order) == ("times", 3.0)
+    assert rates.seconds_of("replica", order) is None
 
 
 def test_rates_are_kept_for_the_same_work_only() -> None:
@@ -80,8 +136,12 @@ def test_rates_are_kept_for_the_same_work_only() -> None:
     assert kept(job) is None
 
 
-def test_a_message_takes_some_time_but_not_long() -> None:
-    assert 1e-6 < seconds_of_message() < 0.05
+def test_an_exchange_takes_some_time_but_not_long() -> None:
+    found = exchange()
+    for name in ("message", "work", "timer"):
+        assert 1e-6 < getattr(found, name) < 0.05, name
+    assert 0 <= found.latency < 0.5
+    assert 0 <= found.wake < 0.5
 
 
 def run_with(rates: Rates | None, cluster: Cluster) -> float:
@@ -138,5 +198,5 @@ def test_a_cluster_that_is_not_there_is_told_by_its_option() -> None:
 def test_this_host_is_measured_and_kept() -> None:
     rates = measure(small(), n_processes=2)
     assert rates.n_side_by_side == 2
-    assert rates.work["replica replica:step"].n > 10
-    assert rates.work["replica replica:step"].unit == "flops"
+    assert rates.work["replica replica:step by flops"].n > 10
+    assert rates.work["replica replica:step by flops"].unit == "flops"

@@ -1,6 +1,9 @@
 """Jobs in virtual time: figures, sweeps, the command line, and mistakes."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -166,6 +169,68 @@ def test_a_trace_that_ends_early_is_refused() -> None:
     Path("rack.toml").write_text(RACK + '[trace]\nfile = "spot.csv"\n')
     with pytest.raises(JobError, match=r"ends early: it covers 0\.01 s"):
         forecast(small())
+
+
+SWITCH = '[[switches]]\nmachines = "0-9"\nbandwidth = "1 Gbit/s"\n'
+TRACE = '[trace]\nfile = "spot.csv"\n'
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        (RACK.replace("1 GiB", "1 kB"), "of cluster 'bad' cannot hold"),
+        (RACK.replace("count = 6", "count = 2"), "has 2 machines, and the job takes 5"),
+        (RACK + SWITCH, "a switch for machines 0 to 9; there are 6, counted from 0"),
+        (
+            RACK.replace('"10 MB/s"', '"-10 MB/s"'),
+            '"-10 MB/s" is no quantity',
+        ),
+        (RACK.replace('latency = "60 us"', "latency = -1.0"), "latency = -1.0"),
+        (RACK.replace('bandwidth = "1 Gbit/s"\n', ""), "lacks the key 'bandwidth'"),
+        (RACK + TRACE, "ends early: it covers 0.01 s"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_one_clear_message(
+    tmp_path: Path, cluster: str, said: str
+) -> None:
+    """Nothing is run, and nothing but the message is told."""
+    Path("bad.toml").write_text(cluster)
+    Path("spot.csv").write_text("0.001,0,1\nend,0.01\n")
+    job = str(written(tmp_path))
+    result = command("simulate", job, "--cluster", "bad.toml", "--counted")
+    assert result.exit_code == MISTAKEN
+    told = " ".join(result.output.split())
+    assert said in told
+    assert "Traceback" not in told
+    assert len(result.output.strip().splitlines()) <= 4
+
+
+@pytest.mark.timeout(180)
+def test_a_trace_is_the_same_whatever_the_hash_seed() -> None:
+    """The supervisor and all its roles, in two fresh processes, bit for bit."""
+    program = (
+        "from tests.distbelief.forecast.test_simulating import forecast, RACK\n"
+        "from tests.distbelief.forecast.jobs import SANDBLASTER, small\n"
+        "for job in (small(), small(text=SANDBLASTER)):\n"
+        "    (variant,) = forecast(job).variants\n"
+        "    print(variant.outcomes[0].digest, variant.outcomes[0].loss)\n"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": hash_seed,
+                "PYTHONPATH": str(Path(__file__).parents[3]),
+            },
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+    assert len(outputs.pop().splitlines()) == 2
 
 
 def test_from_python_it_is_one_name() -> None:

@@ -104,6 +104,20 @@ def test_what_is_removed_never_ends() -> None:
 def test_a_processor_without_cores_is_refused() -> None:
     with pytest.raises(ValueError, match="cores"):
         Processor(cores=0, bytes_per_second=1.0)
+    with pytest.raises(ValueError, match="wake_seconds may not"):
+        Processor(cores=1, bytes_per_second=1.0, wake_seconds=-1.0)
+
+
+def test_what_is_removed_before_it_wakes_never_begins() -> None:
+    agenda = Agenda()
+    crowded = Processor(cores=1, bytes_per_second=1e9, wake_seconds=0.5)
+    sharing = Sharing(agenda, crowded)
+    ends: list[float] = []
+    sharing.add(Demand(seconds=1.0), lambda: ends.append(agenda.now))
+    late = sharing.add(Demand(seconds=1.0), lambda: ends.append(-1.0), wakes=True)
+    sharing.remove(late)
+    run(agenda)
+    assert ends == [1.0]
 
 
 # ------------------------------------------------------------------- roles of one host
