@@ -10,8 +10,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from experiments.figures.courses import TARGET, Course
+from experiments.figures.entries import NAMES
+from experiments.figures.findings import (
+    PAPERS_CORES,
+    PAPERS_CROSSING_CORES,
+    PAPERS_ORDER,
+    by_label,
+)
 from experiments.figures.results import FOLDER
-from experiments.figures.scaled import CORES, Course
+from experiments.figures.rig import CORES
 
 
 if TYPE_CHECKING:
@@ -55,29 +63,38 @@ def draw_speed_up(found: "Sequence[SpeedUp]") -> None:
 def draw_methods(courses: Sequence[Course]) -> None:
     """Draw Figure 4."""
     figure, panels = _figure(2, width=11.0)
-    groups = by_method(courses)
+    groups = by_label(courses)
     for axes, part in zip(panels, ("trained", "held_out"), strict=True):
-        for name, colour in zip(groups, COLOURS, strict=False):
-            _band(axes, groups[name], part, name, colour)
+        for label, colour in zip(PAPERS_ORDER, COLOURS, strict=False):
+            if label in groups:
+                _band(axes, groups[label], part, label, colour)
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
         axes.set(
-            xlabel="hours",
+            xlabel="hours of the large cluster",
             ylabel=f"accuracy, {part.replace('_', ' ')}",
             xscale="log",
         )
-    panels[1].legend(frameon=False, loc="lower right")
+        axes.axhline(TARGET, color="black", linewidth=0.5, linestyle=":")
+    panels[0].legend(
+        frameon=False,
+        loc="upper left",
+        fontsize=8,
+        title="the paper's order, slowest first",
+        title_fontsize=8,
+    )
     _save(figure, "figure4.png")
 
 
 def draw_crossings(courses: Sequence[Course], *, target: float) -> None:
     """Draw Figure 5."""
     figure, panels = _figure(2, width=11.0)
-    names = list(dict.fromkeys(course.name for course in courses))
     for axes, factor, what in zip(
         panels, (1, CORES), ("machines", "cores"), strict=True
     ):
-        for name, colour in zip(names, COLOURS[1:], strict=False):
+        for name, colour in zip(NAMES.values(), COLOURS[1:], strict=False):
             rows = _times(courses, name)
+            if not rows:
+                continue
             x = [machines * factor for machines, _ in rows]
             middle = [float(np.median(times)) / 3600 for _, times in rows]
             low = [min(times) / 3600 for _, times in rows]
@@ -86,16 +103,21 @@ def draw_crossings(courses: Sequence[Course], *, target: float) -> None:
             axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         axes.set(xlabel=what, ylabel=f"hours to {target:.0%} held out", xscale="log")
         axes.set_yscale("log")
-    panels[1].legend(frameon=False)
+    for cores, text in (
+        (PAPERS_CORES, "the paper: up to here\nAdagrad is first"),
+        (PAPERS_CROSSING_CORES, "the paper: here\nSandblaster may be"),
+    ):
+        panels[1].axvline(cores, color="black", linewidth=0.5, linestyle=":")
+        panels[1].annotate(
+            text,
+            (cores, 0.98),
+            xycoords=("data", "axes fraction"),
+            ha="right",
+            va="top",
+            fontsize=7,
+        )
+    panels[0].legend(frameon=False)
     _save(figure, "figure5.png")
-
-
-def by_method(courses: Sequence[Course]) -> dict[str, list[Course]]:
-    """Return courses by method and replicas, as the legend has them."""
-    groups: dict[str, list[Course]] = defaultdict(list)
-    for course in courses:
-        groups[f"{course.name} [{course.replicas}]"].append(course)
-    return groups
 
 
 def _times(courses: Sequence[Course], name: str) -> list[tuple[int, list[float]]]:
@@ -108,7 +130,7 @@ def _times(courses: Sequence[Course], name: str) -> list[tuple[int, list[float]]
 
 
 def _band(
-    axes: Axes, courses: Sequence[Course], part: str, name: str, colour: str
+    axes: Axes, courses: Sequence[Course], part: str, label: str, colour: str
 ) -> None:
     """Draw the median of the seeds, and all between the lowest and the highest."""
     end = min(course.points[-1].seconds for course in courses)
@@ -125,7 +147,7 @@ def _band(
         ]
     )  # (seeds, times)
     hours = grid / 3600
-    axes.plot(hours, np.median(curves, axis=0), color=colour, label=name)
+    axes.plot(hours, np.median(curves, axis=0), color=colour, label=label)
     axes.fill_between(
         hours, curves.min(axis=0), curves.max(axis=0), color=colour, alpha=0.2
     )

@@ -1,0 +1,56 @@
+import pytest
+
+from distbelief.job.jobfile import parse_job
+from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, Entry
+from experiments.figures.findings import PAPERS_ORDER
+from experiments.figures.search import ENTRIES, Try, best
+
+
+@pytest.mark.parametrize(
+    "entry", [*FIGURE_4, *FIGURE_5, LEARNER], ids=lambda e: e.label
+)
+def test_every_entry_is_a_job(entry: Entry) -> None:
+    algorithm = entry.algorithm(entry.candidates[0], squares=0.5)
+    job = parse_job(
+        f"""
+[model]
+factory = "experiments.figures.task:net"
+[data.train]
+factory = "experiments.figures.task:train"
+[algorithm]
+{algorithm}
+loss = "cross_entropy"
+[cluster]
+replicas = {entry.replicas}
+shards = 1
+[stop]
+samples = {entry.samples}
+""",
+        path="figure.toml",
+    )
+    assert job.cluster.replicas == entry.replicas
+
+
+def test_figure_4_has_the_methods_of_the_paper() -> None:
+    assert {entry.label for entry in FIGURE_4} == set(PAPERS_ORDER)
+
+
+def test_every_entry_is_searched_with_the_same_number_of_tries() -> None:
+    assert {len(entry.candidates) for entry in ENTRIES} == {4}
+
+
+def attempt(setting: float, seconds: float | None, held_out: float) -> Try:
+    return Try(setting=setting, target_seconds=seconds, held_out=held_out, seconds=1.0)
+
+
+def test_the_best_setting_is_the_first_at_the_target() -> None:
+    tries = [attempt(1, 20.0, 0.3), attempt(2, 10.0, 0.25), attempt(3, None, 0.4)]
+    assert best(tries) == 2
+
+
+def test_of_two_at_the_target_at_once_the_most_accurate_is_best() -> None:
+    assert best([attempt(1, 20.0, 0.3), attempt(2, 20.0, 0.4)]) == 2
+
+
+def test_if_none_is_there_the_best_is_the_most_accurate() -> None:
+    assert best([attempt(1, None, 0.1), attempt(2, None, 0.2)]) == 2
