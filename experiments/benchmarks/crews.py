@@ -2,7 +2,8 @@
 
 A step of a crew takes as long as that of its slowest process; what is told of a turn is
 the median over its steps. All crews live at once and take turns, so that a machine that
-becomes slower spoils no ratio.
+becomes slower spoils no ratio. How many processors others had meanwhile is told too: a
+turn that had to share them says nothing of what it measures.
 """
 
 import json
@@ -76,6 +77,7 @@ class Crew:
         self.name = name
         self.seconds: list[float] = []  # of a step, per turn
         self.cpu_seconds: list[float] = []  # of a step, all processes together
+        self.others: list[float] = []  # processors that others kept busy, per turn
         self.n_bytes = 0  # at the end of some turn
         self._hands = hands
         self._log = folder / f"{name}.log"
@@ -111,9 +113,13 @@ class Crew:
         usual = self.seconds[-1] if self.seconds else median(self._steps(2))
         n_steps = max(2, round(seconds / usual))
         pids = measurement.families(process.pid for process in self._processes)
-        used = measurement.cpu_seconds(pids)
+        used, busy = measurement.cpu_seconds(pids), measurement.busy_seconds()
+        began = time.monotonic()
         steps = self._steps(n_steps)
-        self.cpu_seconds.append((measurement.cpu_seconds(pids) - used) / n_steps)
+        taken = measurement.cpu_seconds(pids) - used
+        busy = measurement.busy_seconds() - busy
+        self.others.append(max(busy - taken, 0.0) / (time.monotonic() - began))
+        self.cpu_seconds.append(taken / n_steps)
         self.n_bytes = max(self.n_bytes, measurement.shared_out_bytes(pids))
         self.seconds.append(median(steps))
         return steps
@@ -124,6 +130,7 @@ class Crew:
             "step, ms": Spread.of([1e3 * value for value in self.seconds]).show(),
             "CPU ms": Spread.of([1e3 * value for value in self.cpu_seconds]).show(),
             "memory": f"{self.n_bytes / 2**20:,.0f} MiB",
+            "others": f"{max(self.others):.2f}",
         }
 
     def _steps(self, n_steps: int) -> list[float]:

@@ -75,6 +75,16 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     return ticks / _TICKS_PER_SECOND
 
 
+def busy_seconds() -> float:
+    """Return the time that all processors were busy so far, with whatever it was.
+
+    What other guests of the same hardware took of them counts too.
+    """
+    first = (_PROC / "stat").read_text(encoding="ascii").splitlines()[0].split()
+    user, nice, system, _idle, _iowait, *others = map(int, first[1:9])
+    return (user + nice + system + sum(others)) / _TICKS_PER_SECOND
+
+
 def shared_out_bytes(pids: Iterable[int]) -> int:
     """Return the memory that these processes hold now, what they share counted once."""
     return sum(_kilobytes(pid, "smaps_rollup", "Pss:") for pid in pids) * 1024

@@ -1,6 +1,7 @@
 """What two machines of one core each buy, and what else two cores could do.
 
     python experiments/benchmarks/model_parallel.py [--rounds 4] [--seconds 6] [--small]
+        [--parts speech_bs64 speech_bs256 image 1gbit 100mbit] [--folder DIR]
 
 A step is forward and backward of one batch, without fetch and push. Contestants, all
 with memory kept (`allocator`), one thread per process if not said otherwise:
@@ -19,6 +20,9 @@ For these the planner is told what a message takes there, and may choose stages.
     speech_bs64, speech_bs256, image   1 machine, or torch if it is faster, / 2 machines
     speech_bs256_over_two_threads      2 threads / 2 machines
     speech_..._over_dtensor            dtensor / 2 machines
+
+A part at a time, each with the figures that it has, where a machine is lent for a few
+minutes only: with a folder, what was measured of layers is kept for the other parts.
 """
 
 import argparse
@@ -39,16 +43,24 @@ from distbelief.partition.profiling.host import Network
 from experiments.benchmarks import hosts, measurement
 from experiments.benchmarks.crews import Crew, Hand
 from experiments.benchmarks.hosts import HERE, Host
-from experiments.benchmarks.machines import network, order_here, replica
+from experiments.benchmarks.machines import (
+    kept_network,
+    network,
+    order_here,
+    plan_of,
+    replica,
+)
 from experiments.benchmarks.ways import N_MACHINES, Way, by_places, on_one_machine
 from experiments.benchmarks.workload import NetName, Workload
 
 
-BATCH_SIZES: Final = (64, 256)
 IMAGES: Final = 64
 """Samples of a step of the image net."""
 
+SPEECH: Final = {"speech_bs64": 64, "speech_bs256": 256}
 LINKS: Final = {"1gbit": 1e9, "100mbit": 1e8}
+IMAGE: Final = "image"
+PARTS: Final = (*SPEECH, IMAGE, *LINKS)
 ONE: Final = ("torch", "1 machine")
 TWO: Final = "2 machines"
 N_RANKS: Final = 2
@@ -89,8 +101,7 @@ class Contest:
         """Enter a replica of the runtime's machines."""
         self.crews[name] = replica(
             name,
-            way,
-            order,
+            plan_of(way, order, loss=self._workload.loss),
             workload=self._workload,
             folder=self._folder,
             ends=self._ends,
@@ -127,17 +138,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     keep_memory()  # as machines do, and
     torch.set_num_threads(1)  # so: what is measured of layers depends on both
     figures: dict[str, float] = {}
+    links = [link for link in LINKS if link in options.parts]
+    obstacle = hosts.obstacle() if links else None
     with TemporaryDirectory(prefix="distbelief-parallel-") as name:
-        folder = Path(name)
-        os.environ["XDG_CACHE_HOME"] = name  # layers are measured now, not once
-        between = network(folder, seconds=options.seconds / 4)
-        if "speech" in options.parts:
-            for batch_size in BATCH_SIZES:
+        folder, kept = Path(name), options.folder or Path(name)
+        kept.mkdir(exist_ok=True)
+        # Layers are measured now, or in another part of this, not once for all.
+        os.environ["XDG_CACHE_HOME"] = str(kept)
+        between = kept_network(kept, seconds=options.seconds / 4)
+        for part, batch_size in SPEECH.items():
+            if part in options.parts:
                 figures |= _speech(batch_size, between, folder, options)
-        if "image" in options.parts:
+        if IMAGE in options.parts:
             figures |= _image(between, folder, options)
-        obstacle = hosts.obstacle() if "links" in options.parts else None
-        for link in LINKS if "links" in options.parts and not obstacle else ():
+        for link in links if not obstacle else ():
             figures |= _linked(link, folder, options)
     if obstacle:
         print(f"no links: {obstacle}")
@@ -200,7 +214,7 @@ def _image(
 
 
 def _linked(link: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    workload = _workload("speech", BATCH_SIZES[-1], options)
+    workload = _workload("speech", max(SPEECH.values()), options)
     with hosts.linked(bits_per_second=LINKS[link]) as ends:
         place = folder / link
         place.mkdir()
@@ -244,8 +258,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=4, help="turns of each")
     parser.add_argument("--seconds", type=float, default=6.0, help="of a turn")
-    parts = ["speech", "image", "links"]
-    parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--folder", type=Path, help="keep there what is measured once")
     parser.add_argument("--small", action="store_true", help="tiny nets, for a look")
     return parser.parse_args(arguments)
 

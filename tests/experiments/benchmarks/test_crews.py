@@ -40,7 +40,7 @@ def test_a_crew_takes_turns_and_a_step_takes_as_long_as_its_slowest(
     assert crew.step.low <= crew.step.median <= crew.step.high
     assert len(crew.cpu_seconds) == 2
     assert crew.n_bytes > 1 << 20
-    assert set(crew.row()) == {"step, ms", "CPU ms", "memory"}
+    assert set(crew.row()) == {"step, ms", "CPU ms", "memory", "others"}
 
 
 @pytest.mark.processes

@@ -40,6 +40,7 @@ def test_memory_and_processor_time_of_this_process_are_seen() -> None:
     assert measurement.peak_bytes(os.getpid()) > 1 << 20
     assert measurement.shared_out_bytes([os.getpid()]) > 1 << 20
     assert measurement.cpu_seconds([os.getpid()]) > 0.0
+    assert measurement.busy_seconds() > measurement.cpu_seconds([os.getpid()])
 
 
 def test_what_has_ended_has_used_nothing() -> None:

@@ -12,7 +12,7 @@ from tests.experiments.benchmarks.runs import figures_of
 def test_everybody_steps_and_the_last_line_has_the_ratios() -> None:
     figures = figures_of(
         *("model_parallel", "--small", "--rounds=1", "--seconds=0.2"),
-        *("--parts", "speech", "image"),
+        *("--parts", "speech_bs64", "speech_bs256", "image"),
     )
     for key in (
         *("speech_bs64", "speech_bs256", "speech_bs256_over_two_threads"),
