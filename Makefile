@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/pip install -q -c constraints.txt
+# What is imported is compiled then; to compile all of it would take most of a minute.
+PIP := $(BIN)/pip install -q --no-compile -c constraints.txt
 
 .PHONY: demo test bench soak format clean
 

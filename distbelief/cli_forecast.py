@@ -95,8 +95,8 @@ def chaos(
 
     Its processes are killed, paused, slowed down and cut off, and their messages lost
     or sent twice, by a schedule that the seed decides. In virtual time the same seed
-    gives the same run, event by event. With --real, processes of this machine are
-    killed, paused and slowed down by the same schedule.
+    gives the same run, event by event. With --real, all of that is done to processes
+    of this machine, and to their messages, by the same schedule.
 
     Exit code: 0 the job came to its end, 1 it failed, 2 a mistake in what you gave.
     """

@@ -1,12 +1,19 @@
 """What every test shares: reproducible examples, one torch thread."""
 
+import gc
 import os
-import sys
 from collections.abc import Iterator
 
 import pytest
-import torch
 from hypothesis import settings
+
+from tests.tracing import (
+    is_untraced,
+    measure_imports,
+    measure_test,
+    measured_fixture,
+    unseen_children,
+)
 
 
 # No deadlines: the first example of a law may pay for a lazy import of torch.
@@ -18,34 +25,59 @@ settings.register_profile(
 )
 settings.load_profile("ci")  # `--hypothesis-profile=nightly` replaces it
 
+measure_imports()
+
+# Everything is imported once and stays: the collector need not look at it so often.
+gc.set_threshold(10_000, 20, 20)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_torch_thread() -> None:
     """Sums have the same bits on every machine only if nobody splits them."""
+    import torch  # noqa: PLC0415 -- the process that deals tests out does without
+
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _untraced(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run laws, and long jobs, without measuring coverage: it takes as long again.
+    """Run long jobs, processes included, without measuring their coverage.
 
     They try what the tests of each module alone, and shorter jobs, have covered.
     """
-    if not request.node.get_closest_marker("untraced"):
-        yield
-        return
-    tracer = sys.gettrace()
-    sys.settrace(None)
-    names = [name for name in os.environ if name.startswith("COVERAGE_PROCESS")]
-    of_children = {name: os.environ.pop(name) for name in names}
+    of_children = unseen_children() if is_untraced(request.node) else {}
     yield
     os.environ.update(of_children)
-    sys.settrace(tracer)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes long, so that no core waits for it at the end."""
-    items.sort(key=lambda item: "test_static" not in item.nodeid)
+    items.sort(key=duration)
+
+
+def duration(item: pytest.Item) -> int:
+    """Return 0 for the longest: the type checker's; then what is said to be slow."""
+    if "test_static" in item.nodeid:
+        return 0
+    return 1 if item.get_closest_marker("slow") else 2
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Measure tests, now that every conftest has marked what is not to be measured."""
+    gc.collect()
+    gc.freeze()
+    for item in session.items:
+        if isinstance(item, pytest.Function) and not is_untraced(item):
+            measure_test(item)
+
+
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+) -> None:
+    if fixturedef.func.__module__.startswith("tests.") and not is_untraced(
+        request.node
+    ):
+        vars(fixturedef)["func"] = measured_fixture(fixturedef.func)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

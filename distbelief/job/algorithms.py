@@ -122,7 +122,7 @@ def verdict_of(job: "Job") -> Judge:
 
 
 def check_cluster(job: "Job") -> None:
-    """Refuse a cluster that the algorithm cannot do with.
+    """Refuse a cluster that the algorithm cannot do with, as its table asks for it.
 
     Raises:
         JobError: it names table and key.
@@ -130,7 +130,7 @@ def check_cluster(job: "Job") -> None:
     algorithm = load(find(job.algorithm_name))
     check = getattr(algorithm, "check_cluster", None)
     if check is not None:
-        check(job.cluster)
+        check(job.cluster, job.algorithm)
 
 
 def find(name: object) -> EntryPoint:

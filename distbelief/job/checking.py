@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from distbelief import files
 from distbelief.errors import DistBeliefError, JobError, StorageError
 from distbelief.job.jobfile import job_from_json
-from distbelief.job.plans import draw, plan_for_job
 from distbelief.job.process import import_from, log
 from distbelief.job.sections import Job
 from distbelief.job.summary import DataFacts, TaskFacts
@@ -123,6 +122,10 @@ def answer_to(job: Job, question: Question) -> Answer:
     if not job.cluster.is_split:
         check(task, job.batch_size)
         return _found(job, question, LocalModel(build_model(task.model)))
+    # The planner brings scipy's solvers and matplotlib, which take as long to import as
+    # half of torch: every job would wait for them, in two processes.
+    from distbelief.job.plans import draw, plan_for_job  # noqa: PLC0415
+
     _check_device(job.cluster.device)
     sample = check_data(task, job.batch_size)
     captured = capture_for(task, sample)

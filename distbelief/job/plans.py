@@ -19,7 +19,7 @@ from distbelief.job.sections import Job
 from distbelief.partition.costs import AnalyticCosts, single_sample
 from distbelief.partition.outlook import outlook_of
 from distbelief.partition.planning import Order
-from distbelief.partition.profiling.host import HERE, Network, here
+from distbelief.partition.profiling.host import HANDLING, HERE, Network, here
 from distbelief.partition.reports.picture import draw_plan
 from distbelief.program.cluster import Cluster
 from distbelief.program.cluster_file import load_cluster
@@ -31,7 +31,9 @@ SOLVER_SECONDS: Final = 5.0
 
 # Between two processes of one host. Nothing depends on it finely: that a message costs
 # something, and bytes do not cost much, is what keeps plans from needless messages.
-LOOPBACK: Final = Network(bandwidth=2e9, latency=5e-5, message_overhead=5e-5)
+LOOPBACK: Final = Network(
+    bandwidth=2e9, latency=5e-5, message_overhead=5e-5, handling=HANDLING
+)
 
 Told = Callable[[str], None]
 

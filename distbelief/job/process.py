@@ -30,8 +30,8 @@ from distbelief.parameter_server.layout import Layout, LayoutSpec
 from distbelief.roles import SUPERVISOR, Address, Role, Snapshot
 from distbelief.runtime.samples import Sample
 from distbelief.runtime.task import BuildContext
+from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.transport.zmq_transport import ZmqTransport
 
 
 SPEC_BYTES_MAX: Final = 1 << 26
@@ -52,6 +52,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         plan: By which replicas are split over machines; None if they are not.
         sample: What the data are like, for that plan.
         n_train: Training samples.
+        reach: From where these processes can be reached.
     """
 
     job: msgspec.Raw
@@ -65,6 +66,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     plan: str | None = None
     sample: Sample | None = None
     n_train: int | None = None
+    reach: Reach = Reach()
 
 
 @final
@@ -95,8 +97,9 @@ def main(name: str, incarnation: int, path: str) -> int:
     job = job_from_json(bytes(spec.job))
     import_from(job)
     torch.set_num_threads(job.cluster.threads if name.startswith("replica") else 1)
-    if name.startswith("replica"):
-        keep_memory()  # each step's gradients lie where the last one's did
+    if name.startswith(("replica", "shard")):
+        # Each step's gradients lie where the last one's did; so do a shard's copies.
+        keep_memory()
     else:
         keep_memory(block_bytes_max=KEPT_BYTES_MAX)
     memory: Memory = PrivateMemory(host="")
@@ -107,7 +110,7 @@ def main(name: str, incarnation: int, path: str) -> int:
     def report(level: str, text: str) -> None:
         log(name, incarnation, level, text)
 
-    transport = ZmqTransport(
+    transport = spec.reach.transport(
         name=name, incarnation=incarnation, token=spec.token, log=report
     )
     with transport:

@@ -142,8 +142,10 @@ class Rehearsing:
         del step
         return False
 
-    def fetched(self, seconds: Seconds) -> None:
+    def fetched(self, seconds: Seconds) -> bool:
         """Never called."""
+        del seconds
+        return True
 
     def open(self, step: int, chosen: Chosen, portion: Portion) -> Put:
         """Keep the gradients of this step."""

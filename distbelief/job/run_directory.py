@@ -106,6 +106,15 @@ class RunDirectory:
             )
         return cls(run.path, lock=_lock(run.path)) if write else run
 
+    @classmethod
+    def take(cls, path: Path) -> Self:
+        """Return this directory, whatever is in it, and take the lock.
+
+        Raises:
+            StorageError: another process has it, or it cannot be written.
+        """
+        return cls(path, lock=_lock(path))
+
     def __enter__(self) -> Self:
         return self
 

@@ -21,7 +21,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self, final
+from typing import Final, Protocol, Self, final
 
 import msgspec
 import torch
@@ -58,7 +58,7 @@ from distbelief.job.view import SupervisorView
 from distbelief.messages import Stop
 from distbelief.node import Node
 from distbelief.parameter_server.layout import Layout
-from distbelief.roles import SUPERVISOR, Received
+from distbelief.roles import SUPERVISOR, Received, Role
 from distbelief.runtime.task import build_model
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.transport.zmq_transport import ZmqTransport
@@ -72,7 +72,19 @@ DRAWING_SECONDS: Final = 2.0
 Watch = Callable[[SupervisorView], bool]
 
 
-def train(
+class Detours(Protocol):
+    """Lets messages of a run pass through a place where they can be hindered."""
+
+    def through(self, name: str, endpoint: str) -> str:
+        """Return where `name` is to be found, in place of `endpoint`."""
+        ...
+
+    def around(self, supervisor: Role) -> Role:
+        """Return the supervisor as one who sends everybody there."""
+        ...
+
+
+def train(  # noqa: PLR0913 -- a front door: all but the first are options
     job: Job | str | os.PathLike[str],
     *,
     resume: str | os.PathLike[str] | None = None,
@@ -80,6 +92,7 @@ def train(
     json: bool = False,
     launcher: Launcher | None = None,
     watch: Watch | None = None,
+    detours: Detours | None = None,
 ) -> Run:
     """Run a job in processes of this machine, until it ends.
 
@@ -90,6 +103,7 @@ def train(
         json: Whether to print the summary as JSON at the end.
         launcher: One that was started early, closed at the end; by default a new one.
         watch: Called with each view of the job; returns whether to end it.
+        detours: Of all messages; by default they go straight.
 
     Returns:
         The run. A job that fails after it has started is no exception: see
@@ -120,7 +134,7 @@ def train(
             if is_new:  # a mistake leaves nothing behind
                 shutil.rmtree(run.path, ignore_errors=True)
             raise
-        training.supervise(watch)
+        training.supervise(watch, detours)
         summary = training.conclude()
         if json:
             sys.stdout.write(summary_text(summary))
@@ -235,7 +249,9 @@ class _Training:
 
     # ------------------------------------------------------------------ while it
 
-    def supervise(self, watch: Watch | None = None) -> None:
+    def supervise(
+        self, watch: Watch | None = None, detours: Detours | None = None
+    ) -> None:
         """Run the supervisor until the job ends."""
         console = self._console
         config = supervisor_config(self._job, self._answer, legacy=self._legacy)
@@ -255,9 +271,14 @@ class _Training:
             transport,
             caught_signals() as caught,
         ):
-            self._write_spec(token, transport.endpoint)
+            endpoint = transport.endpoint
+            role: Role = supervisor
+            if detours is not None:
+                endpoint = detours.through(SUPERVISOR, endpoint)
+                role = detours.around(supervisor)
+            self._write_spec(token, endpoint)
             node = Node(
-                supervisor, transport=transport, log=self._log, launcher=self._launcher
+                role, transport=transport, log=self._log, launcher=self._launcher
             )
 
             def stop(number: signal.Signals) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+from tests.processes.nursery import Forked
+
 
 COMMAND = Path(sys.executable).with_name("distbelief")
 SHARED_MEMORY = Path("/dev/shm")
@@ -104,7 +106,7 @@ def write_job(folder: Path) -> None:
 class Command:
     """A command that runs, or has run."""
 
-    process: "subprocess.Popen[str]"
+    process: "subprocess.Popen[str] | Forked"
     folder: Path
     run: Path
     output: str = field(default="", init=False)
@@ -162,21 +164,40 @@ def train(
     *arguments: str,
     run: str = "tiny",
     job: Sequence[str] = ("tiny.toml",),
+    fresh: bool = False,
 ) -> Iterator[Command]:
-    """Start `distbelief train`; nothing of it is left after the block."""
-    process = subprocess.Popen(
-        [COMMAND, "train", *job, *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    """Start `distbelief train`; nothing of it is left after the block.
+
+    Args:
+        folder: Where it runs.
+        arguments: Behind the job file.
+        run: Name of the run directory.
+        job: The job file.
+        fresh: As a user starts it, not from the nursery, which takes less time. So it
+            is, too, where its coverage is measured.
+    """
+    words = ["train", *job, *arguments]
+    is_measured = any(name.startswith("COVERAGE_PROCESS") for name in os.environ)
+    process: subprocess.Popen[str] | Forked
+    if fresh or is_measured or not hasattr(os, "pidfd_open"):
+        process = subprocess.Popen(
+            [COMMAND, *words],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    else:
+        process = Forked(words, folder=folder)
     command = Command(process, folder, folder / "runs" / run)
     try:
         yield command
     finally:
         process.kill()
-        if not process.stdout or process.stdout.closed:
+        if isinstance(process, Forked):
+            process.communicate()
+            process.close()
+        elif not process.stdout or process.stdout.closed:
             process.wait()
         else:
             process.communicate()

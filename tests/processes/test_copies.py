@@ -38,14 +38,13 @@ def leader_of(command: Command) -> str:
     return copies(command)["leading"]
 
 
-@pytest.mark.soak
 @pytest.mark.untraced
 @pytest.mark.parametrize(
     ("blow", "shared_memory"),
     [
         (signal.SIGKILL, "true"),
-        pytest.param(signal.SIGSTOP, "true", marks=pytest.mark.soak),
-        pytest.param(signal.SIGKILL, "false", marks=pytest.mark.soak),
+        (signal.SIGSTOP, "true"),
+        (signal.SIGKILL, "false"),
     ],
 )
 def test_a_leader_that_is_lost_is_replaced_and_nothing_is_lost(

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -92,34 +93,35 @@ def test_a_killed_machine_costs_its_replica_a_step_and_nobody_else(
     with digits(folder, *SPLIT, *lasting) as command:
         poll(command.is_training, seconds=400.0)
         poll(lambda: "replica-0.1" in command.roles(), seconds=60.0)
-        (victim,) = command.pids("replica-0.1")
-        others = {
-            name: command.pids(name)
-            for name in ("replica-0.0", "replica-1.0", "replica-1.1", "shard-0")
-        }
-        os.kill(victim, signal.SIGKILL)
-        poll(lambda: len(command.pids("replica-0.1")) == 2, seconds=60.0)
-        before = rate_of(command, "replica-0.0")
-        poll(lambda: rate_of(command, "replica-0.0") > before, seconds=120.0)
-        assert {name: command.pids(name) for name in others} == others
+        names = ("replica-0.0", "replica-0.1", "replica-1.0", "replica-1.1", "shard-0")
+        for killed in ("replica-0.1", "replica-0.0"):
+            before = {name: command.pids(name) for name in names}
+            os.kill(before.pop(killed)[-1], signal.SIGKILL)
+            poll(partial(begins_anew, command, killed), seconds=60.0)
+            poll(partial(has_steps, command, killed), seconds=120.0)
+            assert {name: command.pids(name) for name in before} == before
         command.signal(signal.SIGINT)
         assert command.wait(seconds=60.0) == 130, command.output
-    assert said_to_restart(command, "replica 0.1")
+    assert said_to_restart(command, "replica 0.1", "replica 0.0")
     assert not alive(command.all_pids())
 
 
-def said_to_restart(command: Command, label: str) -> bool:
-    """Return whether this role alone was killed and started again."""
+def said_to_restart(command: Command, *labels: str) -> bool:
+    """Return whether these roles alone were killed and started again."""
     found = re.findall(
         r"(\S+ \S+) was ended by signal SIGKILL.*: restarting", command.output
     )
-    return found == [label]
+    return found == [*labels]
 
 
-def rate_of(command: Command, name: str) -> float:
-    """Return the steps that this role has taken, by its own word."""
-    counters = cast("dict[str, float]", command.roles()[name]["counters"])
-    return counters.get("steps", 0.0)
+def has_steps(command: Command, name: str) -> bool:
+    """Return whether this life of a role has taken steps, by its own word."""
+    counters = command.roles()[name].get("counters") or {}
+    return cast("dict[str, float]", counters).get("steps", 0.0) > 0
+
+
+def begins_anew(command: Command, name: str) -> bool:
+    return not has_steps(command, name)
 
 
 WIDE = '''

@@ -15,6 +15,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import sandblaster
 from distbelief.errors import JobError
+from distbelief.program.plan import load
+from sandblaster.local import minimize_flat
+from sandblaster.methods.lbfgs import LBFGS
 from sandblaster.reasons import Reason
 from tests.processes.commands import MODULE, poll, train
 
@@ -99,7 +102,6 @@ def objective(folder: Path) -> float:
     return float(loss + 0.5e-3 * square)
 
 
-@pytest.mark.soak
 @pytest.mark.untraced
 def test_whoever_is_killed_the_run_goes_on_to_the_same_end(folder: Path) -> None:
     slow = "data.train.factory=tiny:slow"
@@ -119,7 +121,7 @@ def test_whoever_is_killed_the_run_goes_on_to_the_same_end(folder: Path) -> None
     assert found["loss"] == pytest.approx(objective(folder), rel=1e-5)
 
 
-@pytest.mark.soak
+@pytest.mark.untraced
 def test_downpour_first_and_sandblaster_to_finish_on_the_same_shards(
     folder: Path,
 ) -> None:
@@ -140,7 +142,7 @@ def test_downpour_first_and_sandblaster_to_finish_on_the_same_shards(
     assert found["loss"] == pytest.approx(objective(folder), rel=1e-5)
 
 
-@pytest.mark.soak
+@pytest.mark.untraced
 def test_an_interrupted_run_keeps_its_best_point_and_goes_on(folder: Path) -> None:
     slow = ("--set", "data.train.factory=tiny:slow")
     with train(folder, *slow) as first:
@@ -221,6 +223,74 @@ def test_minimize_finds_what_scipy_finds(tmp_path: Path) -> None:
     assert result.nfev >= result.nit > 0
     assert seen
     assert (tmp_path / "run" / "summary.json").is_file()
+
+
+@pytest.mark.untraced
+def test_replicas_that_span_machines_go_the_way_of_one_process(tmp_path: Path) -> None:
+    """The same points, one after the other: not just the same end."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(330, 6, dtype=torch.float64, generator=generator)
+    y = (x[:, 0] * x[:, 1] > 0).long()
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+    def function(point: np.ndarray) -> tuple[float, np.ndarray]:
+        plain = net()
+        vector_to_parameters(torch.from_numpy(point), plain.parameters())
+        loss = nn.functional.cross_entropy(plain(x), y)
+        loss.backward()
+        gradient = [p.grad.reshape(-1) for p in plain.parameters()]  # type: ignore[union-attr]
+        return loss.item(), torch.cat(gradient).numpy()
+
+    model = net()
+    initial = parameters_to_vector(model.parameters()).detach().numpy().copy()
+    method = LBFGS(n_iterations_max=4, gradient_tolerance=1e-5)
+    point, expected = minimize_flat(function, initial, method)
+    result = sandblaster.minimize(
+        model,
+        "cross_entropy",
+        (x, y),
+        replicas=2,
+        shards=2,
+        partitions=2,
+        portion=40,
+        max_iterations=4,
+        directory=tmp_path / "run",
+    )
+    assert result.reason is Reason.MAX_ITERATIONS
+    assert (result.nit, result.nfev) == (4, expected.n_evaluations)
+    assert result.fun == pytest.approx(expected.loss, rel=1e-9)
+    np.testing.assert_allclose(result.x, point, rtol=1e-7, atol=1e-10)
+    plan = load(tmp_path / "run" / "plan.json")
+    assert (plan.cluster.n_machines, plan.batch) == (2, 40)
+
+
+@pytest.mark.soak
+@pytest.mark.untraced
+def test_whichever_machine_of_a_replica_is_killed_the_others_go_on(
+    folder: Path,
+) -> None:
+    more = [
+        "data.train.factory=tiny:slow",
+        "algorithm.max_iterations=20",
+        "cluster.partitions=2",
+        "model.initial=seed",
+    ]
+    with train(folder, *(word for key in more for word in ("--set", key))) as run:
+        for role in ("replica-0.1", "replica-1.0", "coordinator"):
+            before = run.samples()
+            poll(lambda b=before: run.samples() > b, seconds=120)  # type: ignore[misc]
+            os.kill(run.pids(role)[-1], signal.SIGKILL)
+            poll(lambda r=role: len(run.pids(r)) > 1, seconds=60)  # type: ignore[misc]
+        assert run.wait(seconds=240) == 0, run.output
+    found = summary(folder)
+    assert found["restarts"] == 3
+    assert found["stop_reason"] in {
+        Reason.MAX_ITERATIONS.sentence,
+        Reason.CONVERGED_GRADIENT.sentence,
+    }
+    assert found["loss"] == pytest.approx(objective(folder), rel=1e-5)
 
 
 @pytest.mark.soak
