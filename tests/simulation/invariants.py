@@ -310,7 +310,11 @@ class Bounded(Invariant):
 
 
 class WholeVersions(Invariant):
-    """What a reader installs is one version of each shard: not torn, no mixture."""
+    """What a reader installs is one version of each shard: not torn, no mixture.
+
+    Unless it is superseded: its lease is its successor's by then, and blocks still on
+    their way change with it (seed 970). What comes of it is refused: no push counts.
+    """
 
     @override
     def computed(self, shard: ParameterServerShard, happening: Happening) -> None:
@@ -322,6 +326,8 @@ class WholeVersions(Invariant):
 
     @override
     def installed(self, worker: Worker, happening: Happening) -> None:
+        if happening.incarnation < self.scene.cluster.incarnation(happening.name):
+            return
         for index, versions in enumerate(self.scene.versions):
             assert checksum(worker, index) in versions, (
                 f"{happening.name} installed what shard {index} never was"
