@@ -339,7 +339,7 @@ def test_mistakes_before_a_run_leave_nothing_but_their_message(folder: Path) -> 
     assert not list((folder / "runs").iterdir())
 
 
-@pytest.mark.untraced
+@pytest.mark.soak
 def test_a_sample_that_is_found_bad_in_mid_run_is_named(folder: Path) -> None:
     """In training it ends the job; in the last evaluation, too, and at once."""
     train_raise = sets("data.train.arguments={spoilt=70, how='raise'}")
@@ -355,7 +355,7 @@ def test_a_sample_that_is_found_bad_in_mid_run_is_named(folder: Path) -> None:
     assert "[data.test] sample 70 has label 9" in " ".join(two.output.split())
 
 
-@pytest.mark.untraced
+@pytest.mark.soak
 def test_a_sample_that_is_no_number_is_named_and_left_out(folder: Path) -> None:
     """By one of more replicas, of a model with fewer elements than shards."""
     options = sets(
@@ -482,7 +482,7 @@ def end(command: Command, number: signal.Signals, *, code: int) -> None:
     assert_nothing_is_left(command)
 
 
-@pytest.mark.untraced
+@pytest.mark.soak
 def test_a_signal_before_the_training_leaves_nothing(folder: Path) -> None:
     prepare = sets("data.train.factory=preparing:points", "output.directory=runs/a")
     check_it = sets("model.factory=bad:slow", "output.directory=runs/b")
@@ -497,7 +497,7 @@ def test_a_signal_before_the_training_leaves_nothing(folder: Path) -> None:
     assert not list((folder / "runs").iterdir())
 
 
-@pytest.mark.untraced
+@pytest.mark.soak
 def test_a_run_that_is_running_ended_or_killed_says_so_and_goes_on(
     folder: Path,
 ) -> None:

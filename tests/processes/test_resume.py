@@ -50,7 +50,7 @@ def snapshots(command: Command) -> set[str]:
     return {str(path.relative_to(directory)) for path in found}
 
 
-@pytest.mark.untraced
+@pytest.mark.soak
 def test_a_run_goes_on_with_other_shards_and_replicas_and_counts_on(
     tmp_path: Path,
 ) -> None:
@@ -88,7 +88,7 @@ def test_a_run_goes_on_with_other_shards_and_replicas_and_counts_on(
     assert shapes["0.weight"] == (16, 10)
 
 
-@pytest.mark.untraced
+@pytest.mark.soak
 def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
     write_job(tmp_path)
     with train(tmp_path, *sets("stop.samples=200")) as first:

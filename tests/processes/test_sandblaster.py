@@ -121,7 +121,7 @@ def test_whoever_is_killed_the_run_goes_on_to_the_same_end(folder: Path) -> None
     assert found["loss"] == pytest.approx(objective(folder), rel=1e-5)
 
 
-@pytest.mark.untraced
+@pytest.mark.soak
 def test_downpour_first_and_sandblaster_to_finish_on_the_same_shards(
     folder: Path,
 ) -> None:
@@ -142,7 +142,7 @@ def test_downpour_first_and_sandblaster_to_finish_on_the_same_shards(
     assert found["loss"] == pytest.approx(objective(folder), rel=1e-5)
 
 
-@pytest.mark.untraced
+@pytest.mark.soak
 def test_an_interrupted_run_keeps_its_best_point_and_goes_on(folder: Path) -> None:
     slow = ("--set", "data.train.factory=tiny:slow")
     with train(folder, *slow) as first:
@@ -225,7 +225,7 @@ def test_minimize_finds_what_scipy_finds(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
-@pytest.mark.untraced
+@pytest.mark.soak
 def test_replicas_that_span_machines_go_the_way_of_one_process(tmp_path: Path) -> None:
     """The same points, one after the other: not just the same end."""
     generator = torch.Generator().manual_seed(0)

@@ -119,6 +119,7 @@ def leaks(directory: Path, secrets: list[bytes], pid: int) -> list[str]:
     ]
 
 
+@pytest.mark.soak
 def test_loops_come_and_go_and_the_server_goes_on_where_it_ended(place: Path) -> None:
     worker, server = KeyFiles(place / "worker"), KeyFiles(place / "server")
     pairs = [worker.pair(), server.pair()]

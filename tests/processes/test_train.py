@@ -82,7 +82,7 @@ def test_a_job_ends_and_its_model_is_a_plain_torch_module(folder: Path) -> None:
     assert summary["metric"] > 0.8
 
 
-@pytest.mark.untraced
+@pytest.mark.soak
 def test_roles_that_share_no_memory_train_as_well(folder: Path) -> None:
     with train(folder, "--set", "cluster.shared_memory=false") as command:
         assert command.wait() == 0, command.output
@@ -107,7 +107,7 @@ def test_the_library_does_what_the_command_does(folder: Path) -> None:
     assert ended.stdout == "0 True 10\n", ended.stderr
 
 
-@pytest.mark.untraced
+@pytest.mark.soak
 def test_two_runs_at_once_do_not_meet(folder: Path) -> None:
     with train(folder) as one:
         poll(one.run.is_dir)
@@ -160,7 +160,7 @@ def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
     assert samples == sorted(samples)
 
 
-@pytest.mark.untraced
+@pytest.mark.soak
 def test_ctrl_c_before_anything_runs_leaves_nothing(folder: Path) -> None:
     with train(folder, *LONG) as command:
         poll((command.run / "lock").exists)
@@ -215,7 +215,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(folder: Path) -> None:
         poll(lambda: not command.shared_memory(), seconds=30.0)
 
 
-@pytest.mark.untraced
+@pytest.mark.soak
 def test_what_a_crash_of_all_processes_left_is_swept_by_the_next_run(
     folder: Path,
 ) -> None:
@@ -229,7 +229,7 @@ def test_what_a_crash_of_all_processes_left_is_swept_by_the_next_run(
 # -------------------------------------------------------------------- the user's code
 
 
-@pytest.mark.untraced
+@pytest.mark.soak
 def test_a_mistake_is_one_message_and_leaves_no_directory(folder: Path) -> None:
     with train(folder, "--set", "model.arguments.depth=3") as command:
         assert command.wait() == 2
