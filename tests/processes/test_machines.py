@@ -85,7 +85,7 @@ def test_two_replicas_of_two_machines_learn_and_predict(folder: Path) -> None:
         np.testing.assert_allclose(outputs, expected.numpy(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.untraced
+@pytest.mark.soak
 def test_a_killed_machine_costs_its_replica_a_step_and_nobody_else(
     folder: Path,
 ) -> None:
