@@ -97,8 +97,10 @@ def main(name: str, incarnation: int, path: str) -> int:
     job = job_from_json(bytes(spec.job))
     import_from(job)
     torch.set_num_threads(job.cluster.threads if name.startswith("replica") else 1)
-    if name.startswith(("replica", "shard")):
-        # Each step's gradients lie where the last one's did; so do a shard's copies.
+    driven = name.startswith("shard") and algorithms.coordinator_of(job) is not None
+    if name.startswith("replica") or driven:
+        # Each step's gradients lie where the last one's did; so do the vectors of each
+        # set on a shard. One of Downpour makes none: it would hold more for nothing.
         keep_memory()
     else:
         keep_memory(block_bytes_max=KEPT_BYTES_MAX)
