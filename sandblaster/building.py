@@ -3,8 +3,8 @@
 from typing import Final
 
 from distbelief.data.subset import DataShard
-from distbelief.downpour.algorithm import DownpourSettings
 from distbelief.downpour.replica import ModelReplica
+from distbelief.downpour.settings import DownpourSettings
 from distbelief.downpour.steps import Trainer
 from distbelief.errors import JobError
 from distbelief.parameter_server.client import ParameterClient

@@ -5,18 +5,15 @@ of the data, and fetches from and pushes to the shards of a parameter server wit
 waiting for the others.
 """
 
-import math
 from dataclasses import replace
 from typing import Final, final
 
-import msgspec
-
 from distbelief.data.subset import DataShard
-from distbelief.downpour.config import DownpourConfig
+from distbelief.downpour.machines import build_machine
 from distbelief.downpour.replica import ModelReplica
+from distbelief.downpour.settings import DownpourSettings
 from distbelief.downpour.steps import Trainer
 from distbelief.errors import LocalProtocolError
-from distbelief.parameter_server.update_rules import UpdateRule
 from distbelief.roles import Role
 from distbelief.runtime import trial
 from distbelief.runtime.assembling import Split
@@ -37,89 +34,6 @@ from distbelief.runtime.task import (
     build_loss,
     build_model,
 )
-
-
-class DownpourSettings(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
-):
-    """Table [algorithm] of a job with name = "downpour".
-
-    Attributes:
-        loss: torch's name of it, or an import path (see `runtime.losses`).
-        batch_size: Samples of one step of one replica.
-        rule: How the shards apply a push, for example
-            { name = "adagrad", learning_rate = 0.02 }.
-        n_fetch: Steps between fetches (in all experiments of the paper: 1).
-        n_push: Steps between pushes (in all experiments of the paper: 1).
-        blocking: Fetch only once every push is applied: with one replica, plain SGD.
-        warm_start_steps: Steps of replica 0 alone, before the supervisor releases the
-            others.
-        local_learning_rate: Of a replica's own steps between fetches, before the
-            rule's schedule. By default the rule's; to be stated if n_fetch > 1 and the
-            rule is adaptive.
-        clip_norm: Upper bound of each mini-batch gradient's 2-norm; None: no bound.
-        max_steps: Steps after which each replica ends by itself; None: told to.
-        non_finite_limit: Gradients in a row with NaN or Inf, each skipped and named,
-            before a replica gives up.
-        seed: Of the order of samples and of the model's own randomness (dropout).
-    """
-
-    loss: str
-    batch_size: int
-    rule: UpdateRule
-    n_fetch: int = 1
-    n_push: int = 1
-    blocking: bool = False
-    warm_start_steps: int = 0
-    local_learning_rate: float | None = None
-    clip_norm: float | None = None
-    max_steps: int | None = None
-    non_finite_limit: int = 10
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be run, by name and value.
-
-        Raises:
-            ValueError: which msgspec turns into an error that names the table.
-        """
-        if self.warm_start_steps < 0:
-            raise ValueError(
-                f"warm_start_steps is {self.warm_start_steps}; use 0 or more"
-            )
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; use 0 or more")
-        if self.local_learning_rate is not None and not (
-            0.0 < self.local_learning_rate < math.inf
-        ):
-            raise ValueError(
-                f"local_learning_rate is {self.local_learning_rate}; use a number "
-                "above 0, or leave it out"
-            )
-        if self.rule.adaptive and self.n_fetch > 1 and self.local_learning_rate is None:
-            raise ValueError(
-                f"n_fetch is {self.n_fetch} and rule {self.rule.name!r} adapts its "
-                "rate on the shards; between fetches a replica takes plain SGD steps, "
-                "whose rate only you can choose: give local_learning_rate, or use "
-                "n_fetch = 1"
-            )
-        self.of_replica()  # checks the rest
-
-    def of_replica(self) -> DownpourConfig:
-        """Return what a replica needs to know of it."""
-        return DownpourConfig(
-            batch_size=self.batch_size,
-            n_fetch=self.n_fetch,
-            n_push=self.n_push,
-            blocking=self.blocking,
-            learning_rate=self.rule.learning_rate,
-            local_learning_rate=self.local_learning_rate,
-            schedule=self.rule.schedule,
-            clip_norm=self.clip_norm,
-            max_steps=self.max_steps,
-            non_finite_limit=self.non_finite_limit,
-            seed=self.seed,
-        )
 
 
 @final
@@ -178,7 +92,8 @@ class DownpourAlgorithm:
         """
         kind, _, index = name.partition("-")
         if context.plan is not None and place_of(name) is not None:
-            return _machine(name, config=config, context=context)
+            split = Split.of(name, context)
+            return build_machine(name, config=config, context=context, split=split)
         match kind:
             case "shard" if name in shard_names(context):
                 return build_shard(name, rule=config.rule, context=context)
@@ -228,15 +143,6 @@ def _replica(index: int, *, config: DownpourSettings, context: BuildContext) -> 
         data_shard=data_shard,
         await_begin=context.await_begin,
     )
-
-
-def _machine(name: str, *, config: DownpourSettings, context: BuildContext) -> Role:
-    """Return one machine of a replica, or of the evaluator, by the job's plan."""
-    # Imported here, for it needs what this module defines.
-    from distbelief.downpour.machines import build_machine  # noqa: PLC0415
-
-    split = Split.of(name, context)
-    return build_machine(name, config=config, context=context, split=split)
 
 
 def _within(index: str, count: int) -> bool:

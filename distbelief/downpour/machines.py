@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from distbelief.data.subset import DataShard
-from distbelief.downpour.algorithm import DownpourSettings
 from distbelief.downpour.config import DownpourConfig
+from distbelief.downpour.settings import DownpourSettings
 from distbelief.downpour.training import Training
 from distbelief.errors import JobError
 from distbelief.roles import Role

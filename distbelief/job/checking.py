@@ -23,16 +23,13 @@ from distbelief.job.sections import Job
 from distbelief.job.summary import DataFacts, TaskFacts
 from distbelief.parameter_server.initial import Initial
 from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
+from distbelief.runtime.capturing import capture_for
+from distbelief.runtime.checks import check, check_data, check_evaluation
 from distbelief.runtime.imports import place
 from distbelief.runtime.local_model import LocalModel
 from distbelief.runtime.recording import recorded_initials
-from distbelief.runtime.samples import (
-    Sample,
-    capture_for,
-    check_data,
-    check_evaluation,
-)
-from distbelief.runtime.task import build_dataset, build_model, check, metric_name
+from distbelief.runtime.samples import Sample
+from distbelief.runtime.task import build_dataset, build_model, metric_name
 from distbelief.runtime.weights import reader
 
 

@@ -32,7 +32,7 @@ from distbelief.parameter_server.selection import Selection
 from distbelief.program.compilation import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
 from distbelief.roles import Address, PeerJoined
-from distbelief.runtime.capturing import modules_of
+from distbelief.runtime.capturing import capture_for, modules_of
 from distbelief.runtime.courier import Courier
 from distbelief.runtime.course import Course, MeasuringCourse
 from distbelief.runtime.dataflow import dataflow
@@ -42,7 +42,6 @@ from distbelief.runtime.machine import Machine, MachineConfig
 from distbelief.runtime.machine_names import member_names
 from distbelief.runtime.operations import Dataflow
 from distbelief.runtime.portions import PortionReader, PortionsAhead
-from distbelief.runtime.samples import capture_for
 from distbelief.runtime.stepping import Stepping
 from distbelief.runtime.task import build_model
 from distbelief.transport.zmq_transport import ZmqTransport

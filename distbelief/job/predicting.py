@@ -32,7 +32,8 @@ from distbelief.job.rehearsing import OUTPUT
 from distbelief.job.run_directory import RunDirectory
 from distbelief.job.sections import Job
 from distbelief.program.plan import Plan, load
-from distbelief.runtime.samples import Sample, check_evaluation
+from distbelief.runtime.checks import check_evaluation
+from distbelief.runtime.samples import Sample
 from distbelief.runtime.task import build_model
 
 

@@ -25,7 +25,7 @@ from typing import Final, cast
 import msgspec
 
 from distbelief import files
-from distbelief.downpour.algorithm import DownpourSettings
+from distbelief.downpour.settings import DownpourSettings
 from distbelief.errors import DistBeliefError
 from distbelief.job.figures import Before
 from distbelief.job.launcher import Launcher

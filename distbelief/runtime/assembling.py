@@ -21,6 +21,7 @@ from distbelief.parameter_server.copies import copies_of_all
 from distbelief.parameter_server.selection import Selection
 from distbelief.program.compilation import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
+from distbelief.runtime.capturing import capture_for
 from distbelief.runtime.common_roles import layout_of
 from distbelief.runtime.courier import Courier
 from distbelief.runtime.course import Course, MeasuringCourse
@@ -35,7 +36,6 @@ from distbelief.runtime.machine_names import EVALUATORS, Place, member_names, pl
 from distbelief.runtime.measuring import Judge, Measuring
 from distbelief.runtime.operations import Dataflow
 from distbelief.runtime.portions import PortionReader, PortionsAhead
-from distbelief.runtime.samples import capture_for
 from distbelief.runtime.stepping import Stepping
 from distbelief.runtime.task import (
     BuildContext,

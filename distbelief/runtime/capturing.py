@@ -7,12 +7,14 @@ from typing import final
 import torch
 from torch import nn
 
+from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.layer import INPUT, LayerGraph
 from distbelief.graph.losses import append_loss, whole_loss
 from distbelief.graph.region import Shape
 from distbelief.parameter_server.layout import TensorSpec
-from distbelief.runtime.losses import LOSSES, Loss, loss_function
+from distbelief.runtime.losses import CLASS_LOSSES, LOSSES, Loss, loss_function
+from distbelief.runtime.samples import Sample
 from distbelief.runtime.task import TaskSpec, build_model
 
 
@@ -60,6 +62,36 @@ def capture_task(
         graph=graph,
         modules=modules_of(graph, module, _loss(task.loss)),
         specs=specs_of(module),
+    )
+
+
+def capture_for(task: TaskSpec, sample: Sample) -> Captured:
+    """Return the layer graph of a task on such samples, without any memory.
+
+    Raises:
+        JobError: the model cannot be built or captured, or does not take them.
+    """
+    n_values = 1 if sample.input_is_integer else None  # how many, no layer asks
+    loss = task.loss.removesuffix("_loss")
+    if ":" in task.loss and sample.target_is_integer:
+        raise JobError(
+            f"[algorithm] loss = {task.loss!r}: a function of your own gets targets as "
+            "floating-point numbers where replicas are split over machines, and those "
+            "of [data.train] are whole numbers: use a loss by name, or let a replica "
+            "be one process (partitions = 1)"
+        )
+    if loss == "mse" and sample.target_is_integer:
+        raise JobError(
+            f"[algorithm] loss {task.loss} compares element by element, and targets of "
+            f"[data.train] are whole numbers of shape {list(sample.target_shape)}: let "
+            "the data set return them as floating-point numbers, of the outputs' "
+            "shape, or use loss = 'cross_entropy' if they are class labels"
+        )
+    return capture_task(
+        task,
+        inputs=[InputSpec(shape=sample.input_shape, n_values=n_values)],
+        targets=sample.target_shape,
+        soft=loss in CLASS_LOSSES and not sample.target_is_integer,
     )
 
 

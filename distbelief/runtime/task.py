@@ -2,19 +2,19 @@
 
 The structs are tables of the job file, so they hold names and plain values only: a
 process that joins a job receives them as text and builds the objects itself. Whatever
-the user may have got wrong is found by `check` before any process starts, and told in
+the user may have got wrong is found by `checks` before any process starts, and told in
 one sentence: the culprit, its value, the mend.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 import torch
 from torch import nn
 
-from distbelief.data.dataset import Dataset, read_batch
+from distbelief.data.dataset import Dataset
 from distbelief.errors import JobError
 from distbelief.memory import Memory
 from distbelief.parameter_server.initial import Initial
@@ -28,10 +28,7 @@ from distbelief.runtime.losses import (
     metric_function,
     usual_metric,
 )
-
-
-if TYPE_CHECKING:  # it builds tasks
-    from distbelief.runtime.samples import Sample
+from distbelief.runtime.samples import Sample
 
 
 SEED_MAX: Final = 2**63 - 1  # torch takes no more
@@ -158,7 +155,7 @@ class BuildContext:
     shard_copies: int = 1
     await_begin: bool = True
     plan: str | None = None
-    sample: "Sample | None" = None
+    sample: Sample | None = None
     device: str = "cpu"
     n_train: int | None = None
     datasets: Mapping[str, Dataset] = field(default_factory=dict)
@@ -262,53 +259,3 @@ def metric_name(task: TaskSpec) -> str:
 def build_metric(task: TaskSpec) -> Metric:
     """Return the metric as f(outputs, targets) -> mean over samples."""
     return metric_function(metric_name(task))
-
-
-# ---------------------------------------------------------------------- check
-
-
-def check(task: TaskSpec, batch_size: int) -> None:
-    """Try one batch, forward and backward, and the evaluation of another.
-
-    To be called before any process starts, in a process of its own or a fresh thread
-    count of 1: it builds model and data.
-
-    Raises:
-        JobError: naming the culprit, its value and the mend.
-    """
-    module = build_model(task.model)
-    dataset = build_dataset(task.train)
-    loss = build_loss(task)
-    indices = range(min(batch_size, len(dataset)))
-    inputs, targets = read_batch(dataset, indices, table="data.train")
-    trial.train(
-        module,
-        inputs,
-        targets,
-        loss=loss,
-        names=trial.Names(
-            model=task.model.factory,
-            loss=task.loss,
-            data="data.train",
-            indices=indices,
-        ),
-    )
-    if task.test is None:
-        return
-    dataset = build_dataset(task.test, table="data.test")
-    indices = range(min(batch_size, len(dataset)))
-    inputs, targets = read_batch(dataset, indices, table="data.test")
-    trial.evaluate(
-        module,
-        inputs,
-        targets,
-        loss=loss,
-        metric=build_metric(task),
-        names=trial.Names(
-            model=task.model.factory,
-            loss=task.loss,
-            data="data.test",
-            metric=metric_name(task),
-            indices=indices,
-        ),
-    )

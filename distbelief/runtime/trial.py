@@ -1,8 +1,8 @@
 """One trial step of the user's model, data and loss, with every mistake named.
 
-Slow and careful where training is fast: `task.check` runs it before a job starts, and a
-replica runs it again on the batch that made a step fail. Each thing is looked at in the
-order in which data meets it: inputs, layers, outputs, targets, loss, gradient.
+Slow and careful where training is fast: `checks.check` runs it before a job starts, and
+a replica runs it again on the batch that made a step fail. Each thing is looked at in
+the order in which data meets it: inputs, layers, outputs, targets, loss, gradient.
 """
 
 from collections.abc import Sequence

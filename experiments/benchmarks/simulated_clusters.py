@@ -14,7 +14,8 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.downpour.algorithm import DOWNPOUR, DownpourSettings
+from distbelief.downpour.algorithm import DOWNPOUR
+from distbelief.downpour.settings import DownpourSettings
 from distbelief.memory import Memory
 from distbelief.messages import Acknowledge, Push
 from distbelief.parameter_server.layout import Layout, TensorSpec

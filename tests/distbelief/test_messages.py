@@ -7,6 +7,7 @@ import pytest
 
 from distbelief import messages
 from distbelief.messages import Message, Push
+from distbelief.messages.bounds import AnyMessage
 from distbelief.vectors import Vector
 from distbelief.wire import FRAMES_MAX
 from tests.distbelief.message_strategies import MESSAGES
@@ -17,8 +18,8 @@ def test_the_union_holds_every_message_of_the_module() -> None:
         value
         for value in vars(messages).values()
         if isinstance(value, type)
-        and issubclass(value, messages._Message)
-        and value is not messages._Message
+        and issubclass(value, AnyMessage)
+        and value is not AnyMessage
     }
     assert set(MESSAGES) == declared
 

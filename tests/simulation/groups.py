@@ -7,8 +7,9 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from distbelief.downpour.algorithm import DOWNPOUR, DownpourSettings
+from distbelief.downpour.algorithm import DOWNPOUR
 from distbelief.downpour.machines import build_machine
+from distbelief.downpour.settings import DownpourSettings
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.layer import INPUT
 from distbelief.memory import Memory

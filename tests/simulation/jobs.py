@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 from _pytest.mark import ParameterSet
 
-from distbelief.downpour.algorithm import DOWNPOUR, DownpourSettings
+from distbelief.downpour.algorithm import DOWNPOUR
+from distbelief.downpour.settings import DownpourSettings
 from distbelief.job.figures import Before
 from distbelief.job.member import Member, MemberConfig, heartbeat_seconds
 from distbelief.job.sections import StopTable

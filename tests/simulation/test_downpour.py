@@ -21,8 +21,9 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.data.subset import BatchCursor, DataShard
-from distbelief.downpour.algorithm import DOWNPOUR, DownpourSettings
+from distbelief.downpour.algorithm import DOWNPOUR
 from distbelief.downpour.replica import ModelReplica
+from distbelief.downpour.settings import DownpourSettings
 from distbelief.memory import Memory
 from distbelief.messages import Begin, Evaluate, Finished, Measured, Progress, Stop
 from distbelief.parameter_server.initial import shard_values

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from distbelief.downpour.algorithm import DownpourSettings
+from distbelief.downpour.settings import DownpourSettings
 from distbelief.job.recutting import Recutting
 from distbelief.job.store import SnapshotStore
 from distbelief.messages import Save

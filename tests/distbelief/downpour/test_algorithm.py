@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from distbelief.downpour.algorithm import DOWNPOUR, DownpourSettings
+from distbelief.downpour.algorithm import DOWNPOUR
 from distbelief.downpour.replica import ModelReplica
+from distbelief.downpour.settings import DownpourSettings
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.memory import PrivateMemory
 from distbelief.parameter_server.layout import Layout

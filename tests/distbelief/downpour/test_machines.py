@@ -7,8 +7,8 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.data.subset import DataShard
-from distbelief.downpour.algorithm import DownpourSettings
 from distbelief.downpour.machines import build_machine
+from distbelief.downpour.settings import DownpourSettings
 from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.memory import PrivateMemory
 from distbelief.messages import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from distbelief.downpour.algorithm import DownpourSettings
+from distbelief.downpour.settings import DownpourSettings
 from distbelief.errors import JobError, JobFileError
 from distbelief.job import algorithms, toml_text
 from distbelief.job.jobfile import Job, job_from_json, load_job, parse_job

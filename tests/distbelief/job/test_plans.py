@@ -15,13 +15,9 @@ from distbelief.job.jobfile import Job, parse_job
 from distbelief.job.plans import draw, plan_for_job
 from distbelief.program.cluster_file import load_cluster
 from distbelief.program.plan import Plan, load
-from distbelief.runtime.samples import (
-    Sample,
-    capture_for,
-    check_data,
-    check_evaluation,
-    sample_of,
-)
+from distbelief.runtime.capturing import capture_for
+from distbelief.runtime.checks import check_data, check_evaluation
+from distbelief.runtime.samples import Sample, sample_of
 from distbelief.runtime.task import TaskSpec
 
 

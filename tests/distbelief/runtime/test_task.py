@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.runtime import trial
+from distbelief.runtime.checks import check
 from distbelief.runtime.task import (
     DataSpec,
     ModelSpec,
@@ -15,7 +16,6 @@ from distbelief.runtime.task import (
     build_dataset,
     build_metric,
     build_model,
-    check,
     metric_name,
 )
 from tests.distbelief.runtime.examples import HERE
