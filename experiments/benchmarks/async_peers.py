@@ -12,6 +12,7 @@ each step.
     single               one process, torch.optim.SGD (the origin of the target)
     ours                 DownpourSGD loops, ParameterServer of one shard
     ours_adagrad         the same with Adagrad, which nobody else of these has
+    ours_every_5         the same, fetching and pushing as seldom as pytorch_distbelief
     torch_rpc            a parameter server over torch's RPC
     ray                  a parameter server as a Ray actor
     ddp                  DistributedDataParallel over gloo: synchronous
@@ -20,6 +21,7 @@ each step.
 Seconds count from when all workers have begun; starting up is not in them. All take
 turns. Held-out loss is evaluated after a run, from what worker 0 recorded in it
 (`peers.course`). A system that does not run keeps its row, with version and error.
+Ctrl+C ends the turn under way, and reports what there is.
 """
 
 import argparse
@@ -51,6 +53,7 @@ ENTRIES = (
     Entry(
         name="ours_adagrad", module="ours", distribution="distbelief", rule="adagrad"
     ),
+    Entry(name="ours_every_5", module="ours", distribution="distbelief", every=5),
     Entry(name="torch_rpc", module="torch_rpc", install="torch"),
     Entry(name="ray", module="ray_actor", distribution="ray", install="ray==2.60.0"),
     Entry(name="ddp", module="ddp", install="torch"),
@@ -62,7 +65,7 @@ ENTRIES = (
     ),
 )
 SINGLE = Entry(name="single", module="single")
-OURS = ("ours", "ours_adagrad")
+OURS = ("ours", "ours_adagrad", "ours_every_5")
 
 
 @final
@@ -123,7 +126,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             flush=True,
         )
         pause = (options.slowdown - 1) * step_seconds
-        rows = _hold_all(entries, course, options, target=target, pause_seconds=pause)
+        rows = _rows(entries, options)
+        try:
+            _hold_all(rows, course, options, target=target, pause_seconds=pause)
+        except KeyboardInterrupt:
+            print("interrupted: this is what there is", flush=True)
     _report(plain, rows, target=target, step_seconds=step_seconds)
 
 
@@ -180,15 +187,8 @@ def _entries(options: argparse.Namespace) -> list[Entry]:
     ]
 
 
-def _hold_all(
-    entries: list[Entry],
-    course: Course,
-    options: argparse.Namespace,
-    *,
-    target: float,
-    pause_seconds: float,
-) -> dict[str, Row]:
-    """Let everybody train in turns, in both settings."""
+def _rows(entries: list[Entry], options: argparse.Namespace) -> dict[str, Row]:
+    """Return a row without runs for everybody in each setting."""
     rows = {}
     for entry in entries:
         version = entry.version()
@@ -196,6 +196,18 @@ def _hold_all(
         for suffix in ("", SLOWED) if options.slowdown > 1 else ("",):
             name = entry.name + suffix
             rows[name] = Row(entry=entry, version=version or "-", error=error)
+    return rows
+
+
+def _hold_all(
+    rows: dict[str, Row],
+    course: Course,
+    options: argparse.Namespace,
+    *,
+    target: float,
+    pause_seconds: float,
+) -> None:
+    """Let everybody train in turns, in both settings."""
     for turn, name in enumerate(measurement.turns(list(rows), n_rounds=options.rounds)):
         row = rows[name]
         if row.error:
@@ -205,6 +217,7 @@ def _hold_all(
             course,
             run_folder=str(Path(course.run_folder).with_name(f"turn-{turn}")),
             rule=row.entry.rule,
+            every=row.entry.every,
             learning_rate=ADAGRAD_RATE if adaptive else course.learning_rate,
             pause_seconds=pause_seconds if name.endswith(SLOWED) else 0.0,
         )
@@ -224,7 +237,6 @@ def _hold_all(
             f"{run.losses[-1]:.3f}, load {measurement.load():.1f}",
             flush=True,
         )
-    return rows
 
 
 def _report(
@@ -252,6 +264,11 @@ def _report(
                 figures[f"{name}_seconds{suffix}"] = median(row.seconds)
                 cpu_seconds = median(run.cpu_seconds for run in row.runs)
                 figures[f"{name}_cpu_seconds{suffix}"] = cpu_seconds
+        seldom, theirs = chosen.get("ours_every_5"), chosen.get("pytorch_distbelief")
+        if seldom and seldom.ranks and theirs and theirs.ranks:
+            figures[f"every_5_over_pytorch_distbelief{suffix}"] = median(
+                seldom.seconds
+            ) / median(theirs.seconds)
         peers = [
             median(row.seconds)
             for name, row in chosen.items()

@@ -44,6 +44,7 @@ class Entry:
     distribution: str = "torch"  # whose version is told
     install: str = ""  # what to install, if it is not there
     rule: str = "sgd"
+    every: int = 1  # steps between fetches, and between pushes, of ours
     python: str = sys.executable
 
     def version(self) -> str | None:

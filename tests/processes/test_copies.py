@@ -44,7 +44,7 @@ def leader_of(command: Command) -> str:
     [
         (signal.SIGKILL, "true"),
         (signal.SIGSTOP, "true"),
-        (signal.SIGKILL, "false"),
+        pytest.param(signal.SIGKILL, "false", marks=pytest.mark.soak),
     ],
 )
 def test_a_leader_that_is_lost_is_replaced_and_nothing_is_lost(

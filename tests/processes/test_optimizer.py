@@ -41,7 +41,9 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize(
+    "shared_memory", [True, pytest.param(False, marks=pytest.mark.soak)]
+)
 def test_one_blocking_worker_is_plain_sgd_to_the_bit(
     model: nn.Module,
     shared_memory: bool,  # noqa: FBT001 -- a parameter of the test

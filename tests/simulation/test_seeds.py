@@ -5,13 +5,12 @@ is replayed alone by SIMULATION_SEEDS=FIRST:STOP; `make soak` plays 10,000, or t
 """
 
 import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
 from distbelief.simulation.trace import SimulationFailed
+from tests.elsewhere import answers
 from tests.simulation.scenarios import Play, play
 
 
@@ -101,13 +100,6 @@ def digests() -> list[str]:
 @pytest.mark.slow
 def test_equal_seeds_have_equal_traces_in_any_process() -> None:
     """So with another PYTHONHASHSEED: nothing depends on the order of a set."""
-    program = f"import torch; torch.set_num_threads(1); import {HERE} as t\n"
-    others = subprocess.run(
-        [sys.executable, "-c", f"{program}print(*t.digests())"],
-        env={**os.environ, "PYTHONHASHSEED": "12345"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
+    others = answers(HERE, "t.digests()")
     assert digests() == others
     assert len(set(others)) == len(REPRODUCED)

@@ -50,6 +50,7 @@ class Course:
     batch_size: int = 64
     learning_rate: float
     rule: str = "sgd"
+    every: int = 1  # steps between fetches, and between pushes, of ours
     record_every: int = 25  # gradients of worker 0
     pause_seconds: float = 0.0  # of the last worker, after each of its gradients
 

@@ -9,7 +9,13 @@ from experiments.benchmarks.peers.course import Course, Entrant, run_together
 def work(path: str, worker: int, address: str) -> None:
     course = Course.read(path)
     entrant = Entrant(course, worker)
-    optimizer = distbelief.DownpourSGD(entrant.net.parameters(), server=address)
+    optimizer = distbelief.DownpourSGD(
+        entrant.net.parameters(),
+        server=address,
+        n_fetch=course.every,
+        n_push=course.every,
+        learning_rate=course.learning_rate,
+    )
     for inputs, targets in entrant.batches():
         entrant.gradient(inputs, targets)
         optimizer.step(samples=course.batch_size)

@@ -1,14 +1,11 @@
 """Whole models: captured, computed layer by layer and in parts, against themselves."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from distbelief.graph.capture import capture
 from tests.distbelief.graph.zoo.catalogue import ZOO
 from tests.distbelief.graph.zoo.comparison import assert_same
+from tests.elsewhere import answers
 
 
 pytestmark = pytest.mark.untraced
@@ -64,27 +61,15 @@ def test_dropout_is_a_layer_that_is_idle_outside_of_training(name: str) -> None:
 
 
 NAMES = ("mobilenet", "encoder, causal, norm first", "vision transformer")
-PROGRAM = f"""
-from distbelief.graph.capture import capture
-from tests.distbelief.graph.zoo.catalogue import ZOO
 
-for name in {NAMES}:
-    print(capture(ZOO[name].model(), ZOO[name].specs).fingerprint)
-"""
+
+def fingerprints() -> list[str]:
+    return [capture(ZOO[name].model(), ZOO[name].specs).fingerprint for name in NAMES]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_every_process_gets_the_same_fingerprints() -> None:
-    own = [capture(ZOO[name].model(), ZOO[name].specs).fingerprint for name in NAMES]
-    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    other = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=140,
-        check=True,
-    )
-    assert other.stdout.split() == own
+    own = fingerprints()
+    assert answers("tests.distbelief.graph.test_zoo", "t.fingerprints()") == own
     assert len(set(own)) == len(NAMES)

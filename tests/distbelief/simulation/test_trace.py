@@ -1,8 +1,5 @@
 """The trace: the same in every process, short, and printed when a run fails."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +41,7 @@ from tests.distbelief.simulation.toys import (
     on_start,
     push,
 )
+from tests.elsewhere import answers
 
 
 pytestmark = pytest.mark.untraced
@@ -79,23 +77,12 @@ def digests() -> list[str]:
 
 
 def test_the_trace_is_the_same_whatever_the_hash_seed() -> None:
-    """FoundationDB's check: same seed, same digest, in two fresh processes."""
-    program = (
-        "from tests.distbelief.simulation import test_trace, test_fabric\n"
-        "print(test_trace.digests() + test_fabric.digests())"
+    """FoundationDB's check: same seed, same digest, here and in a fresh process."""
+    there = answers(
+        "tests.distbelief.simulation.test_trace",
+        "t.digests() + t.test_fabric.digests()",
     )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for hash_seed in ("1", "2")
-    }
-    assert outputs == {f"{digests() + test_fabric.digests()}\n"}
+    assert there == digests() + test_fabric.digests()
 
 
 def test_a_full_trace_has_every_line_and_its_digest_is_that_of_the_lines() -> None:
