@@ -19,11 +19,13 @@ in the socket.
 
 import atexit
 import secrets
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import final
+from types import MethodType
+from typing import Any, ParamSpec, TypeVar, cast, final
 
 import torch
 from typing_extensions import override
@@ -44,6 +46,9 @@ from distbelief.transport.shared_memory import FileMemory
 TORN_WAIT_SECONDS = 1e-3
 JOIN_SECONDS_MAX = 10.0  # a server that runs answers at once
 EXIT_SECONDS_MAX = 5.0  # what leaving the interpreter waits for unfinished pushes
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @final
@@ -186,6 +191,14 @@ class DownpourSGD(torch.optim.Optimizer):
     def counters(self) -> dict[str, float]:
         """Return figures: pushes sent, acknowledged and lost, staleness, bytes."""
         return self._session.client.counters()
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        _plain(super().add_param_group)(param_group)
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        _plain(super().zero_grad)(set_to_none)
 
     # ------------------------------------------------------------------------ steps
 
@@ -400,3 +413,16 @@ def _finish_at_exit(optimizer: DownpourSGD) -> None:
                 print(f"DownpourSGD: at exit: {error}")  # noqa: T201 -- the last word
 
     atexit.register(finish)
+
+
+def _plain(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a method of torch's without what keeps torch.compile away from it.
+
+    That imports the compiler at its first call: six seconds of a processor, before the
+    first step of every worker, and again whenever one is started in place of another.
+    """
+    function = getattr(method, "__wrapped__", None)
+    if function is None or "torch._dynamo" in sys.modules:
+        return method
+    owner = cast("MethodType", method).__self__
+    return cast("Callable[_P, _R]", MethodType(function, owner))

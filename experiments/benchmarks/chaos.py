@@ -42,6 +42,7 @@ from experiments.benchmarks.marks import Ledger, MarkedNet, Verdict, judge
 N_WORKERS = 4
 N_SHARDS = 2
 HANG_SECONDS = 30.0
+STANDSTILL_SECONDS = 2.0  # after which one that moves again is told of
 SETTLE_SECONDS = 6.0  # after the last fault of a stretch, before peace is measured
 FAULT_EVERY = (5.0, 15.0)  # seconds between two faults, drawn evenly
 PAUSE_SECONDS = (1.0, 5.0)
@@ -176,6 +177,9 @@ class Arena:
                 self._launch(worker)
             n_seen = worker.ledger.n_acknowledged
             if n_seen != worker.n_seen or worker is self._paused_worker:
+                if now - worker.moved_at > STANDSTILL_SECONDS:
+                    stood = now - worker.moved_at
+                    self._say(f"worker-{worker.index} moves, after {stood:.1f} s")
                 worker.n_seen, worker.moved_at = n_seen, now
             worker.gap = max(worker.gap, now - worker.moved_at)
             if now - worker.moved_at > HANG_SECONDS:

@@ -1,5 +1,7 @@
 """`DownpourSGD` before it has met a server; with one, see `tests/processes`."""
 
+import importlib
+import sys
 import threading
 from typing import cast
 
@@ -11,6 +13,7 @@ import distbelief
 from distbelief.roles import SUPERVISOR
 from distbelief.server import ServerAddress
 from distbelief.transport.zmq_transport import ZmqTransport
+from tests.elsewhere import answers
 
 
 @pytest.mark.parametrize("server", [5, None, b"tcp://127.0.0.1:41000"])
@@ -46,3 +49,42 @@ def test_a_server_that_does_not_take_the_token_is_told_from_one_that_is_away() -
     assert transport.endpoint in told
     assert "does not take the token 'anothe…'" in told
     assert "ParameterServer(...).address" in told
+
+
+def compilers_after_a_first_step() -> list[str]:
+    """Return what of torch's compiler there is when a worker has begun."""
+    optimizer = object.__new__(distbelief.DownpourSGD)
+    net = nn.Linear(2, 1)
+    torch.optim.Optimizer.__init__(optimizer, net.parameters(), {"learning_rate": 0.1})
+    net(torch.ones(2)).backward()
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in net.parameters())
+    return sorted({"torch._dynamo", "torch._inductor"} & {*sys.modules})
+
+
+def test_a_worker_begins_without_torchs_compiler() -> None:
+    # torch's own optimisers import it when they are made: of a worker that was killed
+    # and started again that took 6 s of a processor, and the others' steps with it.
+    assert (
+        answers("tests.distbelief.test_optimizer", "t.compilers_after_a_first_step()")
+        == []
+    )
+
+
+def test_where_the_compiler_is_known_already_it_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch._dynamo", importlib.import_module("sys"))
+    left: list[str] = []
+    for name in ("add_param_group", "zero_grad"):
+        method = getattr(torch.optim.Optimizer, name)
+
+        def whole(*_given: object, name: str = name) -> None:
+            left.append(name)
+
+        whole.__dict__["__wrapped__"] = method
+        monkeypatch.setattr(torch.optim.Optimizer, name, whole)
+    optimizer = object.__new__(distbelief.DownpourSGD)
+    torch.optim.Optimizer.__init__(optimizer, nn.Linear(2, 1).parameters(), {})
+    optimizer.zero_grad()
+    assert left == ["add_param_group", "zero_grad"]
