@@ -9,6 +9,8 @@ Stretches of chaos and of peace alternate, so that a machine that becomes slower
 neither.
 
     throughput_kept    pushes acknowledged per second in chaos, over those in peace
+    standstill_share   of the seconds in chaos, those in which for a tenth of a second
+                       or longer nobody's push had been acknowledged
     acknowledged_lost  pushes that a worker knew to be acknowledged and no shard has
     applied_twice      applications of a push beyond the first
     hangs              workers that stood still for longer than 30 s, though not paused
@@ -47,6 +49,7 @@ SETTLE_SECONDS = 6.0  # after the last fault of a stretch, before peace is measu
 FAULT_EVERY = (5.0, 15.0)  # seconds between two faults, drawn evenly
 PAUSE_SECONDS = (1.0, 5.0)
 TICK_SECONDS = 0.02
+STILL_SECONDS = 0.1
 
 
 @final
@@ -75,6 +78,7 @@ class Tally:
     )
     faults: dict[str, int] = field(default_factory=dict)
     gaps: list[float] = field(default_factory=list)  # after faults of shards
+    standstill: dict[str, float] = field(default_factory=dict)  # seconds, by stretch
     hangs: int = 0
 
 
@@ -129,17 +133,24 @@ class Arena:
 
     def stretch(self, kind: str, seconds: float) -> None:
         """Let the workers train for so long, in "chaos" or in "peace"."""
-        begun = now = time.monotonic()
-        n_begun = self._n_acknowledged
+        begun = now = moved_at = time.monotonic()
+        n_begun = n_seen = self._n_acknowledged
+        standstill = 0.0
         next_fault = now + self._draw(FAULT_EVERY)
         while now < begun + seconds:
             time.sleep(TICK_SECONDS)
             now = time.monotonic()
             self._look(now)
+            n_before, n_seen = n_seen, self._n_acknowledged
+            if n_seen != n_before:
+                if now - moved_at > STILL_SECONDS:
+                    standstill += now - moved_at
+                moved_at = now
             if kind == "chaos" and next_fault <= now < begun + seconds - SETTLE_SECONDS:
                 self._attack(now)
                 next_fault = now + self._draw(FAULT_EVERY)
         n_pushes = self._n_acknowledged - n_begun
+        self.tally.standstill[kind] = self.tally.standstill.get(kind, 0.0) + standstill
         self.tally.pushes[kind] = self.tally.pushes.get(kind, 0) + n_pushes
         self.tally.seconds[kind] = self.tally.seconds.get(kind, 0.0) + now - begun
         self._say(f"{kind}: {n_pushes / (now - begun):,.1f} pushes/s")
@@ -256,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="distbelief-chaos-") as folder:
         arena = Arena(Path(folder), seed=options.seed, shard_copies=options.copies)
-        n_stretches = max(1, round(options.minutes / 2.5))
+        n_stretches = max(1, round(options.minutes))
         chaos = 60.0 * options.minutes / n_stretches
         with arena.open():
             arena.stretch("warm-up", min(10.0, chaos))
@@ -283,6 +294,9 @@ def report(tally: Tally, verdict: Verdict, *, seed: int) -> None:
         "faults": sum(tally.faults.values()),
         "chaos_pushes_per_second": round(rates["chaos"], 1),
         "peace_pushes_per_second": round(rates["peace"], 1),
+        "standstill_share": round(
+            tally.standstill["chaos"] / tally.seconds["chaos"], 4
+        ),
         "standstill_after_shard_fault_p50_seconds": round(
             float(np.quantile(gaps, 0.5)), 3
         ),
