@@ -20,6 +20,15 @@ import typer
 
 from distbelief.cli_errors import FAILED, told
 from distbelief.cli_forecast import chaos, simulate
+from distbelief.cli_join import (
+    HereOption,
+    HostsOption,
+    HostsSecondsOption,
+    ListenOption,
+    OnOption,
+    TrainKeysOption,
+    join,
+)
 from distbelief.cli_keys import keys
 from distbelief.cli_options import (
     BatchOption,
@@ -48,7 +57,7 @@ from distbelief.cli_options import (
     VerifyOption,
     WholeOption,
 )
-from distbelief.cli_serve import serve
+from distbelief.cli_serve import InsecureOption, serve
 from distbelief.errors import JobError
 
 
@@ -105,21 +114,31 @@ def distbelief(
 
 
 @app.command()
-def train(
+def train(  # noqa: PLR0913 -- options
     job_file: JobArgument = None,
     *,
     overrides: SetOption = None,
     resume: ResumeOption = None,
+    listen: ListenOption = None,
+    keys: TrainKeysOption = None,
+    insecure: InsecureOption = False,
+    hosts: HostsOption = 0,
+    hosts_seconds: HostsSecondsOption = 600.0,
+    cores: HereOption = None,
+    on: OnOption = None,
     as_json: JsonOption = False,
     show_traceback: TracebackOption = False,
 ) -> None:
-    """Run a job, in processes of this machine.
+    """Run a job, in processes of this machine and of those that join it.
 
     [dim]$[/dim] distbelief train speech.toml
 
     [dim]$[/dim] distbelief train speech.toml --set cluster.replicas=4
 
     [dim]$[/dim] distbelief train --resume runs/speech
+
+    [dim]$[/dim] distbelief train speech.toml --listen tcp://0.0.0.0:7700
+    --keys ~/.distbelief/keys --hosts 2
 
     Ctrl+C ends a job in good order: what is trained is pushed and saved, and the model
     is written. Everything lands in the run directory that the job file names; if it
@@ -136,8 +155,31 @@ def train(
             job = load_job(job_file, overrides=overrides or ())
             from distbelief.job import training  # noqa: PLC0415 -- torch
 
+            hosting = None
+            if listen is not None or on is not None:
+                from distbelief.serving_options import hosting_of  # noqa: PLC0415
+
+                hosting = hosting_of(
+                    listen or "tcp://127.0.0.1:0",
+                    keys=keys,
+                    insecure=insecure,
+                    n_hosts=hosts,
+                    hosts_seconds=hosts_seconds,
+                    cores=cores,
+                    on=on,
+                )
+            elif keys is not None or insecure or hosts or cores is not None:
+                raise JobError(
+                    "--keys, --insecure, --hosts and --cores are for a job that other "
+                    "machines may join: say where, as in --listen tcp://0.0.0.0:7700"
+                )
             run = training.train(
-                job, resume=resume, show=not as_json, json=as_json, launcher=launcher
+                job,
+                resume=resume,
+                show=not as_json,
+                json=as_json,
+                launcher=launcher,
+                hosting=hosting,
             )
         exit_code = run.exit_code
     raise typer.Exit(exit_code)
@@ -285,6 +327,7 @@ def partition(  # noqa: PLR0913 -- options
 app.command()(simulate)
 app.command()(chaos)
 app.command()(serve)
+app.command()(join)
 app.add_typer(keys, name="keys")
 
 

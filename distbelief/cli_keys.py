@@ -28,7 +28,8 @@ RoleOption = Annotated[
     typer.Option(
         "--role",
         metavar="ROLE",
-        help="As what its holder may speak: worker or server. May be given twice.",
+        help="As what its holder may speak: worker (its own training loop), host (a "
+        "machine that joins jobs) or server. May be given several times.",
         show_default="worker",
     ),
 ]

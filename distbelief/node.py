@@ -35,6 +35,7 @@ from distbelief.roles import (
     CancelTimer,
     Compute,
     Connect,
+    Entrust,
     Event,
     Halt,
     Lane,
@@ -354,7 +355,7 @@ class Node:
                 self._perform_rare(action)
 
     def _perform_rare(
-        self, action: Report | Connect | Launch | Terminate | Halt
+        self, action: Report | Connect | Launch | Entrust | Terminate | Halt
     ) -> None:
         match action:
             case Report():
@@ -363,6 +364,8 @@ class Node:
                 self._connect(action)
             case Launch():
                 self._launch(action)
+            case Entrust():
+                self._transport.entrust(action.name, action.to)
             case Terminate():
                 self._its_launcher().terminate(action.name)
             case Halt():

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from types import MethodType
-from typing import Any, ParamSpec, TypeVar, cast, final
+from typing import ParamSpec, TypeVar, cast, final
 
 import torch
 from typing_extensions import override
@@ -193,7 +193,7 @@ class DownpourSGD(torch.optim.Optimizer):
         return self._session.client.counters()
 
     @override
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         _plain(super().add_param_group)(param_group)
 
     @override

@@ -1,4 +1,4 @@
-"""What the options of `distbelief serve` mean: a model, a rule, an address."""
+"""What options of `distbelief serve` and `train --listen` mean: a model, an address."""
 
 import re
 import tomllib
@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from distbelief.errors import JobError
+from distbelief.job.hosts.hosting import Hosting
 from distbelief.parameter_server.update_rules import UpdateRule
 from distbelief.runtime.imports import resolve
 from distbelief.transport.keyring import Keyring
@@ -55,7 +56,39 @@ def rule(name: str, learning_rate: float, options: Sequence[str]) -> UpdateRule:
     return made
 
 
-def reach(bind: str, *, keys: Path | None, insecure: bool) -> Reach:
+def hosting_of(  # noqa: PLR0913 -- options
+    listen: str,
+    *,
+    keys: Path | None,
+    insecure: bool,
+    n_hosts: int,
+    hosts_seconds: float,
+    cores: int | None,
+    on: str | None = None,
+) -> Hosting:
+    """Return how a job spans machines.
+
+    Raises:
+        JobError: the address makes no sense, or would be open to strangers.
+    """
+    if on not in {None, "ray"}:
+        raise JobError(f"--on {on!r}: jobs run on this machine, or --on ray")
+    found = reach(listen, keys=keys, insecure=insecure, option="--listen")
+    if found.keys is not None:
+        ring = msgspec.structs.replace(found.keys, role="job")
+        found = msgspec.structs.replace(found, keys=ring)
+    return Hosting(
+        reach=found,
+        n_hosts=n_hosts,
+        hosts_seconds=hosts_seconds,
+        cores=cores,
+        on_ray=on == "ray",
+    )
+
+
+def reach(
+    bind: str, *, keys: Path | None, insecure: bool, option: str = "--bind"
+) -> Reach:
     """Return from where the server can be reached.
 
     Raises:
@@ -64,12 +97,13 @@ def reach(bind: str, *, keys: Path | None, insecure: bool) -> Reach:
     found = _BIND.fullmatch(bind)
     if found is None or (found["port"] != "*" and int(found["port"]) > 65535):
         raise JobError(
-            f"--bind {bind!r} is no address: it looks like tcp://10.0.0.1:7700, or "
+            f"{option} {bind!r} is no address: it looks like tcp://10.0.0.1:7700, or "
             "tcp://0.0.0.0:7700 for all interfaces"
         )
     if keys is not None and insecure:
         raise JobError(
-            "--insecure is for servers without keys: leave out --keys, or it"
+            "--insecure is for a network of friends, without keys: leave out one of "
+            "them"
         )
     ring = None
     if keys is not None:

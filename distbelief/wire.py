@@ -22,6 +22,9 @@ HEADER_BYTES_MAX = 1 << 20
 FRAME_BYTES_MAX = BLOCK_BYTES  # an array frame is one block at the most
 FRAMES_MAX = 2  # no message has more than one array
 
+JOINING = "join"
+"""Token of messages between a supervisor and hosts, which do not know the run's yet."""
+
 _CODES = {dtype: code for code, dtype in ELEMENT_TYPES.items()}
 
 
@@ -39,10 +42,16 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, eq=Fa
 
 
 class Wire:
-    """Encodes and decodes the envelopes of one run. Not for several threads."""
+    """Encodes and decodes the envelopes of one run. Not for several threads.
 
-    def __init__(self, *, token: str) -> None:
+    Args:
+        token: Of the run.
+        strangers: How the names of those begin who may say `JOINING` instead.
+    """
+
+    def __init__(self, *, token: str, strangers: str | None = None) -> None:
         self._token = token
+        self._strangers = strangers
         self._frames: Sequence[Frame] = ()
         self._n_used = 0
         self._arrays: list[memoryview] = []
@@ -51,15 +60,26 @@ class Wire:
             Envelope, dec_hook=self._array_at
         )
 
-    def encode(self, message: Message, *, sender: str, incarnation: int) -> list[Frame]:
+    def encode(
+        self, message: Message, *, sender: str, incarnation: int, receiver: str = ""
+    ) -> list[Frame]:
         """Return the frames of `message`; array frames share the array's memory.
+
+        Args:
+            message: What is to be sent.
+            sender: By whom.
+            incarnation: Of the sender.
+            receiver: To whom, where that may be a stranger.
 
         Raises:
             LocalProtocolError: no receiver would accept it.
         """
         self._arrays = []
         envelope = Envelope(
-            token=self._token, sender=sender, incarnation=incarnation, message=message
+            token=JOINING if self._is_strange(receiver) else self._token,
+            sender=sender,
+            incarnation=incarnation,
+            message=message,
         )
         try:
             header = self._encoder.encode(envelope)
@@ -98,7 +118,8 @@ class Wire:
             raise RemoteProtocolError(f"an unreadable header: {error!s:.200}") from None
         finally:
             self._frames = ()
-        if envelope.token != self._token:
+        strange = envelope.token == JOINING and self._is_strange(envelope.sender)
+        if envelope.token != self._token and not strange:
             raise AnotherRunError(f"{envelope.sender!r} belongs to another run")
         if self._n_used != len(arrays):
             raise RemoteProtocolError(
@@ -106,6 +127,9 @@ class Wire:
                 f"but {self._n_used} references to them"
             )
         return envelope
+
+    def _is_strange(self, name: str) -> bool:
+        return self._strangers is not None and name.startswith(self._strangers)
 
     def _array_reference(self, value: object) -> tuple[int, str]:
         if not isinstance(value, np.ndarray):

@@ -26,6 +26,7 @@ from distbelief.job.sections import Job
 from distbelief.job.training import train
 from distbelief.job.view import SupervisorView
 from distbelief.runtime.local_model import LocalModel
+from sandblaster.calling.plain import plain
 from sandblaster.calling.recipes import recipe_of
 from sandblaster.calling.result import MinimizeResult, interim_result, result_of
 from sandblaster.calling.sources import Factory, factory_table, import_path
@@ -208,4 +209,5 @@ def _import_paths() -> list[str]:
 
 
 def _job(tables: dict[str, object]) -> Job:
-    return parse_job(toml_text.write(tables), path="minimize")
+    written = {name: plain(table) for name, table in tables.items()}
+    return parse_job(toml_text.write(written), path="minimize")

@@ -6,24 +6,18 @@ from distbelief.data.subset import DataShard
 from distbelief.downpour.config import DownpourConfig
 from distbelief.downpour.settings import DownpourSettings
 from distbelief.downpour.training import Training
-from distbelief.errors import JobError
 from distbelief.roles import Role
 from distbelief.runtime.assembling import (
     Makings,
     Split,
     assemble,
-    client_of,
-    dtype_of,
     evaluating_machine,
     place_in,
 )
-from distbelief.runtime.common_roles import layout_of
-from distbelief.runtime.counting import with_counts
 from distbelief.runtime.course import TrainingCourse
-from distbelief.runtime.dataflow import dataflow
 from distbelief.runtime.leading import Leader
 from distbelief.runtime.machine_names import EVALUATORS, Place
-from distbelief.runtime.portions import PortionReader
+from distbelief.runtime.replica_parts import replica_parts
 from distbelief.runtime.task import BuildContext
 
 
@@ -39,47 +33,32 @@ def build_machine(
     place = place_in(name, context=context, split=split)
     if place.group == EVALUATORS:
         return evaluating_machine(place, context=context, split=split)
-    _check(config, split)
     return _training_machine(place, config=config, context=context, split=split)
-
-
-def _check(config: DownpourSettings, split: Split) -> None:
-    if config.batch_size != split.plan.batch:
-        raise JobError(
-            f"[algorithm] batch_size is {config.batch_size}, and the plan is for "
-            f"{split.plan.batch}: plan again, or use that"
-        )
 
 
 def _training_machine(
     place: Place, *, config: DownpourSettings, context: BuildContext, split: Split
 ) -> Role:
     assert place.replica is not None
-    compiled = split.compiled()
-    flow = with_counts(
-        dataflow(compiled, place.machine, loss=split.graph.outputs[-1]),
-        {spec.name for spec in layout_of(context).tensors},
-    )
-    dtype = dtype_of(context)
-    client = client_of(flow, context, pushes=True)
-    dataset = context.train_data()
+    batch = "batch_size", config.batch_size
+    parts = replica_parts(place, context=context, split=split, batch=batch)
+    flow = parts.flow
     data_shard = DataShard(
-        len(dataset),
+        len(parts.dataset),
         replica_index=place.replica,
         n_replicas=context.n_replicas,
         seed=config.seed,
     )
     course = TrainingCourse(data_shard, batch_size=config.batch_size)
-    reader = PortionReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype)
     of_replica = _of_replica(config, context)
     n_machines = split.plan.cluster.n_machines
     duty = Training(
         of_replica,
-        client=client,
+        client=parts.client,
         sizes=[region.n_elements for _, region in flow.items],
         trained=flow.trained,
         counts=flow.counts,
-        dtype=dtype,
+        dtype=parts.dtype,
         await_begin=context.await_begin,
         n_machines=n_machines,
     )
@@ -96,10 +75,10 @@ def _training_machine(
         split,
         Makings(
             flow=flow,
-            dtype=dtype,
-            client=client,
+            dtype=parts.dtype,
+            client=parts.client,
             course=course,
-            reader=reader,
+            reader=parts.reader,
             duty=duty,
             leader=leader,
             training=True,

@@ -15,6 +15,7 @@ from distbelief.forecast.report import (
     as_json as forecast_as_json,
     constants_table,
     details_of,
+    remarks_on,
     table_of,
 )
 from distbelief.forecast.simulating import Forecast, Wish, fulfil
@@ -74,9 +75,8 @@ def _print(forecast: Forecast, wish: Wish, console: Console) -> None:
             f"--set {key}={value}" for key, value in forecast.best.settings.items()
         )
         console.print(f"suggested: {chosen}", soft_wrap=True)
-    left_out = len(forecast.variants) - len(run)
-    if left_out:
-        console.print(f"{left_out} configurations would take more machines")
+    for line in remarks_on(forecast.variants):
+        console.print(line, soft_wrap=True, markup=False)
     if wish.trace is not None:
         console.print(f"timeline of the first run: {wish.trace}", soft_wrap=True)
     console.print()

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, final
 
+import msgspec
+
 from distbelief.errors import JobError
 from distbelief.forecast.adapted import Adapt, adapted
 from distbelief.forecast.rates import Rates
@@ -215,4 +217,4 @@ def _at_cost(
         cost = Cost(n_bytes=seconds * reference.memory_rate)
     else:
         cost = Cost(flops=seconds * reference.flops)
-    return replace(asked, cost=cost)
+    return msgspec.structs.replace(asked, cost=cost)

@@ -1,5 +1,6 @@
 """A forecast as a table for people, and as JSON for programs."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -123,6 +124,28 @@ def details_of(variant: Variant) -> RenderableType:
     return Group(*lines)
 
 
+def remarks_on(variants: Sequence[Variant]) -> list[str]:
+    """Return in words which runs failed, and what was not run, each reason once."""
+    lines = [
+        f"{_settings_of(variant)}seed {run.seed} failed: {run.error}"
+        for variant in variants
+        for run in variant.outcomes
+        if run.error is not None
+    ]
+    reasons = Counter(v.left_out for v in variants if v.left_out is not None)
+    lines += [
+        f"{n} configuration{'s' if n > 1 else ''} left out: {reason}"
+        for reason, n in reasons.items()
+    ]
+    return lines
+
+
+def _settings_of(variant: Variant) -> str:
+    return "".join(
+        f"{key.rpartition('.')[2]} {value}, " for key, value in variant.settings.items()
+    )
+
+
 def constants_table(constants: Sequence[tuple[str, str, str]]) -> Table:
     """Return every constant with its value and where it is from."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -161,4 +184,5 @@ def _plain(variant: Variant) -> dict[str, object]:
         "n_machines": variant.n_machines,
         "spreads": variant.spreads,
         "outcomes": variant.outcomes,
+        "left_out": variant.left_out,
     }

@@ -14,14 +14,9 @@ import msgspec
 from rich.console import Console
 
 from distbelief.errors import JobError
-from distbelief.forecast.hosting import Hosting
 from distbelief.forecast.hosts import Hosts
-from distbelief.forecast.pricing import (
-    PricedHosting,
-    check_learns_nothing,
-    stand_in_for,
-)
-from distbelief.forecast.staging import StagedJob, Staging
+from distbelief.forecast.pricing import check_learns_nothing
+from distbelief.forecast.staging import Staging
 from distbelief.forecast.sweeping import (
     Axis,
     Variant,
@@ -29,8 +24,8 @@ from distbelief.forecast.sweeping import (
     combinations,
     usual_axes,
 )
-from distbelief.forecast.timeline import write_trace
-from distbelief.forecast.virtual_run import Ended, Host, run_virtually
+from distbelief.forecast.timeline import check_place, write_trace
+from distbelief.forecast.trial import Trial
 from distbelief.forecast.waiting import Waiting
 from distbelief.job.jobfile import load_job
 from distbelief.job.sections import Job
@@ -74,6 +69,8 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
             raise JobError(
                 f"--seeds {len(self.seeds)}: use 1 to {N_SEEDS_MAX} runs of each"
             )
+        if min(self.seeds) < 0:
+            raise JobError(f"--seed {min(self.seeds)}: use 0 or more")
         if self.machines is not None and self.machines < 1:
             raise JobError(f"--machines {self.machines}: use 1 or more")
         if self.trace is not None and (self.axes or self.suggests):
@@ -168,14 +165,23 @@ def fulfil(wish: Wish, *, console: Console) -> Forecast:
     hosts = Hosts(wish.cluster, machines=wish.machines, measures=wish.measures)
     if wish.priced:
         check_learns_nothing(jobs[0], suggests=wish.suggests)
+    if wish.trace is not None:
+        check_place(wish.trace)
     n_runs = len(chosen) * len(wish.seeds)
     with Staging() as staging, Waiting(console, n_runs=n_runs) as waiting:
-        planned = []
-        for job, settings in zip(jobs, chosen, strict=True):
-            staged = staging.stage(job)
-            planned.append((staged, hosts.hosting(job, tell=waiting.say), settings))
+        trials = [
+            Trial.of(
+                staging.stage(job),
+                hosts.hosting(job, tell=waiting.say),
+                settings,
+                priced_by=staging if wish.priced else None,
+            )
+            for job, settings in zip(jobs, chosen, strict=True)
+        ]
+        # Whether all of them fit is known before the first one has taken its time.
+        planned = [(trial, _planned(wish, trial)) for trial in trials]
         variants = tuple(
-            _variant(wish, *each, staging=staging, waiting=waiting) for each in planned
+            _tried(wish, trial, variant, waiting) for trial, variant in planned
         )
     best = None
     if wish.suggests:
@@ -201,69 +207,32 @@ def _job(wish: Wish, settings: Mapping[str, str]) -> Job:
     return load_job(wish.job, overrides=overrides)
 
 
-def _variant(
-    wish: Wish,
-    staged: StagedJob,
-    hosting: Hosting,
-    settings: Mapping[str, str],
-    *,
-    staging: Staging,
-    waiting: Waiting,
-) -> Variant:
-    """Run one combination with every seed; not at all if it takes too many machines."""
-    variant = Variant(
-        settings=settings, job=staged.job, n_machines=hosting.n_needed(staged)
-    )
-    most = wish.machines if wish.suggests else None
-    if most is not None and variant.n_machines > most:
+def _planned(wish: Wish, trial: Trial) -> Variant:
+    """Return a variant before it is run; a suggestion does without those that cannot.
+
+    Raises:
+        JobError: the machines do not hold it.
+    """
+    if wish.suggests:
+        return trial.variant(machines=wish.machines)
+    variant = trial.variant()
+    if variant.left_out is not None:
+        with_what = f"with {trial.name}: " if trial.settings else ""
+        raise JobError(f"{with_what}{variant.left_out}")
+    return variant
+
+
+def _tried(wish: Wish, trial: Trial, variant: Variant, waiting: Waiting) -> Variant:
+    """Run a variant with every seed, unless it is left out."""
+    if variant.left_out is not None:
         for _ in wish.seeds:
             waiting.end()
         return variant
-    host: Host = hosting
-    runs = staged
-    if wish.priced:
-        host = PricedHosting(hosting=hosting, large=staged)
-        runs = stand_in_for(staged, staging)
     outcomes = []
     for index, seed in enumerate(wish.seeds):
-        name = ", ".join(f"{key.rpartition('.')[2]} {v}" for key, v in settings.items())
-        waiting.begin(f"{name or staged.job.name}, seed {seed}")
         draws = wish.trace is not None and not index
-        ended = _run(runs, host, hosting, seed=seed, waiting=waiting, draws=draws)
+        ended = trial.run(seed=seed, waiting=waiting, keeps_spans=draws)
         if draws and wish.trace is not None:
             write_trace(wish.trace, ended.ledger)
         outcomes.append(ended.outcome)
-        waiting.end()
     return msgspec.structs.replace(variant, outcomes=tuple(outcomes))
-
-
-def _run(
-    staged: StagedJob,
-    host: Host,
-    hosting: Hosting,
-    *,
-    seed: int,
-    waiting: Waiting,
-    draws: bool,
-) -> Ended:
-    """Run a job once; if machines are lost now and then, as long as it takes with that.
-
-    Raises:
-        JobError: it takes longer than is known of the machines.
-    """
-    ended = run_virtually(staged, host, seed=seed, tell=waiting.tell, keeps_spans=draws)
-    horizon = 0.0
-    while hosting.loses_machines and ended.outcome.seconds > horizon:
-        # With every outage within twice that time it may take longer still.
-        trace = hosting.cluster.trace
-        known = float("inf") if trace is None else trace.covers
-        horizon = max(ended.outcome.seconds, min(2 * ended.outcome.seconds, known))
-        ended = run_virtually(
-            staged,
-            host,
-            seed=seed,
-            faults=hosting.outages(staged, seed=seed, horizon=horizon),
-            tell=waiting.tell,
-            keeps_spans=draws,
-        )
-    return ended

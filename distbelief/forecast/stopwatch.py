@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Final, final
+
+import msgspec
 
 from distbelief.forecast.rates import Unit, amount, key_of, unit_of
 from distbelief.roles import Action, Compute, Event, Seconds
@@ -50,7 +51,7 @@ class Stopwatch:
                 pieces.append((seconds, part * amount(asked.cost, unit)))
             return result
 
-        return replace(asked, work=work)
+        return msgspec.structs.replace(asked, work=work)
 
     def handled(
         self, kind: str, event: Event, handle: Callable[[], Sequence[Action]]

@@ -67,12 +67,19 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
         job: The job so.
         n_machines: That it takes.
         outcomes: One per seed.
+        left_out: Why it was not run; None if it was, or is to be.
     """
 
     settings: Mapping[str, str]
     job: Job
     n_machines: int
     outcomes: tuple[Outcome, ...] = ()
+    left_out: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """Why a run of it failed; None if none did."""
+        return next((run.error for run in self.outcomes if run.error is not None), None)
 
     @property
     def spreads(self) -> dict[str, Spread]:
@@ -109,7 +116,8 @@ def combinations(axes: Sequence[Axis]) -> Iterator[dict[str, str]]:
 
 def usual_axes(n_machines: int) -> list[Axis]:
     """Return what a suggestion is looked for among: doublings that may fit."""
-    doublings = list(itertools.takewhile(lambda n: n < n_machines, _doublings()))
+    most = max(n_machines, 2)  # nothing fits one machine, which is told by and by
+    doublings = list(itertools.takewhile(lambda n: n < most, _doublings()))
     replicas = sorted({*doublings, max(n_machines - 2, 1)})
     shards = [n for n in doublings if n <= max(n_machines // 4, 1)]
     return [
@@ -133,13 +141,24 @@ def best_of(variants: Sequence[Variant], *, n_machines: int) -> Variant:
     """Return the variant to be suggested.
 
     Raises:
-        JobError: none fits the machines, or none reaches the target.
+        JobError: none fits the machines, comes to its end, or reaches the target.
     """
-    fitting = [v for v in variants if v.n_machines <= n_machines and v.outcomes]
-    if not fitting:
+    few = [v for v in variants if v.n_machines <= n_machines]
+    if not few:
         raise JobError(
             f"--machines {n_machines}: no configuration takes so few; the least is "
             f"{min(v.n_machines for v in variants)}"
+        )
+    ran = [v for v in few if v.outcomes]
+    if not ran:
+        raise JobError(
+            f"--machines {n_machines}: none of {len(few)} configurations fits; "
+            f"{few[0].left_out}"
+        )
+    fitting = [v for v in ran if v.failure is None]
+    if not fitting:
+        raise JobError(
+            f"none of {len(ran)} configurations comes to its end: {ran[0].failure}"
         )
     rank = better(fitting[0].job)
     best = min(fitting, key=rank)

@@ -4,12 +4,14 @@ For chrome://tracing and ui.perfetto.dev, like the timeline of a planned step
 (`program.timeline`): a process per role, with a row for each of its lanes.
 """
 
+import os
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from distbelief import files
+from distbelief.errors import JobError
 from distbelief.forecast.ledger import Ledger
 from distbelief.roles import Address, Lane
 
@@ -44,6 +46,20 @@ def chrome_trace(ledger: Ledger) -> list[TraceEvent]:
         for span in ledger.spans
     ]
     return trace
+
+
+def check_place(path: Path) -> None:
+    """Refuse a place where no timeline can be written, before a long run and not after.
+
+    Raises:
+        JobError: it names the place.
+    """
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise JobError(
+            f"--trace {path}: nothing can be written there: name a file, in a "
+            "directory that there is, and that you may write to"
+        )
 
 
 def write_trace(path: Path, ledger: Ledger) -> None:

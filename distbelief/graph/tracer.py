@@ -240,9 +240,10 @@ class Tracer(fx.Tracer):
                 given = isinstance(second, GraphError) and missing
                 reason = second if given else error
                 why = explained(reason).replace(str(batch), "batch").rstrip(".")
+                hint = _ONE_WAY if given else _hint(module, tensors)
                 raise GraphError(
                     f"{_called_name(node, module)} cannot be run on "
-                    f"{', '.join(shapes)}: {why}{_hint(module, tensors)}"
+                    f"{', '.join(shapes)}: {why}{hint}"
                 ) from error
 
 
@@ -250,6 +251,12 @@ def _called_name(node: fx.Node, module: nn.Module) -> str:
     """Return what a message calls a module; the model itself by its type."""
     kind = type(module).__name__
     return kind if node.target == ONLY else f"{node.target} ({kind})"
+
+
+_ONE_WAY: Final = (
+    ". Let it do the same whatever they are (torch.where), or compute the model in one "
+    "process"
+)
 
 
 def _check_numbers(module: nn.Module, tensors: Sequence[torch.Tensor]) -> None:

@@ -46,6 +46,7 @@ MODULES: Final = (
     "distbelief.job.jobfile",
     "distbelief.job.process",
     "distbelief.job.checking",
+    "distbelief.job.hosts.preparing",
     "distbelief.job.store",
     "distbelief.node",
 )
@@ -58,14 +59,15 @@ _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 _N_SWEEPS: Final = 30
 _SWEEP_SECONDS: Final = 0.1
 
-Program = Literal["role", "check"]
+Program = Literal["role", "check", "prepare"]
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Fork a child that runs one of the programs below.
 
     Attributes:
-        program: "role": `process.main`; "check": `checking.main`.
+        program: "role": `process.main`; "check": `checking.main`; "prepare":
+            `hosts.preparing.main`.
         name: Of the role.
         incarnation: Of its life.
         spec: File that tells it all else.
@@ -284,9 +286,16 @@ def _run(start: Start, *, parent: int) -> NoReturn:
 
 
 def _program(program: Program) -> Callable[[str, int, str], int]:
-    from distbelief.job import checking, process  # noqa: PLC0415 -- imported long ago
+    # Imported long ago.
+    from distbelief.job import checking, process  # noqa: PLC0415
+    from distbelief.job.hosts import preparing  # noqa: PLC0415
 
-    return checking.main if program == "check" else process.main
+    programs = {
+        "role": process.main,
+        "check": checking.main,
+        "prepare": preparing.main,
+    }
+    return programs[program]
 
 
 def _redirect(log: str) -> None:

@@ -141,6 +141,10 @@ class Launcher:
         """Start the process that tries the job out (`checking`)."""
         self._start("check", name, 1, question)
 
+    def prepare(self, name: Address, incarnation: int) -> None:
+        """Start the process that tries out whether roles can be built here."""
+        self._start("prepare", name, incarnation, self._spec)
+
     def terminate(self, name: Address) -> None:
         """End the role by force; nothing happens if it is gone already."""
         if name in self._alive:

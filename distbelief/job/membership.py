@@ -7,6 +7,8 @@
                                |
                                +-------------------> left out   it died too often
 
+Where machines may join (`hosts`), a life may wait for one before it is launched.
+
 Clients (replicas, the evaluator, guests) need the shards, and the shards need all
 clients; no shard needs another (DB-5), but the two copies of one shard do, and so do
 the machines of one model replica, or those that evaluate together. Machine 0 of these
@@ -45,6 +47,7 @@ _SUMMED = (
 class Presence(Enum):
     """What the supervisor knows of a role's present life."""
 
+    WAITING = "waiting for a machine"  # its process cannot be anywhere yet
     LAUNCHED = "starting"  # its process was asked for; it has not said a word
     PRESENT = "present"
     AWAY = "away"  # a guest that has been silent for long
@@ -126,6 +129,8 @@ class RoleRecord:
 
     def needs(self, other: "RoleRecord") -> bool:
         """Whether these two have to be able to speak to each other."""
+        if self.kind == other.kind == "replica":
+            return False  # of thousands of replicas that is asked of every pair
         if (self.kind == "shard") != (other.kind == "shard"):
             return True
         if {self.kind, other.kind} == {"coordinator", "replica"}:
@@ -141,11 +146,8 @@ class RoleRecord:
     @property
     def is_alive(self) -> bool:
         """Whether it may still do something."""
-        return self.presence in {
-            Presence.LAUNCHED,
-            Presence.PRESENT,
-            Presence.AWAY,
-        }
+        presence = self.presence  # asked of everybody all the time: no set of them
+        return presence is not Presence.FINISHED and presence is not Presence.LEFT_OUT
 
     @property
     def has_joined(self) -> bool:

@@ -31,6 +31,7 @@ from distbelief.job.rehearsal import Rehearsal, rehearse
 from distbelief.job.rehearsing import OUTPUT
 from distbelief.job.run_directory import RunDirectory
 from distbelief.job.sections import Job
+from distbelief.job.trained import check_trained
 from distbelief.program.plan import Plan, load
 from distbelief.runtime.checks import check_evaluation
 from distbelief.runtime.samples import Sample
@@ -39,6 +40,7 @@ from distbelief.runtime.task import build_model
 
 SUFFIXES: Final = (".npy", ".safetensors")
 CHUNK: Final = 256
+_KINDS: Final = "fiub"  # numpy's letters for types of inputs: not complex, not text
 
 Array = NDArray[np.float32 | np.float64 | np.int64]
 
@@ -118,6 +120,7 @@ def predict(
 
 def _whole(job: Job, weights: Path, inputs: Array) -> Array:
     module = build_model(job.model)
+    check_trained(module, weights, factory=job.model.factory)
     module.load_state_dict(load_file(weights))
     module.eval()
     found: list[torch.Tensor] = []
@@ -131,8 +134,8 @@ def _whole(job: Job, weights: Path, inputs: Array) -> Array:
                 found.append(module(batch))
             except (RuntimeError, IndexError) as error:  # no such word, say
                 raise JobError(
-                    f"the model does not take inputs of shape "
-                    f"{list(batch.shape)}: {error}"
+                    f"the model does not take inputs of shape {list(batch.shape)} and "
+                    f"{str(batch.dtype).removeprefix('torch.')}: {error}"
                 ) from error
     return torch.cat(found).numpy()
 
@@ -140,6 +143,9 @@ def _whole(job: Job, weights: Path, inputs: Array) -> Array:
 def _split(job: Job, run: RunDirectory, plan: Plan, inputs: Array) -> Array:
     """Let a process for each machine of the plan compute its part."""
     _check_inputs(plan, inputs)
+    with torch.device("meta"):
+        module = build_model(job.model)
+    check_trained(module, run.model_file, factory=job.model.factory)
     chunk = plan.batch
     with tempfile.TemporaryDirectory(prefix="distbelief-") as folder:
         given = Path(folder) / "inputs.npy"
@@ -222,7 +228,12 @@ def _read(path: Path) -> Array:
             f"{path} has shape {list(array.shape)}: inputs are (n_samples, ...), one "
             "sample at least"
         )
-    return array
+    if array.dtype.kind not in _KINDS:
+        raise JobError(
+            f"{path} holds {array.dtype}: inputs are floating-point or whole numbers"
+        )
+    native: Array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return native
 
 
 def _write(path: Path, outputs: Array) -> None:

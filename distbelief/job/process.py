@@ -17,6 +17,7 @@ import torch
 from distbelief.allocator import KEPT_BYTES_MAX, keep_memory
 from distbelief.errors import DistBeliefError
 from distbelief.job import algorithms
+from distbelief.job.hosts.allowing import check_allowed
 from distbelief.job.jobfile import job_from_json
 from distbelief.job.member import Member, MemberConfig, heartbeat_seconds
 from distbelief.job.sections import Job
@@ -53,6 +54,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         sample: What the data are like, for that plan.
         n_train: Training samples.
         reach: From where these processes can be reached.
+        allowed: Packages and modules that they may import functions from; None: any.
     """
 
     job: msgspec.Raw
@@ -67,6 +69,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     sample: Sample | None = None
     n_train: int | None = None
     reach: Reach = Reach()
+    allowed: tuple[str, ...] | None = None
 
 
 @final
@@ -96,6 +99,8 @@ def main(name: str, incarnation: int, path: str) -> int:
     spec = read_spec(path)
     job = job_from_json(bytes(spec.job))
     import_from(job)
+    if spec.allowed is not None:
+        check_allowed(job, spec.allowed)
     torch.set_num_threads(job.cluster.threads if name.startswith("replica") else 1)
     driven = name.startswith("shard") and algorithms.coordinator_of(job) is not None
     if name.startswith("replica") or driven:

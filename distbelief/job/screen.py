@@ -214,9 +214,12 @@ def _roles(
         shown.sort(key=lambda role: not state_of(role)[1])
         shown = shown[: max(1, n_rows_max - 1)]
     wide = width >= _WIDE
+    elsewhere = wide and any(role.at for role in roles)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     longest = max(len(role.name) for role in shown)
     table.add_column("role", no_wrap=True, min_width=min(longest, width // 3))
+    if elsewhere:
+        table.add_column("on", no_wrap=True, overflow="ellipsis", max_width=16)
     table.add_column("state", no_wrap=True, overflow="ellipsis")
     table.add_column("rate", justify="right", no_wrap=True)
     if wide:
@@ -224,7 +227,9 @@ def _roles(
         table.add_column("restarts", justify="right", no_wrap=True)
     for role in shown:
         state, style = state_of(role)
-        cells: list[str | Text] = [words.role(role.name), Text(state, style)]
+        cells: list[str | Text] = [words.role(role.name)]
+        cells += [Text(role.at or "here")] if elsewhere else []
+        cells.append(Text(state, style))
         cells.append(_rate(role, wide=wide))
         if wide:
             age = role.last_heartbeat_age

@@ -13,7 +13,7 @@ from distbelief.errors import StorageError
 from distbelief.job import words
 from distbelief.job.run_directory import RunDirectory
 from distbelief.job.sections import Job
-from distbelief.job.view import SupervisorView
+from distbelief.job.view import HostView, SupervisorView
 
 
 _GAP = 2  # columns between two figures
@@ -103,6 +103,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         seeds: By table of the job file.
         versions: Of Python and the packages that matter.
         machine: Processor architecture and operating system.
+        hosts: Other machines that have joined.
     """
 
     name: str
@@ -144,6 +145,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     seeds: dict[str, int] = {}
     versions: dict[str, str] = {}
     machine: str = ""
+    hosts: tuple[HostView, ...] = ()
 
 
 def summarise(
@@ -211,6 +213,7 @@ def summarise(
         seeds=seeds,
         versions=_versions(),
         machine=f"{platform.machine()}, {platform.system()} {platform.release()}",
+        hosts=view.hosts,
     )
 
 
@@ -352,10 +355,16 @@ def _end(summary: Summary) -> str:
         parts.append(f"{least}{summary.pushes_lost:,} pushes lost")
     if summary.pushes_refused:
         parts.append(f"{summary.pushes_refused:,} refused")
-    if summary.restarts:
-        parts.append(_number(summary.restarts, "restart"))
+    parts += _incidents(summary)
     parts.append(f"everything in {summary.directory}")
     return "; ".join(parts)
+
+
+def _incidents(summary: Summary) -> list[str]:
+    parts = [_number(summary.restarts, "restart")] if summary.restarts else []
+    if summary.hosts:
+        parts.append(f"{_number(len(summary.hosts), 'machine')} joined")
+    return parts
 
 
 def _number(n: int, noun: str) -> str:

@@ -126,6 +126,11 @@ class Supervisor:
     # -------------------------------------------------------------- for the driver
 
     @property
+    def books(self) -> Books:
+        """All that it keeps, for who decides where its roles run."""
+        return self._books
+
+    @property
     def interrupted(self) -> bool:
         """Whether the user ended the job."""
         return self._ending.interrupted

@@ -33,6 +33,8 @@ from distbelief.job.agreement import agreed_label
 from distbelief.job.algorithms import coordinator_of
 from distbelief.job.checking import Answer
 from distbelief.job.configuring import check_data, supervisor_config
+from distbelief.job.hosts.address import JobAddress
+from distbelief.job.hosts.hosting import Hosting
 from distbelief.job.jobfile import Job, load_job
 from distbelief.job.launcher import Launcher
 from distbelief.job.legacy import Legacy
@@ -60,8 +62,9 @@ from distbelief.node import Node
 from distbelief.parameter_server.layout import Layout
 from distbelief.roles import SUPERVISOR, Received, Role
 from distbelief.runtime.task import build_model
+from distbelief.transport.places import LOOPBACK, Place
+from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.transport.zmq_transport import ZmqTransport
 
 
 STATUS_SECONDS: Final = 1.0
@@ -93,8 +96,9 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     launcher: Launcher | None = None,
     watch: Watch | None = None,
     detours: Detours | None = None,
+    hosting: Hosting | None = None,
 ) -> Run:
-    """Run a job in processes of this machine, until it ends.
+    """Run a job in processes of this machine, and those that join, until it ends.
 
     Args:
         job: A job, or the path of a job file.
@@ -104,6 +108,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         launcher: One that was started early, closed at the end; by default a new one.
         watch: Called with each view of the job; returns whether to end it.
         detours: Of all messages; by default they go straight.
+        hosting: Where other machines may join it; by default none may.
 
     Returns:
         The run. A job that fails after it has started is no exception: see
@@ -114,6 +119,8 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         StorageError: a directory or shared memory cannot be had.
     """
     console = Console(quiet=not show)
+    if hosting is not None:
+        hosting.reach.check()
     with ended_by_sigterm(), ExitStack() as stack:
         # The server's import of torch takes longer than all else here.
         launcher = stack.enter_context(launcher or Launcher())
@@ -134,7 +141,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             if is_new:  # a mistake leaves nothing behind
                 shutil.rmtree(run.path, ignore_errors=True)
             raise
-        training.supervise(watch, detours)
+        training.supervise(watch, detours, hosting)
         summary = training.conclude()
         if json:
             sys.stdout.write(summary_text(summary))
@@ -250,18 +257,23 @@ class _Training:
     # ------------------------------------------------------------------ while it
 
     def supervise(
-        self, watch: Watch | None = None, detours: Detours | None = None
+        self,
+        watch: Watch | None = None,
+        detours: Detours | None = None,
+        hosting: Hosting | None = None,
     ) -> None:
         """Run the supervisor until the job ends."""
         console = self._console
         config = supervisor_config(self._job, self._answer, legacy=self._legacy)
         supervisor = Supervisor(config)
         token = secrets.token_hex(16)
-        transport = ZmqTransport(
+        reach = Reach() if hosting is None else hosting.reach
+        transport = reach.transport(
             name=SUPERVISOR,
             incarnation=self._legacy.incarnation,
             token=token,
             log=self._log,
+            port=reach.port,
         )
         display = Progress(
             self._job.name, console=console, report_every=self._job.output.report_every
@@ -269,14 +281,22 @@ class _Training:
         with (
             MetricsFile(self._run.metrics_file) as metrics,
             transport,
+            ExitStack() as lent,
             caught_signals() as caught,
         ):
-            endpoint = transport.endpoint
+            endpoint = str(Place.parse(transport.endpoint).seen_from(LOOPBACK))
             role: Role = supervisor
             if detours is not None:
                 endpoint = detours.through(SUPERVISOR, endpoint)
                 role = detours.around(supervisor)
-            self._write_spec(token, endpoint)
+            of_roles = reach if hosting is None else hosting.reach_of_roles
+            spec = self._write_spec(token, endpoint, of_roles)
+            look = supervisor.view
+            if hosting is not None:
+                plan = None if spec.plan is None else Path(spec.plan)
+                role = hosted = hosting.around(supervisor, self._job, spec, plan=plan)
+                look = hosted.view
+                self._invite(hosting, hosting.address(transport.endpoint, token), lent)
             node = Node(
                 role, transport=transport, log=self._log, launcher=self._launcher
             )
@@ -290,16 +310,31 @@ class _Training:
                 if console.is_terminal is False:
                     console.print(f"{self._job.name}: {self._run.path}")
                 error = node.run(
-                    on_tick=lambda: self._tick(supervisor, display, metrics, watch)
+                    on_tick=lambda: self._tick(
+                        supervisor, look, display, metrics, watch
+                    )
                 )
-            self._view = supervisor.view(time.monotonic())
+            self._view = look(time.monotonic())
         self._error = None if supervisor.interrupted else error
         if supervisor.interrupted:
             self.exit_code = EXIT_CODES.get(caught.number or signal.SIGINT, 130)
         elif error is not None:
             self.exit_code = 1
 
-    def _write_spec(self, token: str, endpoint: str) -> None:
+    def _invite(self, hosting: Hosting, address: JobAddress, lent: ExitStack) -> None:
+        """Let other machines know where to join."""
+        for line in hosting.lines(address):
+            self._say(line)
+            self._log("info", line)
+        machines = hosting.lent(
+            self._job,
+            address,
+            n_machines=self._answer.n_machines or 1,
+            directory=self._run.path.absolute() / "joined",
+        )
+        lent.enter_context(machines)
+
+    def _write_spec(self, token: str, endpoint: str, reach: Reach) -> Spec:
         assert self._layout is not None
         shares = self._job.cluster.shared_memory
         answer, plan = self._answer, self._run.plan_file
@@ -315,19 +350,22 @@ class _Training:
             plan=None if answer.n_machines is None else str(plan.absolute()),
             sample=answer.sample,
             n_train=None if answer.task.train is None else answer.task.train.n_samples,
+            reach=reach,
         )
         # In a directory that only its user may enter: the token is in it.
         (self._memory.directory / ".spec.json").write_bytes(msgspec.json.encode(spec))
+        return spec
 
     def _tick(
         self,
         supervisor: Supervisor,
+        look: Callable[[float], SupervisorView],
         display: Progress,
         metrics: MetricsFile,
         watch: Watch | None,
     ) -> None:
         now = time.monotonic()
-        view = supervisor.view(now)
+        view = look(now)
         if watch is not None and watch(view):
             supervisor.wind_up("it was told to stop")
         with suppress(OSError):  # as in `_say`; what follows needs no screen

@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from distbelief.errors import JobError
+from distbelief.graph.kinds.embedding import Embedding
+from distbelief.graph.kinds.whole import Whole
 from distbelief.graph.layer import LayerGraph
 from distbelief.job.rehearsal import Rehearsal, Seen, rehearse
 from distbelief.job.rehearsing import OUTPUT, gradient_file
@@ -154,10 +156,25 @@ def _batch(
     if loss.startswith("soft_margin"):
         targets = targets.round() * 2 - 1
     if sample.input_is_integer:
-        inputs = torch.zeros_like(inputs).to(torch.int64)  # the one word all know
+        inputs = (inputs * _n_words(graph)).to(torch.int64)
     if sample.target_is_integer:
         targets = (targets * classes).to(torch.int64)
     return inputs, targets
+
+
+def _n_words(graph: LayerGraph) -> int:
+    """Return how many words every table of the model has; 1 if nobody knows."""
+    known = [
+        layer.tensors["weight"].shape[0]
+        for layer in graph.layers
+        if layer.kind == Embedding.name
+    ]
+    hides = any(
+        layer.kind == Whole.name
+        and any(graph[name].is_integer for name in layer.inputs)
+        for layer in graph.layers
+    )
+    return 1 if hides else min(known, default=1)
 
 
 def _make_room(rehearsal: Rehearsal, graph: LayerGraph, tensors: Tensors) -> None:

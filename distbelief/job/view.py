@@ -31,6 +31,17 @@ class RoleView:
     restarts: int = 0
     pid: int | None = None  # of its process, on its own host; once it has joined
     counters: dict[str, float] = field(default_factory=dict)  # of its heartbeat
+    at: str = ""  # the machine that it runs on, if that is another one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostView:
+    """One machine that has joined."""
+
+    name: str  # "host-3f2a9c01"
+    label: str  # what people call it
+    cores: int
+    state: str  # "preparing", "ready", "leaving", "gone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +98,7 @@ class SupervisorView:
         pushes_lost: Acknowledged, and gone with a shard that had to be restarted.
         figures: What else the algorithm counts, by name.
         roles: One entry per role, in roster order.
+        hosts: Machines that have joined, those that are gone, too.
         history: At most `HISTORY_MAX` points, oldest first.
         messages: The latest `MESSAGES_MAX` messages, oldest first.
     """
@@ -118,5 +130,6 @@ class SupervisorView:
     pushes_lost: int = 0
     figures: dict[str, float] = field(default_factory=dict)
     roles: tuple[RoleView, ...] = ()
+    hosts: tuple[HostView, ...] = ()
     history: tuple[Point, ...] = ()
     messages: tuple[Message, ...] = ()

@@ -58,9 +58,30 @@ do what it does:
       | <---- PushPart |                             |   push your part of it
       | Push ----------------------------------->    |
       | PartStaged --> |  (Account)                  |   all my shards hold it
+
+A machine that joins a job is a host: it runs what the supervisor wants to run there:
+
+    host                          supervisor
+      | Offer ------------------->  |   so many cores; use them
+      | <------------------ Duties  |   of this run
+      | Ask, <-------------- Piece  |   all that its roles are told
+      | HostReport -------------->  |   ready; twice a second, from now on
+      | <------------------ Duties  |   run these roles, and no others
+      | HostReport -------------->  |   that one has ended
+      | <----------------- Dismiss  |   that is all
 """
 
 from distbelief.messages.bounds import Count, Name, Text
+from distbelief.messages.hosts import (
+    Ask,
+    Dismiss,
+    Duties,
+    Duty,
+    DutyEnded,
+    HostReport,
+    Offer,
+    Piece,
+)
 from distbelief.messages.machines import (
     Gather,
     Gathered,
@@ -139,6 +160,7 @@ __all__ = [
     "Acknowledge",
     "Alive",
     "Alone",
+    "Ask",
     "Assignment",
     "Attach",
     "Begin",
@@ -146,6 +168,10 @@ __all__ = [
     "Count",
     "Credit",
     "CutRecord",
+    "Dismiss",
+    "Duties",
+    "Duty",
+    "DutyEnded",
     "Evaluate",
     "Failed",
     "Fetch",
@@ -158,6 +184,7 @@ __all__ = [
     "GrantedSet",
     "Heartbeat",
     "Hello",
+    "HostReport",
     "Join",
     "Keep",
     "Lead",
@@ -166,6 +193,7 @@ __all__ = [
     "Measured",
     "Message",
     "Name",
+    "Offer",
     "Open",
     "Order",
     "ParameterBlock",
@@ -174,6 +202,7 @@ __all__ = [
     "Peers",
     "Perform",
     "Performed",
+    "Piece",
     "Proceed",
     "Progress",
     "Publish",
@@ -247,4 +276,10 @@ Message = (
     | PartStaged
     | Transfer
     | Taken
+    | Offer
+    | Duties
+    | HostReport
+    | Dismiss
+    | Ask
+    | Piece
 )

@@ -259,14 +259,17 @@ class Link:
 
     def wait(self, now: Seconds) -> list[Action]:
         """Run the timer if something is awaited; call after whatever was done."""
-        begins = self._awaits and not self._awaited
-        self._awaited = self._awaits
+        awaits = self._awaits
+        begins = awaits and not self._awaited
+        self._awaited = awaits
         if begins:
             self._heard_at = self._progress_at = self._sent_at = now
             self._delay = self._config.retry_seconds
+        if not awaits:
+            return []
         due = now + self._delay
         runs = self._timer_at is not None and (not begins or self._timer_at <= due)
-        return [] if runs or not self._awaited else [self._set_timer(due)]
+        return [] if runs else [self._set_timer(due)]
 
     def timer(self, now: Seconds) -> list[Action]:
         """Ask again for what does not come; give the shard up at last."""

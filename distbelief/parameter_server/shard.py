@@ -22,9 +22,12 @@ from distbelief.messages import (
     Acknowledge,
     Alive,
     Alone,
+    Ask,
     Assignment,
     Begin,
     Credit,
+    Dismiss,
+    Duties,
     Evaluate,
     Failed,
     Fetch,
@@ -35,15 +38,18 @@ from distbelief.messages import (
     Gathered,
     Heartbeat,
     Hello,
+    HostReport,
     Join,
     Lead,
     Leading,
     Measured,
+    Offer,
     Order,
     ParameterBlock,
     PartStaged,
     Peers,
     Performed,
+    Piece,
     Proceed,
     Progress,
     Push,
@@ -260,6 +266,12 @@ class ParameterServerShard:
                 | PartStaged()
                 | Transfer()
                 | Taken()
+                | Offer()
+                | Duties()
+                | HostReport()
+                | Dismiss()
+                | Ask()
+                | Piece()
             ):
                 raise RemoteProtocolError(
                     f"{sender} sent {type(message).__name__} to a shard, which has no "

@@ -35,6 +35,7 @@ from distbelief.runtime.operations import (
     Operation,
     Task,
 )
+from distbelief.runtime.urgency import urgent
 
 
 SEPARABLE: Final = frozenset({"linear", "convolution", "locally_connected"})
@@ -130,12 +131,14 @@ class _Writer:
     )
     ways: dict[tuple[MessageKind, str], int] = field(init=False)
     running: dict[str, str] = field(init=False)  # layer -> tensor
+    urgent: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         traffic = self.compiled.traffic
         self.ways = {(way.kind, way.name): index for index, way in enumerate(traffic)}
         found = running_averages(self.compiled.graph) if self.training else {}
         self.running = {layer: tensor for tensor, layer in found.items()}
+        self.urgent = urgent(self.compiled)
 
     def enter(self, instruction: Instruction) -> None:
         match instruction:
@@ -311,7 +314,7 @@ class _Writer:
                 if not is_state:
                     self.added.add(slot)
         parts = [tuple(writes)]
-        if layer.kind in SEPARABLE and self._is_sent_back(layer):
+        if layer.kind in SEPARABLE and layer.name in self.urgent:
             inputs = tuple(place for place in writes if place < task.n_inputs)
             tensors = tuple(place for place in writes if place >= task.n_inputs)
             parts = [part for part in (inputs, tensors) if part]
@@ -328,13 +331,6 @@ class _Writer:
                     can_wait=part is not parts[0],
                 )
             )
-
-    def _is_sent_back(self, layer: Layer) -> bool:
-        """Return whether another machine waits for the gradient of what it reads."""
-        return any(
-            way.kind == "gradient" and way.name in layer.inputs
-            for way in self.compiled.traffic
-        )
 
     def _complete(self, layer: Layer) -> None:
         """The gradient of what this machine has combined of a layer is complete."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from distbelief.errors import LocalProtocolError
+from distbelief.errors import DistBeliefError, JobError, LocalProtocolError
 from distbelief.graph.kind import LayerKind, PartialSums, Step, kind_of
 from distbelief.graph.region import Region
 from distbelief.program.instructions import Fetch, Message, Read, Receive
@@ -277,14 +277,14 @@ class Execution:
             computing = kind.partial
         goes_back = any(leaf.requires_grad for leaf in leaves)
         tensors = dict(zip(task.words, leaves[task.n_inputs :], strict=True))
-        with torch.set_grad_enabled(goes_back):
-            output = computing.compute(
-                task.layer,
-                task.region,
-                leaves[: task.n_inputs],
-                tensors,
-                state.steps[copy],
-            )
+        inputs = leaves[: task.n_inputs]
+        try:
+            with torch.set_grad_enabled(goes_back):
+                output = computing.compute(
+                    task.layer, task.region, inputs, tensors, state.steps[copy]
+                )
+        except Exception as error:  # of the user's module, or of what it was given
+            raise _failed(task, inputs, error) from error
         if goes_back and output.requires_grad:
             state.tape[instance] = _Taped(output, leaves)
         self._have(task.writes, task.seed, copy, output.detach(), task.layer.name)
@@ -376,6 +376,18 @@ class Execution:
             gradient = self._seed_gradient(layer, value, n)
             if gradient is not None:
                 self._now().slots.write(seed, copy, gradient)
+
+
+def _failed(
+    task: Task, inputs: Sequence[torch.Tensor], error: Exception
+) -> DistBeliefError:
+    if isinstance(error, DistBeliefError):
+        return error
+    shapes = ", ".join(f"{list(value.shape)}" for value in inputs)
+    return JobError(
+        f"layer {task.layer.name!r} ({task.layer.kind}) failed on inputs of shape "
+        f"{shapes}: {type(error).__name__}: {error}"
+    )
 
 
 def as_tensor(array: Vector) -> torch.Tensor:

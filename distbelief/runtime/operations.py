@@ -88,9 +88,10 @@ class Join:
 class Back:
     """The gradients of what a task read.
 
-    If another machine waits for a gradient of an input, and it has no work in common
-    with those of the tensors, these are an operation of their own: it is done while
-    messages travel (Qi et al. 2024, "Zero Bubble Pipeline Parallelism").
+    If another machine waits for what comes of the gradient of an input (`urgency`), and
+    it has no work in common with those of the tensors, these are an operation of their
+    own: it is done while messages travel (Qi et al. 2024, "Zero Bubble Pipeline
+    Parallelism").
 
     Attributes:
         task: Which operation that was.

@@ -12,6 +12,7 @@ from distbelief.graph.layer import INPUT, LayerGraph
 from distbelief.graph.region import Region
 from distbelief.roles import Action, Compute, Cost, Lane
 from distbelief.runtime.course import Chosen, Course
+from distbelief.runtime.labels import check_labels, class_counts
 
 
 READ: Final = "machine:read"
@@ -63,6 +64,7 @@ class PortionReader:
         self._dataset = dataset
         self._inputs = [layer for layer in graph.layers if layer.kind == INPUT]
         self._reads = reads
+        self._n_classes = class_counts(graph)
         self._dtype = dtype
         self._keeps_targets = keeps_targets
         self._table = table
@@ -90,6 +92,9 @@ class PortionReader:
         for layer, value, what in zip(
             self._inputs, batch, ("inputs", "targets"), strict=False
         ):
+            if layer.name in self._n_classes:
+                n_classes = self._n_classes[layer.name]
+                check_labels(value, n_classes, indices=indices, table=self._table)
             if layer.name not in self._reads:
                 continue
             if tuple(value.shape[1:]) != layer.shape:

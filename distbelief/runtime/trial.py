@@ -12,11 +12,9 @@ import torch
 from torch import nn
 
 from distbelief.errors import JobError
+from distbelief.runtime.labels import check_labels
 from distbelief.runtime.layers import Watch, dtype_name
 from distbelief.runtime.losses import CLASS_LOSSES, LOSSES, Loss, Metric
-
-
-IGNORED_LABEL = -100  # torch's `ignore_index`: such a target counts for nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,16 +246,7 @@ def _check_labels(
             f"{names.loss} needs {tuple(expected)} for outputs of shape "
             f"{tuple(outputs.shape)}: one label for each row of outputs"
         )
-    n_outputs = outputs.shape[1]
-    bad = ((targets < 0) | (targets >= n_outputs)) & (targets != IGNORED_LABEL)
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0][0])
-        label = int(targets[row][bad[row]].flatten()[0])
-        raise JobError(
-            f"[{names.data}] sample {names.indices[row]} has label {label}, but the "
-            f"model has {n_outputs} outputs (labels 0 to {n_outputs - 1}): give it "
-            "more outputs, or mend the labels"
-        )
+    check_labels(targets, outputs.shape[1], indices=names.indices, table=names.data)
 
 
 # --------------------------------------------------------------------- finite

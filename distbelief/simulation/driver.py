@@ -22,6 +22,7 @@ from distbelief.roles import (
     Computed,
     Connect,
     Cost,
+    Entrust,
     Event,
     Halt,
     Lane,
@@ -59,6 +60,7 @@ class Driver:
         self._agenda = world.agenda
         self._note = world.trace.event
         self._observers, self._checks = world.observers, world.checks
+        self._counts = world.counts
         token = f"simulation-{world.seed}"
         self._post: Post = Encoded(token) if world.options.codec else PassedOn(token)
 
@@ -129,11 +131,13 @@ class Driver:
         event = self._post.received(packet.payload)
         life = self.lives.find(receiver, incarnation)
         if life is not None and life.alive:
-            self._world.counts.delivered += 1
+            self._counts.delivered += 1
             if life.handles_slowly:
                 self._hand_over(life, event, packet.n_bytes)
+            elif life.desk is None:
+                self._handle(life, event)
             else:
-                self.deliver(life, event)
+                life.desk.add(event)
         elif receiver not in self._world.builders:
             self._world.hand_out(receiver, event)
         elif self._goes_astray():
@@ -172,11 +176,11 @@ class Driver:
     def _perform_all(self, life: Life, actions: Sequence[Action]) -> int:
         """Perform them as long as it lives; return how many that was."""
         n_last, n_performed = life.last_actions, 0
-        if n_last is None and len(actions) == 1:  # as is most frequent
-            self._perform(life, actions[0])
-            return 1
-        for action in actions[:n_last]:
-            self._perform(life, action)
+        for action in actions if n_last is None else actions[:n_last]:
+            if type(action) is Send:  # as is most frequent
+                self._send(life, action)
+            else:
+                self._perform(life, action)
             n_performed += 1
             if not life.alive:
                 return n_performed
@@ -185,10 +189,9 @@ class Driver:
         return n_performed
 
     def _perform(self, life: Life, action: Action) -> None:
-        if isinstance(action, Send):
-            self._send(life, action)
-            return
         match action:
+            case Send():
+                self._send(life, action)
             case SetTimer():
                 life.timers.set(action.name, action.at)
             case CancelTimer():
@@ -201,7 +204,9 @@ class Driver:
                 self._perform_rare(life, action)
 
     def _perform_rare(
-        self, life: Life, action: Report | Connect | Launch | Terminate | Halt
+        self,
+        life: Life,
+        action: Report | Connect | Launch | Entrust | Terminate | Halt,
     ) -> None:
         match action:
             case Report():
@@ -214,6 +219,8 @@ class Driver:
                 self.lives.launch(
                     action.name, incarnation=action.incarnation, launcher=life
                 )
+            case Entrust():
+                pass  # in a simulation everybody is who he says
             case Terminate():
                 self.lives.terminate(action.name, f"terminated by {life.name}")
             case Halt():
@@ -223,17 +230,17 @@ class Driver:
                 assert_never(action)
 
     def _send(self, life: Life, action: Send) -> None:
-        payload = self._post.sent(
-            action, sender=life.name, incarnation=life.incarnation
-        )
-        path = self.lives.path(life, action.receiver)
+        post, receiver = self._post, action.receiver
+        payload = post.sent(action, sender=life.name, incarnation=life.incarnation)
+        path = life.paths.get(receiver) or self.lives.path(life, receiver)
         if path is None:
-            self._world.counts.lost += 1
-            text = f"lost, not connected to {action.receiver}"
+            self._counts.lost += 1
+            text = f"lost, not connected to {receiver}"
             self._world.note(life.name, life.incarnation, text)
             return
-        header, arrays = self._post.size
-        self.network.send(path, payload, header + round(arrays * path.frame_scale))
+        header, arrays = post.size
+        n_bytes = header + round(arrays * path.frame_scale) if arrays else header
+        self.network.send(path, payload, n_bytes)
 
     def _compute(self, life: Life, action: Compute) -> None:
         machine, cost = life.machine, action.cost

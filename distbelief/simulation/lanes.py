@@ -7,8 +7,9 @@ is full of NaN by then).
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+
+import msgspec
 
 from distbelief.roles import Lane, Seconds
 from distbelief.simulation.agenda import Agenda, Call
@@ -19,8 +20,7 @@ def _nothing() -> None:
     pass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Work(msgspec.Struct, frozen=True, kw_only=True):
     """One piece of work, as a lane sees it."""
 
     seconds: Callable[[], Seconds]  # asked when it begins

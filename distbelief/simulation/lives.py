@@ -149,12 +149,21 @@ class Lives:
                 slowness=partial(self._world.slowness, name),
             )
         self.newest[name] = self._lives[name, number] = life
+        if options.introduce and number > 1:
+            self._lead_to_newest(name, number)
         restored = self._world.disk.newest(name)
         self._deliver(life, Started(incarnation=number, restored=restored))
         for event in self._astray.pop(name, ()):
             self._deliver(life, event)
         if self._world.options.introduce:
             self._introduce(life)
+
+    def _lead_to_newest(self, name: Address, incarnation: int) -> None:
+        """From now on whoever speaks to `name` speaks to this life of it."""
+        for life in self._lives.values():
+            path = life.paths.get(name)
+            if path is not None and path.incarnation != incarnation:
+                del life.paths[name]
 
     def launch(self, name: Address, *, incarnation: int, launcher: Life) -> None:
         """Begin a new life of `name` as soon as its process has started."""
@@ -214,9 +223,10 @@ class Lives:
 
     def _introduce(self, life: Life) -> None:
         joined = PeerJoined(peer=life.name, incarnation=life.incarnation)
+        acquainted = self._world.options.acquainted
         others = [other for other in self.newest.values() if other is not life]
         for other in others:
-            if other.alive:
+            if other.alive and (not acquainted or acquainted(life.name, other.name)):
                 self._deliver(other, joined)
                 known = PeerJoined(peer=other.name, incarnation=other.incarnation)
                 self._deliver(life, known)
@@ -337,9 +347,7 @@ class Lives:
         introduced = self._world.options.introduce
         known = life.paths.get(receiver)
         if known is not None:
-            newest = self.newest.get(receiver)
-            if not introduced or (newest and newest.incarnation == known.incarnation):
-                return known
+            return known
         if receiver not in self._world.builders:
             return self.connect(life, receiver, 0)
         if not introduced and receiver != SUPERVISOR:

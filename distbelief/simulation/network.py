@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
 
+import msgspec
+
 from distbelief.roles import Seconds
 from distbelief.simulation.agenda import Agenda
 from distbelief.simulation.fabric import SMALL_BYTES, Port
@@ -25,8 +27,7 @@ from distbelief.simulation.links import Path
 from distbelief.simulation.streams import Streams, draws
 
 
-@dataclass(slots=True, eq=False)  # frozen would double its cost
-class Packet:
+class Packet(msgspec.Struct, eq=False):  # made in half the time of a dataclass
     """One message under way: its frames, or itself."""
 
     path: Path
@@ -72,21 +73,19 @@ class Network:
         tally = path.tally
         tally[0] += 1
         tally[1] += n_bytes
-        packet = Packet(path, payload, n_bytes)
         route, now = path.route, self._agenda.now
         if route is None:
-            packet.departs = leaves = path.depart(n_bytes, now)
-            self._go(packet, leaves)
-            return
-        card = route.card
-        if (card.free_at <= now and not card.turns) or (
-            n_bytes <= SMALL_BYTES and path not in card.queues
-        ):
-            packet.departs, passed = route.pass_through(n_bytes, now)
-            self._go(packet, passed)
+            departs = passed = path.depart(n_bytes, now)
         else:
-            card.wait(path, packet)
-            self._wake(card)
+            card = route.card
+            if (card.free_at > now or card.turns) and (
+                n_bytes > SMALL_BYTES or path in card.queues
+            ):
+                card.wait(path, Packet(path, payload, n_bytes))
+                self._wake(card)
+                return
+            departs, passed = route.pass_through(n_bytes, now)
+        self._go(Packet(path, payload, n_bytes, departs), passed)
 
     def _wake(self, card: Port) -> None:
         """See to it that what waits for the card goes out when it is free."""

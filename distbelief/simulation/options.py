@@ -1,6 +1,6 @@
 """What a simulated cluster consists of, as data."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -38,6 +38,9 @@ class ClusterOptions:
     # tells it of each (new life of a) peer: for tests without a supervisor. False:
     # every role is connected to the supervisor, and otherwise as it asks (`Connect`).
     introduce: bool = False
+    # Who has to do with whom, if everybody is introduced; None: all. Of thousands of
+    # replicas each would otherwise be told of every other.
+    acquainted: Callable[[Address, Address], bool] | None = None
     # How likely a message for a life that is over reaches the next one: ZeroMQ holds it
     # and connects again, and the next process may have been given the same port.
     port_reuse: float = 0.0

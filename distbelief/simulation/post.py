@@ -107,6 +107,13 @@ class Encoded:
 
 
 @final
+class _Lent(msgspec.Struct, eq=False):
+    """An event whose array may yet change."""
+
+    event: Received
+
+
+@final
 class PassedOn:
     """Messages themselves.
 
@@ -129,24 +136,23 @@ class PassedOn:
             header = len(frames[0])
             if kind in _ALIKE:
                 self._headers[kind] = header
-        name, lent = _ARRAYS.get(kind), False
-        array: Vector | None = getattr(message, name) if name is not None else None
-        n_bytes = 0
-        if name is not None and array is not None:
-            n_bytes, lent = array.nbytes, action.lent
-            if not lent:
-                message = _copied(message, name, array)
-        self.size = header, n_bytes
-        return (
-            Received(sender=sender, incarnation=incarnation, message=message),
-            lent,
-        )
+        name = _ARRAYS.get(kind)
+        if name is None:
+            self.size = header, 0
+            return Received(sender=sender, incarnation=incarnation, message=message)
+        array: Vector | None = getattr(message, name)
+        self.size = header, 0 if array is None else array.nbytes
+        if array is not None and not action.lent:
+            message = _copied(message, name, array)
+        event = Received(sender=sender, incarnation=incarnation, message=message)
+        return _Lent(event) if array is not None and action.lent else event
 
     def received(self, payload: object) -> Received:
         """Return that event, its array copied if it was lent."""
-        event, lent = cast("tuple[Received, bool]", payload)
-        if not lent:
-            return event
+        if isinstance(payload, Received):
+            return payload
+        assert isinstance(payload, _Lent)
+        event = payload.event
         message, name = event.message, _ARRAYS[type(event.message)]
         return Received(
             sender=event.sender,

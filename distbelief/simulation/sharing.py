@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import final
 
+import msgspec
+
 from distbelief.roles import Seconds
 from distbelief.simulation.agenda import Agenda
 
@@ -43,8 +45,7 @@ class Processor:
             raise ValueError(f"{self}: wake_seconds may not be below 0, nor endless")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """What one piece of work asks of its host.
 
     Attributes:
@@ -61,8 +62,7 @@ class Demand:
 
 
 @final
-@dataclass(slots=True, eq=False)
-class Job:
+class Job(msgspec.Struct, eq=False):
     """A piece of work under way."""
 
     demand: Demand

@@ -6,15 +6,15 @@ thus holds a few entries per name, however often the timer is set.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+
+import msgspec
 
 from distbelief.roles import Seconds
 from distbelief.simulation.agenda import Agenda
 
 
-@dataclass(slots=True, eq=False)
-class _Timer:
+class _Timer(msgspec.Struct, eq=False):
     at: Seconds
     entry: Seconds  # when its newest entry in the agenda comes up
 

@@ -94,10 +94,14 @@ class Trace:
     ) -> None:
         """Note an event just before the role handles it."""
         if self._order_only:
-            kind, who = _kind(event)
-            self._happened.append((now, name, incarnation, kind, who))
-            if len(self._happened) >= N_TOGETHER:
-                self._flush()
+            who = ""
+            if type(event) is Received:
+                kind, who = type(event.message).__name__, event.sender
+            else:
+                kind = type(event).__name__
+                if isinstance(event, TimerFired | Computed):
+                    who = event.name
+            self._note_order((now, name, incarnation, kind, who))
             return
         self.note(now, name, incarnation, event_text(event))
 
@@ -158,15 +162,6 @@ class Trace:
         if self._pending:
             self._hash.update(("\n".join(self._pending) + "\n").encode())
             self._pending.clear()
-
-
-def _kind(event: Event) -> tuple[str, str]:
-    """Return what an event is, and whom it is from."""
-    if isinstance(event, Received):
-        return type(event.message).__name__, event.sender
-    if isinstance(event, TimerFired | Computed):
-        return type(event).__name__, event.name
-    return type(event).__name__, ""
 
 
 def _cells(line: str) -> tuple[str, str, str]:

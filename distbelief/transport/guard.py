@@ -12,7 +12,7 @@ from typing import Final, Protocol, final
 
 import zmq
 
-from distbelief.errors import TransportError
+from distbelief.errors import RemoteProtocolError, TransportError
 from distbelief.transport.places import Place
 
 
@@ -23,6 +23,10 @@ PLAIN_BYTES_MAX: Final = 255  # of a name or password in the PLAIN mechanism, RF
 
 REFUSED: Final = b"400"  # the peer does not try again
 NOT_NOW: Final = b"300"  # it does, after a while
+
+
+class NotIntroducedError(RemoteProtocolError):
+    """Who sent this may not speak under that name yet, or no longer: no offence."""
 
 
 @final
@@ -106,6 +110,10 @@ class Guard(Protocol):
         """Note that a message from there was none; it may cost the connection."""
         ...
 
+    def entrust(self, name: str, to: str) -> None:
+        """Let whoever may speak as `to` speak as `name`, and nobody else."""
+        ...
+
     def watch(self, port: int) -> None:
         """Look at all connections to this port, if it is time to."""
         ...
@@ -165,6 +173,9 @@ class TokenGuard:
 
     def offended(self, source: Source, why: str) -> None:
         """Do nothing: the transport counts it."""
+
+    def entrust(self, name: str, to: str) -> None:
+        """Do nothing: who knows the token may name any sender."""
 
     def watch(self, port: int) -> None:
         """Do nothing."""

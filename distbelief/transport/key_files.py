@@ -22,8 +22,9 @@ from distbelief.errors import JobError
 from distbelief.transport.keys import KEY_PATTERN, KeyPair, SecretKey
 
 
-ROLES: Final = ("worker", "server")
-"""As what a key may speak: one's own loop, or a standing server and its shards."""
+ROLES: Final = ("worker", "server", "host")
+"""As what a key may speak: one's own loop; a server or supervisor, and its shards; a
+machine that joins a job."""
 
 DIRECTORY: Final = Path("~/.distbelief/keys")
 """Of this user's keys, unless another is named."""

@@ -26,12 +26,13 @@ from typing import Final, final
 import zmq
 
 from distbelief.errors import RemoteProtocolError, TransportError
-from distbelief.roles import Seconds
+from distbelief.roles import SUPERVISOR, Seconds
 from distbelief.transport import connections
 from distbelief.transport.guard import (
     NOT_NOW,
     REFUSED,
     Inbox,
+    NotIntroducedError,
     Outbox,
     Source,
     Verdict,
@@ -175,7 +176,10 @@ class KeyGuard:
             return Verdict(status=REFUSED, remark=f"refused {address}: it has no key")
         key = request[6].hex()
         self._speakers.refresh()
-        if key not in self._speakers.keys:
+        if self._speakers.believes and not self._speakers.admit(key):
+            text = f"{address} waits until the supervisor introduces its key"
+            return Verdict(status=NOT_NOW, remark=text)
+        if not self._speakers.admit(key):
             text = (
                 f"refused {address}, whose key is not allowed. If it should be: "
                 f"distbelief keys allow {key} NAME"
@@ -194,17 +198,24 @@ class KeyGuard:
         record.key = key
         record.n_bytes += n_bytes
         self._books.n_messages[key] += 1
-        if key not in self._speakers.keys or self._is_suspended(key):
+        if not self._speakers.admit(key) or self._is_suspended(key):
             connections.cut(self._port, descriptor)
             return None
         return Source(key, descriptor)
 
     def check(self, source: Source, sender: str) -> None:
         """Refuse a message that names a sender whom its key may not speak for."""
-        if not self._speakers.may_speak(source.user, sender):
-            raise RemoteProtocolError(
-                f"it speaks as {sender!r:.80}, which its key may not"
-            )
+        if self._speakers.may_speak(source.user, sender):
+            return
+        text = f"it speaks as {sender!r:.80}, which its key may not"
+        # Members of a job come and go: some are early, or late.
+        if sender != SUPERVISOR and self._speakers.is_of_job:
+            raise NotIntroducedError(text)
+        raise RemoteProtocolError(text)
+
+    def entrust(self, name: str, to: str) -> None:
+        """Give this name to the key of `to`."""
+        self._speakers.entrust(name, to, own=self._pair.public)
 
     def offended(self, source: Source, why: str) -> None:
         """Close the connection, and keep the key out for a while."""
@@ -308,7 +319,7 @@ class KeyGuard:
             return (
                 f"{n_of_address} connections at once, more than {caps.connections_max}"
             )
-        if record.key and record.key not in self._speakers.keys:
+        if record.key and not self._speakers.admit(record.key):
             return "its key is no longer allowed"
         if record.key and self._is_suspended(record.key):
             return "it broke a rule lately"

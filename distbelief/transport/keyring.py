@@ -8,6 +8,7 @@ import msgspec
 
 from distbelief.transport.key_files import KeyFiles
 from distbelief.transport.key_guard import Caps, KeyGuard
+from distbelief.transport.keys import KeyPair
 from distbelief.transport.speakers import Speakers
 
 
@@ -16,14 +17,19 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         directory: Of this machine's keys and its allow-list.
-        role: As what this side speaks.
-        server_key: Public, of the server that a worker was told of by its user. A
-            server's own processes know each other by the key that they share.
+        role: As what this side speaks; "job": the supervisor of a job, and its roles on
+            the same machine; "host": a machine that has joined, and the roles there.
+        server_key: Public, of the server that a worker, or the supervisor that a host,
+            was told of by its user. A server's own processes know each other by the key
+            that they share.
+        believes: Whether whoever is introduced by the supervisor is believed to be
+            that one; so do members of a job.
     """
 
     directory: str
-    role: Literal["worker", "server"]
+    role: Literal["worker", "server", "job", "host"]
     server_key: str = ""
+    believes: bool = False
 
     @property
     def public(self) -> str:
@@ -45,6 +51,23 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
         def warn(text: str) -> None:
             log("warning", text)
 
-        server = pair.public if self.role == "server" else self.server_key
-        speakers = Speakers(files, trusted={server: ("server",)}, warn=warn)
+        speakers = Speakers(
+            files,
+            trusted=self._trusted(pair),
+            warn=warn,
+            is_of_job=self.role in {"job", "host"},
+            believes=self.believes,
+        )
         return KeyGuard(pair, speakers, warn=warn, caps=caps)
+
+    def _trusted(self, pair: KeyPair) -> dict[str, tuple[str, ...]]:
+        """Return the keys that need not be on the allow-list, and their roles."""
+        match self.role:
+            case "worker":
+                return {self.server_key: ("server",)}
+            case "server":
+                return {pair.public: ("server",)}
+            case "job":
+                return {pair.public: ("job",)}
+            case "host":
+                return {pair.public: ("guest",), self.server_key: ("job",)}

@@ -3,6 +3,8 @@
     key of          may speak as
     worker          worker-...
     server          supervisor, shard-...
+    host            host-..., and the roles that the supervisor has placed there
+    (the job's)     supervisor, and all its roles
 
 Rules:
 
@@ -10,6 +12,8 @@ Rules:
   that spoke under it: nobody goes on under the name of somebody else.
 * Beside the allow-list, which is read again when it has changed, the key that this side
   was told of by its own user (a server's address) is trusted as a server.
+* A member of a job believes its supervisor: whoever that introduces has the name, and
+  is let in, whatever the allow-list says.
 * A side that cannot read its allow-list lets in nobody.
 """
 
@@ -17,16 +21,28 @@ from collections.abc import Callable
 from typing import Final, final
 
 from distbelief.errors import DistBeliefError
+from distbelief.roles import SUPERVISOR
 from distbelief.transport.key_files import KeyFiles
 
 
 SPEAKS_AS: Final[dict[str, tuple[str, ...]]] = {
     "worker": ("worker-",),
     "server": ("supervisor", "shard-"),
+    "host": ("host-",),
+    "job": (
+        "supervisor",
+        "host-",
+        "shard-",
+        "replica-",
+        "evaluator",
+        "evaluator.",
+        "coordinator",
+    ),
+    "guest": (),
 }
-"""Roles of the allow-list, and the names of roles; those with a dash are beginnings."""
+"""Roles of keys, and the names of roles; those with a dash or dot are beginnings."""
 
-N_NAMES_MAX: Final = 1024
+N_NAMES_MAX: Final = 8192
 """Under which one key has spoken; the oldest are forgotten beyond that."""
 
 
@@ -38,6 +54,8 @@ class Speakers:
         files: With the allow-list.
         trusted: Keys, and their roles, that are not on it.
         warn: Told why the list cannot be read, once until it changes.
+        is_of_job: Whether this is the transport of a role of a job.
+        believes: Whether whoever is introduced has the name.
     """
 
     def __init__(
@@ -46,7 +64,11 @@ class Speakers:
         *,
         trusted: dict[str, tuple[str, ...]],
         warn: Callable[[str], None],
+        is_of_job: bool = False,
+        believes: bool = False,
     ) -> None:
+        self.is_of_job = is_of_job
+        self.believes = believes
         self._files = files
         self._trusted = trusted
         self._warn = warn
@@ -58,7 +80,11 @@ class Speakers:
     @property
     def keys(self) -> frozenset[str]:
         """Every key that may open a connection."""
-        return frozenset(self._roles)
+        return frozenset(key for key in (*self._roles, *self._names) if self.admit(key))
+
+    def admit(self, key: str) -> bool:
+        """Return whether this key may open a connection."""
+        return key in self._roles or (self.believes and key in self._names)
 
     def refresh(self) -> bool:
         """Read the allow-list again if it has changed; return whether it had."""
@@ -75,7 +101,8 @@ class Speakers:
             self._warn(f"{error}. Until then nobody is let in by it")
         self._roles = roles
         for key in self._names.keys() - roles.keys():
-            self._forget(key)
+            if not self.believes:
+                self._forget(key)
         return True
 
     def may_speak(self, key: str, name: str) -> bool:
@@ -89,18 +116,27 @@ class Speakers:
         return True
 
     def introduce(self, name: str, key: str) -> bool:
-        """Give this name to this key, if its roles allow that."""
-        if not self._is_of_roles(key, name):
+        """Give this name to this key, if its roles allow that, or it has it already."""
+        if self._owners.get(name) == key:
+            return True
+        believed = self.believes and name != SUPERVISOR
+        if not (believed or self._is_of_roles(key, name)):
             return False
+        self._take_away(name)
+        self._give(name, key)
+        return True
+
+    def entrust(self, name: str, to: str, *, own: str) -> None:
+        """Give this name to the key that has the name `to`; else to one's own."""
+        key = self._owners.get(to, own)
         if self._owners.get(name) != key:
             self._take_away(name)
             self._give(name, key)
-        return True
 
     def _is_of_roles(self, key: str, name: str) -> bool:
         beginnings = (b for role in self._roles.get(key, ()) for b in SPEAKS_AS[role])
         return any(
-            name.startswith(b) if b.endswith("-") else name == b for b in beginnings
+            name.startswith(b) if b[-1] in "-." else name == b for b in beginnings
         )
 
     def _give(self, name: str, key: str) -> None:

@@ -34,8 +34,8 @@ import zmq
 
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from distbelief.messages import Message
-from distbelief.roles import SUPERVISOR
-from distbelief.transport.guard import Guard, Source, TokenGuard
+from distbelief.roles import HOST, SUPERVISOR
+from distbelief.transport.guard import Guard, NotIntroducedError, Source, TokenGuard
 from distbelief.transport.outbox import ANOTHER, REFUSED, Outbox
 from distbelief.transport.places import LOOPBACK, Place, is_local
 from distbelief.wire import (
@@ -109,7 +109,9 @@ class ZmqTransport:
         self._bind = bind
         self._options = options or TransportOptions()
         self._log = log
-        self._wire = Wire(token=token)
+        # Where a key tells who somebody is, he may come without the run's token.
+        strangers = HOST if name == SUPERVISOR and self._guard.encrypts else None
+        self._wire = Wire(token=token, strangers=strangers)
         self._endpoint = ""
         self._port = 0
         self._supervisor_host = LOOPBACK
@@ -228,6 +230,10 @@ class ZmqTransport:
         outbox = self._outboxes.get(peer)
         return outbox is not None and outbox.take(ANOTHER)
 
+    def entrust(self, name: str, to: str) -> None:
+        """From now on `name` belongs to whoever may speak as `to` (by its key)."""
+        self._guard.entrust(name, to)
+
     def disconnect(self, peer: str) -> None:
         """Forget where `peer` is, and what has not been sent to it."""
         outbox = self._outboxes.pop(peer, None)
@@ -249,7 +255,7 @@ class ZmqTransport:
             return False
         self._outboxes[peer] = outbox  # the last now
         frames = self._wire.encode(
-            message, sender=self.name, incarnation=self.incarnation
+            message, sender=self.name, incarnation=self.incarnation, receiver=peer
         )
         *before, last = frames
         try:
@@ -303,7 +309,7 @@ class ZmqTransport:
             except RemoteProtocolError as error:
                 self.counters.malformed += 1
                 self._log_rarely(self.counters.malformed, f"dropped: {error}")
-                if not isinstance(error, AnotherRunError):  # which is no offence
+                if not isinstance(error, AnotherRunError | NotIntroducedError):
                     self._guard.offended(source, str(error))
                 continue
             self.counters.messages_in += 1

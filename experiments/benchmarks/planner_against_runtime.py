@@ -12,7 +12,7 @@ and so is what a message takes; then each plan is played through, and run, in tu
     regret_NET   measured: the plan that the planner prefers / the fastest of all, - 1
     plans_NET    how many
     void_NET     turns that were taken again: others had the processors, or these were
-                 slower than when layers were measured (by the probe)
+                 slower, or faster, than when layers were measured (by the probe)
     drift_NET    the most by which one machine, the plan "one", took longer, or less
                  long, in one turn than in its middle one: what no plan is to blame for
 
@@ -57,10 +57,11 @@ from experiments.benchmarks.workload import NetName, Workload
 
 PART: Final = "part-"
 OTHERS_MAX: Final = 0.2
-SLOWER_MAX: Final = 0.15
+CHANGE_MAX: Final = 0.15
 N_VOID_MAX: Final = 50
 """Of a turn that counts: processors that others may have, and by which share its probe
-may take longer than when layers were measured. And so many turns may not count."""
+may take longer than when layers were measured, or those then than it. And so many turns
+may not count."""
 
 BATCH_SIZES: Final[Mapping[NetName, int]] = {"speech": 256, "image": 64}
 
@@ -81,7 +82,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     cpu_seconds: float
     n_bytes: int
     others: float
-    probe: float = 0.0
+    probe: float
 
 
 @final
@@ -91,14 +92,14 @@ class Found(msgspec.Struct, kw_only=True):
     Attributes:
         turns: By the name of the way, whose plan lies beside this.
         parts: Numbers of the parts in which its layers were measured.
-        n_void: Turns that did not count, for others had too much of the machine.
-        probe: Seconds of `probing` when layers were measured.
+        probes: Seconds of `probing` when layers were measured, each time.
+        n_void: Turns that did not count, for it was another machine then.
     """
 
     turns: dict[str, list[Turn]]
     parts: list[int]
+    probes: list[float]
     n_void: int = 0
-    probe: float = 0.0
 
     def save(self, folder: Path) -> None:
         """Keep it."""
@@ -187,7 +188,7 @@ def _found(
     """Return what is known of a net; measure its layers, and plan if nobody has."""
     place = folder / net
     kept = place / "found.json"
-    found = Found(turns={}, parts=[])
+    found = Found(turns={}, parts=[], probes=[])
     if kept.exists():
         found = msgspec.json.decode(kept.read_bytes(), type=Found)
     if found.turns and len(found.parts) >= options.profiles:
@@ -196,7 +197,7 @@ def _found(
     workload = _workload(net, options)
     order = order_here(workload, between, stages=True)
     found.parts.append(int(part.name.removeprefix(PART)))
-    found.probe = found.probe or probing.seconds()
+    found.probes.append(probing.seconds())
     if not found.turns:
         for name, way in ways(order).items():
             plan_of(way, order, loss=workload.loss).save(_plan(place, name))
@@ -253,8 +254,9 @@ def _run(
 
 def _is_void(turn: Turn, found: Found) -> bool:
     """Return whether it was another machine than the one that was measured."""
-    is_slow = found.probe > 0 and turn.probe > (1.0 + SLOWER_MAX) * found.probe
-    return turn.others > OTHERS_MAX or is_slow
+    then, now = median(found.probes), turn.probe
+    changes = max(now / then, then / now) > 1.0 + CHANGE_MAX
+    return turn.others > OTHERS_MAX or changes
 
 
 def _told(net: NetName, folder: Path, options: argparse.Namespace) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """What `simulation` measures: speed, memory and truth of the simulated cluster.
 
     python experiments/benchmarks/simulation.py [--only speed memory large truth]
-        [--jobs downpour broken others]     of `truth`: each some minutes
+        [--jobs alone two shards paused slowed split sandblaster]
+                                of `truth`: each some two minutes
 
 One thread, processor time. Roles are those of a job as it is run, on a rack of
 10 Gbit/s with cards that all flows share; the net they train is small and stands for

@@ -114,11 +114,11 @@ def downpour(n_replicas: int, n_shards: int, *, steps: int, priced: bool) -> Bui
 def sandblaster(n_replicas: int, n_shards: int, *, batches: int) -> Built:
     """Return a Sandblaster job of the speech net that evaluates so many batches.
 
-    Each replica has about one set of a batch; each shard has 25 machines, and sends
+    Each replica has at most one set of a batch; each shard has 25 machines, and sends
     its vector in one block, or messages would be 20 times as many.
     """
     n_examples = len(build_dataset(TASK.train))
-    portion = max(1, n_examples // n_replicas)
+    portion = -(-n_examples // n_replicas)
     settings = SandblasterSettings(
         loss="cross_entropy",
         max_evaluations=batches,
@@ -170,6 +170,7 @@ def _built(  # noqa: PLR0913 -- what two kinds of jobs differ in
     options = replace(
         rack(names, n_per_shard=n_per_shard),
         introduce=True,
+        acquainted=_acquainted,
         scales=scales_for(small, large, dict.fromkeys(others, flops)),
         block_bytes=block_bytes_for(small, large) if in_blocks else None,
         codec=not priced,
@@ -178,6 +179,11 @@ def _built(  # noqa: PLR0913 -- what two kinds of jobs differ in
     builders = {name: builder(name) for name in names}
     cluster = SimulatedCluster(builders, seed=1, options=options)
     return Built(cluster=cluster, n_ending=n_ending)
+
+
+def _acquainted(one: Address, other: Address) -> bool:
+    """Return whether these two have to do with each other: replicas have not."""
+    return not (one.startswith("replica") and other.startswith("replica"))
 
 
 def rack(names: Sequence[Address], *, n_per_shard: int = 1) -> ClusterOptions:

@@ -2,13 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import NullFormatter, PercentFormatter, StrMethodFormatter
 
 from experiments.figures.courses import TARGET, Course
 from experiments.figures.entries import NAMES
@@ -18,12 +18,9 @@ from experiments.figures.findings import (
     PAPERS_ORDER,
     by_label,
 )
+from experiments.figures.planned import SpeedUp
 from experiments.figures.results import FOLDER
 from experiments.figures.rig import CORES
-
-
-if TYPE_CHECKING:
-    from experiments.figures.speedup import SpeedUp
 
 
 PAPERS_SPEED_UPS: Final[Mapping[str, tuple[float, float]]] = {
@@ -35,7 +32,7 @@ PAPERS_SPEED_UPS: Final[Mapping[str, tuple[float, float]]] = {
 COLOURS: Final = ("#444444", "#1f77b4", "#2ca02c", "#d62728", "#9467bd", "#ff7f0e")
 
 
-def draw_speed_up(found: "Sequence[SpeedUp]") -> None:
+def draw_speed_up(found: Sequence[SpeedUp]) -> None:
     """Draw Figure 3."""
     figure, (axes,) = _figure(1, width=7.0)
     names = list(dict.fromkeys(each.net for each in found))
@@ -75,9 +72,12 @@ def draw_methods(courses: Sequence[Course]) -> None:
             xscale="log",
         )
         axes.axhline(TARGET, color="black", linewidth=0.5, linestyle=":")
+        axes.set_xticks([0.01, 0.03, 0.1, 0.3, 1.0, 3.0])
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
     panels[0].legend(
         frameon=False,
-        loc="upper left",
+        loc="lower right",
         fontsize=8,
         title="the paper's order, slowest first",
         title_fontsize=8,

@@ -56,18 +56,25 @@ def interim_result(view: SupervisorView) -> MinimizeResult:
 def result_of(run: Run, *, module: nn.Module | None) -> MinimizeResult:
     """Return the result of a run that has ended; put it into `module` if there is one.
 
+    A run that ends before it has a point of its own leaves that where it began.
+
     Raises:
-        JobError: the run has failed.
+        JobError: the run has failed, or the point that it found could not be saved.
     """
     summary = run.summary
     reason = _reason(run)
     if summary.error is not None and reason is Reason.STOPPED:
         raise JobError(f"minimize: {summary.error}")
+    figures = summary.figures
     trained = _trained(run)
-    if module is not None:
+    if trained is None:
+        unsaved = summary.error == summary.model_error or figures.get("iteration", 0)
+        if summary.model_error is not None and unsaved:
+            raise JobError(f"minimize: the point found is lost: {summary.model_error}")
+        trained = build_model(run.job.model).eval() if module is None else module
+    elif module is not None:
         module.load_state_dict(trained.state_dict())
         trained = module
-    figures = summary.figures
     x = parameters_to_vector(trained.parameters()).detach().cpu().numpy().copy()
     n_evaluations = int(figures.get("evaluations", 0))
     message = reason.sentence
@@ -99,12 +106,12 @@ def _reason(run: Run) -> Reason:
     return next((one for one in Reason if one.sentence == text), Reason.STOPPED)
 
 
-def _trained(run: Run) -> nn.Module:
+def _trained(run: Run) -> nn.Module | None:
+    """Return the model, if one was saved."""
     try:
         return run.model
-    except StorageError:  # it ended before there was anything to save
-        initial = build_model(run.job.model)
-        return initial.eval()
+    except StorageError:
+        return None
 
 
 def _result(**figures: object) -> MinimizeResult:

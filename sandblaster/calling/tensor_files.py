@@ -89,5 +89,11 @@ def write_pairs(path: Path, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 def _tensor(part: object) -> torch.Tensor | None:
     if isinstance(part, np.ndarray):
-        return torch.from_numpy(np.ascontiguousarray(part))
+        try:
+            return torch.from_numpy(np.ascontiguousarray(part))
+        except TypeError:
+            raise JobError(
+                f"minimize: data is an array of {part.dtype}, of which torch has no "
+                "tensors: make numbers of it"
+            ) from None
     return part if isinstance(part, torch.Tensor) else None

@@ -26,9 +26,7 @@ from distbelief.messages import (
     Begin,
     Finished,
     Performed,
-    Progress,
     Save,
-    Saved,
     Stop,
 )
 from distbelief.roles import (
@@ -62,6 +60,7 @@ from sandblaster.coordination.figures import Figures, Wishes
 from sandblaster.coordination.journal import Journal
 from sandblaster.coordination.oversight import TICK, Oversight
 from sandblaster.coordination.shard_orders import TIMER as ORDERS_TIMER, ShardOrders
+from sandblaster.coordination.supervision import Supervision
 from sandblaster.coordination.warming import TIMER as WARM_TIMER, Warming
 from sandblaster.coordination.writing import Writing
 from sandblaster.reasons import Reason
@@ -70,8 +69,6 @@ from sandblaster.requests import Result
 
 _EPOCH_BITS: Final = 12
 """Epochs of life i begin at i << 12: so often may shards be lost in one life."""
-
-_N_SAVES_MAX: Final = 8
 
 
 @final
@@ -106,6 +103,7 @@ class Coordinator:
         self._writing = Writing(config, self._journal, incarnation=0)
         self._figures = Figures()
         self._wishes = Wishes()
+        self._supervision = Supervision(self._wishes, self._figures)
         self._course: Course | None = None
         self._steps: CourseSteps | None = None
         self._warming: Warming | None = None
@@ -210,7 +208,7 @@ class Coordinator:
             case Stop():
                 self._stopped_by, self._wishes.stop = sender, True
             case Save(label=label):
-                self._ask_to_save(label)
+                self._supervision.ask_to_save(label)
             case _:
                 raise RemoteProtocolError(
                     f"{sender} sent the coordinator {type(message).__name__}: only "
@@ -229,16 +227,6 @@ class Coordinator:
             return warming.heard(event.sender, now)
         self._replicas.hear(event, message, self._dealing, now)
         return []
-
-    def _ask_to_save(self, label: str) -> None:
-        saves = self._wishes.saves
-        if label in saves:
-            return
-        if len(saves) >= _N_SAVES_MAX:
-            error = f"{_N_SAVES_MAX} snapshots wait to be taken already: ask less often"
-            self._wishes.saved.append((label, error))
-        else:
-            saves.append(label)
 
     def _peer(self, event: PeerJoined | PeerLost, now: Seconds) -> Sequence[Action]:
         peer, incarnation = event.peer, event.incarnation
@@ -275,7 +263,7 @@ class Coordinator:
             actions += self._begin_course(now)
         while self._can_go_on():
             actions += self._go_on(now)
-        actions += self._tell()
+        actions += self._supervision.tell(self._course)
         if self.result is not None and not self._ended:
             return [*actions, *self._end()]
         return [*actions, *self._replicas.deal(self._dealing, now)]
@@ -375,24 +363,8 @@ class Coordinator:
         _, counters = self.status()
         finished = Finished(counters=dict(counters))
         receiver = self._stopped_by or SUPERVISOR
-        return [*self._tell(), Send(receiver=receiver, message=finished), Halt()]
-
-    def _tell(self) -> Sequence[Action]:
-        """Tell the supervisor what there is to tell."""
-        actions: list[Action] = []
-        figures, course = self._figures, self._course
-        while course is not None and course.progress:
-            iterated = course.progress.popleft()
-            progress = Progress(
-                step=figures.offset + iterated.iteration,
-                samples=figures.samples,
-                loss=iterated.loss,
-                seconds_computing=0.0,
-                seconds_waiting=0.0,
-            )
-            actions.append(Send(receiver=SUPERVISOR, message=progress))
-        while self._wishes.saved:
-            label, error = self._wishes.saved.popleft()
-            saved = Saved(label=label, clock=figures.iteration, error=error)
-            actions.append(Send(receiver=SUPERVISOR, message=saved))
-        return actions
+        return [
+            *self._supervision.tell(self._course),
+            Send(receiver=receiver, message=finished),
+            Halt(),
+        ]

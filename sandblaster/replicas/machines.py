@@ -2,7 +2,6 @@
 
 import torch
 
-from distbelief.errors import JobError
 from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.selection import Selection
 from distbelief.roles import Role
@@ -10,18 +9,14 @@ from distbelief.runtime.assembling import (
     Makings,
     Split,
     assemble,
-    client_of,
-    dtype_of,
     evaluating_machine,
     place_in,
 )
 from distbelief.runtime.common_roles import layout_of
-from distbelief.runtime.counting import with_counts
-from distbelief.runtime.dataflow import dataflow
 from distbelief.runtime.leading import Leader
 from distbelief.runtime.machine_names import EVALUATORS, Place, member_names
 from distbelief.runtime.operations import Dataflow
-from distbelief.runtime.portions import PortionReader
+from distbelief.runtime.replica_parts import replica_parts
 from distbelief.runtime.task import BuildContext
 from sandblaster.config import SandblasterSettings
 from sandblaster.replicas.foreman import Foreman
@@ -44,11 +39,6 @@ def build_machine(
     place = place_in(name, context=context, split=split)
     if place.group == EVALUATORS:
         return evaluating_machine(place, context=context, split=split)
-    if config.portion != split.plan.batch:
-        raise JobError(
-            f"[algorithm] portion is {config.portion}, and the plan is for batches of "
-            f"{split.plan.batch}: plan again, or use that"
-        )
     return _summing_machine(place, config=config, context=context, split=split)
 
 
@@ -56,14 +46,11 @@ def _summing_machine(
     place: Place, *, config: SandblasterSettings, context: BuildContext, split: Split
 ) -> SplitReplica:
     n_machines = split.plan.cluster.n_machines
-    flow = with_counts(
-        dataflow(split.compiled(), place.machine, loss=split.graph.outputs[-1]),
-        {spec.name for spec in layout_of(context).tensors},
-    )
-    dtype, client = dtype_of(context), client_of(flow, context, pushes=True)
-    dataset = context.train_data()
-    cutting = config.cutting(n_examples=len(dataset), n_replicas=context.n_replicas)
-    samples = Samples(len(dataset), seed=config.order_seed)
+    batch = "portion", config.portion
+    parts = replica_parts(place, context=context, split=split, batch=batch)
+    flow, n_examples = parts.flow, len(parts.dataset)
+    cutting = config.cutting(n_examples=n_examples, n_replicas=context.n_replicas)
+    samples = Samples(n_examples, seed=config.order_seed)
     course = SetCourse(samples, portion_size=cutting.portion_size)
     of_replica = ReplicaConfig(cutting=cutting)
     foreman = None
@@ -75,8 +62,8 @@ def _summing_machine(
             await_begin=context.await_begin,
         )
     sums = PartSums(
-        _keeping(flow, layout_of(context), dtype),
-        client=client,
+        _keeping(flow, layout_of(context), parts.dtype),
+        client=parts.client,
         course=course,
         foreman=foreman,
     )
@@ -87,12 +74,10 @@ def _summing_machine(
         split,
         Makings(
             flow=flow,
-            dtype=dtype,
-            client=client,
+            dtype=parts.dtype,
+            client=parts.client,
             course=course,
-            reader=PortionReader(
-                dataset, graph=split.graph, reads=flow.reads, dtype=dtype
-            ),
+            reader=parts.reader,
             duty=sums,
             leader=leader,
             training=True,

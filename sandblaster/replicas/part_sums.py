@@ -12,44 +12,25 @@ gradients are added in the order of positions. So every try at a set is worth th
 """
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import final
 
 import torch
 
 from distbelief.downpour.norms import bad_sample, is_finite
-from distbelief.errors import JobError, LocalProtocolError
 from distbelief.messages import Begin, Evaluate, PushPart, Stop
-from distbelief.parameter_server.client import ParameterClient, Staged
-from distbelief.roles import Action, Compute, Computed, Cost, Report, Seconds
+from distbelief.parameter_server.client import ParameterClient
+from distbelief.roles import Action, Computed, Cost, Report, Seconds
 from distbelief.runtime.course import Chosen
 from distbelief.runtime.duty import Vote
 from distbelief.runtime.execution import Found, Put
 from distbelief.runtime.leading import Leader, Outgoing
 from distbelief.runtime.portions import Portion
 from sandblaster.replicas.foreman import Foreman
+from sandblaster.replicas.part_pushes import Kept, Key, PartPushes
 from sandblaster.replicas.portion_sums import SetSum
 from sandblaster.replicas.set_course import SetCourse
-
-
-PUSH: Final = "machine:push"
-
-N_TOLD: Final = 32
-"""Grants whose staging is told of again: more than can be open."""
-
-Key = tuple[int, int]  # epoch, attempt
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Kept:
-    """This machine's part of the sum of one set."""
-
-    total: SetSum
-    n_portions: int
-    n_examples: int
 
 
 @final
@@ -84,7 +65,7 @@ class PartSums:
 
     Attributes:
         values: Flat, one per item.
-        staged: Grants whose parts every shard holds, the newest last.
+        pushes: Of the sums that are whole.
     """
 
     def __init__(
@@ -96,17 +77,12 @@ class PartSums:
         foreman: Foreman | None,
     ) -> None:
         self.values = [torch.zeros(size, dtype=keeping.dtype) for size in keeping.sizes]
-        self.staged: deque[int] = deque(maxlen=N_TOLD)
         self._keeping = keeping
         self._client = client
         self._course = course
         self._foreman = foreman
-        self._sums: dict[Key, _Kept] = {}
-        self._to_push: dict[int, Key] = {}  # by grant, the oldest first
-        self._pushing: tuple[int, Key] | None = None  # in the lane
-        self._pushed: deque[int] = deque()  # not acknowledged
-        self._news = False
-        self._has_work = False
+        n_bytes = float(sum(value.nbytes for value in self.values))
+        self.pushes = PartPushes(client, n_bytes=n_bytes, has_parts=bool(self.values))
         self._installed: tuple[int, int] | None = None  # which evaluation's parameters
         self._fetched: list[torch.Tensor] = []  # buffers as they were fetched
         self._opened = False  # the first step of this life
@@ -119,7 +95,7 @@ class PartSums:
         self._chosen: Chosen | None = None
         self._key: Key = (0, 0)
         self._is_last = False
-        self._done: tuple[Key, _Kept] | None = None
+        self._done: tuple[Key, Kept] | None = None
         self._blame: str | None = None
 
     # ------------------------------------------------------------------------ the life
@@ -152,8 +128,7 @@ class PartSums:
         order = self._course.order
         if order is None:
             return
-        kept = {(order.epoch, attempt) for attempt in order.keeps}
-        self._sums = {key: one for key, one in self._sums.items() if key in kept}
+        self.pushes.retain({(order.epoch, attempt) for attempt in order.keeps})
         if (order.epoch, order.evaluation) != self._installed:
             self._installed = None
 
@@ -167,8 +142,7 @@ class PartSums:
         """Keep what the lane has done; the lane may go on meanwhile."""
         done, self._done = self._done, None
         if done is not None:
-            key, kept = done
-            self._sums[key] = kept
+            self.pushes.keep(*done)
 
     # ----------------------------------------------------------------------- the fetch
 
@@ -236,7 +210,7 @@ class PartSums:
         if not finite:
             self._find_blame()
             return Vote(square=math.nan, settle=_nothing, cost=Cost())
-        kept = _Kept(
+        kept = Kept(
             total=total,
             n_portions=self._course.n_steps(order),
             n_examples=order.stop - order.start,
@@ -290,65 +264,15 @@ class PartSums:
     def push(self, message: PushPart) -> None:
         """Push what there is of this try under this grant, unless that was done."""
         self._collect()
-        key, grant = (message.epoch, message.attempt), message.grant
-        known = grant in self.staged or grant in self._pushed or grant in self._to_push
-        is_under_way = self._pushing is not None and self._pushing[0] == grant
-        if known or is_under_way or key not in self._sums:
-            return
-        if not self.values:
-            del self._sums[key]
-            self.staged.append(grant)
-            self._news = True
-            return
-        self._to_push[grant] = key
-        self._has_work = True
+        self.pushes.grant(message)
 
     def work(self, *, final: bool) -> Sequence[Action]:
         """Stage what was granted, once there is a free slot on every shard."""
-        self._to_push = {
-            g: key for g, key in self._to_push.items() if key in self._sums
-        }
-        client = self._client
-        if final or not self._to_push or not (client.ready and client.can_push):
-            return []
-        grant = next(iter(self._to_push))
-        self._pushing = grant, self._to_push.pop(grant)
-        total = self._sums[self._pushing[1]].total
-        stage = client.stage(total.gradients, total.values)
-        n_bytes = 2.0 * sum(value.nbytes for value in self.values)
-        return [Compute(name=PUSH, work=stage, cost=Cost(n_bytes=n_bytes))]
+        return [] if final else self.pushes.stage()
 
     def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
         """Send what lies in the slots now."""
-        if event.name != PUSH or self._pushing is None:
-            raise LocalProtocolError(f"nobody asked for {event.name!r}")
-        result = event.result
-        assert isinstance(result, Staged), result
-        (grant, key), self._pushing = self._pushing, None
-        if not result.finite:  # it was when it was summed
-            raise JobError(f"not finite when it was pushed: {result.culprits}")
-        kept = self._sums.pop(key)
-        self._pushed.append(grant)
-        return self._client.staged(
-            result,
-            n_gradients=kept.n_portions,
-            samples=kept.n_examples,
-            grant=grant,
-            now=now,
-        )
-
-    def has_news(self) -> bool:
-        """Return whether more parts are staged than when this was asked last."""
-        while len(self._pushed) > self._client.unacknowledged:
-            self.staged.append(self._pushed.popleft())
-            self._news = True
-        news, self._news = self._news, False
-        return news
-
-    def has_work(self) -> bool:
-        """Return whether there is more to push than when this was asked last."""
-        has_work, self._has_work = self._has_work, False
-        return has_work
+        return self.pushes.computed(event, now)
 
     # ---------------------------------------------------------------------- the leader
 
@@ -379,7 +303,7 @@ class PartSums:
         """Return counters."""
         return {
             "samples": float(self._n_computed),
-            "sets_held": float(len(self._sums)),
+            "sets_held": float(len(self.pushes)),
         }
 
 

@@ -9,9 +9,7 @@
 
 Rules:
 
-* Parameters are fetched once for each evaluation, and used only if every shard says
-  that they are the version which the coordinator opened: so all portions of a batch are
-  computed at one point.
+* All portions of a batch are computed at one point: `parameters` sees to that.
 * At most `N_SETS_HELD` sums wait to be granted; meanwhile nothing more is computed.
 * The last word said is said again after a while: either side may have missed something.
   A replica without work says so too, and is given some when there is any.
@@ -30,7 +28,7 @@ from distbelief.errors import (
     RemoteProtocolError,
 )
 from distbelief.messages import Assignment, Begin, Finished, Stop
-from distbelief.parameter_server.client import Installed, ParameterClient, Staged
+from distbelief.parameter_server.client import ParameterClient, Staged
 from distbelief.roles import (
     SUPERVISOR,
     Action,
@@ -50,6 +48,7 @@ from distbelief.roles import (
     TimerFired,
 )
 from sandblaster.names import COORDINATOR
+from sandblaster.replicas.parameters import INSTALL, RETRY, Parameters
 from sandblaster.replicas.portion_sums import PortionOutcome, PortionSums
 from sandblaster.replicas.prefetch import N_PORTIONS_HELD, Prefetch
 from sandblaster.replicas.samples import Samples
@@ -58,10 +57,7 @@ from sandblaster.sets import Cutting
 
 
 N_SETS_HELD: Final = 2
-TORN_RETRY_SECONDS: Final = 1e-3
-"""After a fetch that met an update half done."""
 
-_RETRY = "replica:retry"
 _SAY = "replica:say"
 
 
@@ -112,13 +108,12 @@ class SandblasterReplica:
         self._sums = PortionSums(trainer)
         self._prefetch = Prefetch(self._sums, samples)
         self._tries = Tries(config.cutting)
+        self._parameters = Parameters(
+            client, self._sums, retry_seconds=config.retry_seconds
+        )
         self._incarnation = 0
         self._begun = not await_begin
         self._stopped_by: Address | None = None
-        self._fetch_due = False
-        self._fetching = False
-        self._waits = False  # before it fetches again
-        self._installed: tuple[int, int] | None = None  # which evaluation's parameters
         self._busy = False  # the compute lane
         self._current: Try | None = (
             None  # whose portion is computed, or whose sum pushed
@@ -135,28 +130,41 @@ class SandblasterReplica:
             JobError: model, data or loss make it impossible to go on.
             PeerLostError: a shard has been silent for too long.
         """
-        actions: list[Action] = []
         if self._client.owns(event):
-            actions += self._client.handle(event, now)
-            if self._tries.acknowledged(n_waiting=self._client.unacknowledged):
+            return self._shard_spoke(event, now)
+        actions: list[Action] = []
+        match event:
+            case Started():
+                self._incarnation = event.incarnation
+                actions += [*self._client.start(event.incarnation, now)]
                 actions += self._say(now)
-        else:
-            match event:
-                case Started():
-                    self._incarnation = event.incarnation
-                    actions += [*self._client.start(event.incarnation, now)]
-                    actions += self._say(now)
-                case Received():
-                    actions += self._receive(event, now)
-                case TimerFired(name=name):
-                    actions += self._timer(name, now)
-                case Computed():
-                    actions += self._computed(event, now)
-                case PeerJoined(peer=peer) if peer == COORDINATOR:
-                    actions += self._say(now)
-                case _:
-                    pass  # peers come and go
+            case Received():
+                actions += self._receive(event, now)
+            case TimerFired(name=name):
+                actions += self._timer(name, now)
+            case Computed():
+                actions += self._computed(event, now)
+            case PeerJoined(peer=peer) if peer == COORDINATOR:
+                actions += self._say(now)
+            case _:
+                pass  # peers come and go
         return [*actions, *self._advance(now)]
+
+    def _shard_spoke(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Let the client take an event; most of the events of a job are such.
+
+        A shard's words let nothing begin but a push or an install; all else that could
+        begin has begun. So the rest is not looked at.
+        """
+        actions = self._client.handle(event, now)
+        tries = self._tries
+        if tries.awaits_shards and tries.acknowledged(
+            n_waiting=self._client.unacknowledged
+        ):
+            actions += self._say(now)
+        if self._busy or not self._begun:
+            return actions
+        return [*actions, *(self._push() or self._install())]
 
     def adopt(self, incarnation: int) -> None:
         """Be a life whose client another role has begun; it begins when it is told."""
@@ -210,12 +218,12 @@ class SandblasterReplica:
         except ValueError as error:
             raise RemoteProtocolError(f"an impossible assignment: {error}") from None
         if tries.key != before:
-            self._fetch_due, self._waits = True, False
+            self._parameters.renew()
         return self._say(now)
 
     def _timer(self, name: str, now: Seconds) -> Sequence[Action]:
-        if name == _RETRY:
-            self._waits = False
+        if name == RETRY:
+            self._parameters.retry()
             return []
         return self._say(now)
 
@@ -240,8 +248,8 @@ class SandblasterReplica:
         self._busy = False
         self._seconds += event.seconds
         match event.name:
-            case "replica:install":
-                return self._end_install(event.result, now)
+            case name if name == INSTALL:
+                return self._parameters.installed(event.result, self._tries, now)
             case "replica:portion":
                 return self._end_portion(event, now)
             case "replica:push":
@@ -258,7 +266,7 @@ class SandblasterReplica:
         if not self._begun:
             return []
         to_compute = self._tries.to_compute(n_held_max=N_SETS_HELD)
-        actions = [*self._fetch(now), *self._read(to_compute)]
+        actions = [*self._parameters.fetch(self._tries, now), *self._read(to_compute)]
         if self._busy:
             return actions
         return [*actions, *(self._push() or self._install() or self._step(to_compute))]
@@ -278,63 +286,17 @@ class SandblasterReplica:
         ]
         return self._prefetch.read(ahead)
 
-    # ------------------------------------------------------------------------- fetch
-
-    @property
-    def _lacks_parameters(self) -> bool:
-        return self._installed != self._tries.key
-
-    def _fetch(self, now: Seconds) -> Sequence[Action]:
-        """Begin to fetch, once for an evaluation; again if that brought another one."""
-        wanted = self._fetch_due or (self._lacks_parameters and not self._fetching)
-        has_work = any(not one.is_computed for one in self._tries)
-        if not wanted or not has_work or self._waits or self._installs:
-            return []
-        self._fetch_due, self._fetching = False, True
-        return self._client.begin_fetch(now)
-
-    @property
-    def _installs(self) -> bool:
-        """Does the compute lane copy what was fetched?"""
-        return self._busy and self._current is None
-
     def _install(self) -> Sequence[Action]:
-        ready = self._fetching and not self._fetch_due and not self._waits
-        if not ready or not self._client.ready or not self._client.fetch_complete:
-            return []
-        self._busy, self._current, self._accruing = True, None, None
-        work = self._client.install(self._sums.values)
-        return [
-            Compute(
-                name="replica:install",
-                work=partial(self._sums.install, work),
-                cost=Cost(n_bytes=2.0 * self._sums.n_bytes),
-                remaining=lambda: self._client.readable_share,
-            )
-        ]
-
-    def _end_install(self, result: object, now: Seconds) -> Sequence[Action]:
-        assert isinstance(result, Installed), result
-        actions = list(self._client.installed(result, now))
-        tries = self._tries
-        wanted = tuple((one.incarnation, one.clock) for one in tries.versions)
-        pause = TORN_RETRY_SECONDS
-        if not result.torn:
-            self._fetching = False
-            if not self._fetch_due and self._client.versions == wanted:
-                self._installed = tries.key
-                return actions
-            self._installed = None
-            if not self._fetch_due:  # the coordinator will soon know of it
-                pause = self._config.retry_seconds
-        self._waits = True
-        return [*actions, SetTimer(name=_RETRY, at=now + pause)]
+        actions = self._parameters.install()
+        if actions:
+            self._busy, self._current, self._accruing = True, None, None
+        return actions
 
     # ----------------------------------------------------------------------- portions
 
     def _step(self, to_compute: Sequence[Try]) -> Sequence[Action]:
         """Compute the next portion, if its samples and the parameters are here."""
-        if self._lacks_parameters or not to_compute:
+        if not to_compute or self._parameters.lacks(self._tries):
             return []
         one = to_compute[0]
         if self._accruing in to_compute and self._accruing is not None:

@@ -78,9 +78,9 @@ class SplitReplica:
         if self._is_over:
             return []
         actions = [*self._happened(event, now)]
-        if self._sums.has_work():
+        if self._sums.pushes.has_work():
             actions += self._machine.wake(now)
-        if self._sums.has_news():
+        if self._sums.pushes.has_news():
             actions += self._tell(now)
         if any(isinstance(action, Halt) for action in actions):
             self._is_over = True
@@ -130,7 +130,9 @@ class SplitReplica:
                 return self._machine.wake(now)
             case PushPart() if machine == 0:
                 self._sums.push(message)
-                return self._tell(now) if message.grant in self._sums.staged else []
+                return (
+                    self._tell(now) if message.grant in self._sums.pushes.staged else []
+                )
             case Gather() if machine == 0:
                 self._course.know(message.life, message.order)
                 return self._machine.handle(event, now)
@@ -141,7 +143,7 @@ class SplitReplica:
 
     def _tell(self, now: Seconds) -> Sequence[Action]:
         """Tell the leader, who may be this machine, what is staged."""
-        grants = tuple(self._sums.staged)
+        grants = tuple(self._sums.pushes.staged)
         if self._foreman is not None:
             self._foreman.staged(0, grants)
             return self._machine.wake(now)

@@ -160,6 +160,11 @@ class Tries:
             one.pushed = True
             self._pushed.append(one)
 
+    @property
+    def awaits_shards(self) -> bool:
+        """Was one pushed, and not acknowledged?"""
+        return bool(self._pushed)
+
     def acknowledged(self, *, n_waiting: int) -> bool:
         """So many pushes are not acknowledged; return whether that is news."""
         news = False

@@ -15,14 +15,20 @@ from distbelief.messages import (
     ClientRecord,
     Count,
     CutRecord,
+    Duties,
+    Duty,
+    DutyEnded,
     Fold,
     GrantedSet,
+    HostReport,
     Mark,
     Message,
     Name,
+    Offer,
     PartStaged,
     PeerEntry,
     Performed,
+    Piece,
     SetOrder,
     SetResult,
     SetTask,
@@ -133,6 +139,17 @@ _BY_HINT += [
         (SetOrder, "versions", _tuples_of(ShardVersion)),
         (SetOrder, "keeps", st.lists(counts, max_size=3).map(tuple)),
         (PartStaged, "grants", st.lists(counts, max_size=3).map(tuple)),
+        (Offer, "cores", st.integers(1, 4096)),
+        (Offer, "devices", st.lists(names, max_size=3).map(tuple)),
+        (Duties, "duties", _tuples_of(Duty)),
+        (DutyEnded, "reason", st.text(max_size=2048)),
+        (Piece, "content", st.binary(max_size=200)),
+    )
+]
+_BY_HINT += [
+    (
+        get_type_hints(HostReport, include_extras=True)["ended"],
+        _tuples_of(DutyEnded),
     )
 ]
 _BY_HINT += [(SetOrder | None, st.none() | _structs_of(SetOrder))]

@@ -177,7 +177,7 @@ def test_loops_come_and_go_and_the_server_goes_on_where_it_ended(place: Path) ->
         (["--bind", "tcp://0.0.0.0:0"], "distbelief keys new"),
         (["--bind", "tcp://198.51.100.7:0", "--keys", "server"], "no interface"),
         (["--keys", "nowhere"], "distbelief keys new"),
-        (["--keys", "server", "--insecure"], "--insecure is for servers without"),
+        (["--keys", "server", "--insecure"], "--insecure is for a network of friends"),
         (["--rule", "king"], "--rule king"),
         (["--directory", "."], "holds something else"),
     ],

@@ -15,6 +15,7 @@ import sandblaster
 from distbelief.data.dataset import read_batch
 from distbelief.errors import JobError
 from experiments.digits.digits import images, net
+from sandblaster.calling.plain import plain
 from sandblaster.calling.recipes import build, recipe_of
 from sandblaster.calling.sources import factory_table, import_path
 from sandblaster.calling.tensor_files import as_pair, pairs, write_pairs
@@ -85,6 +86,20 @@ def test_an_unknown_option_is_refused_like_a_key_of_a_job_file() -> None:
     data = torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)
     with pytest.raises(JobError, match=r"no key 'histry'\. Did you mean 'history'"):
         minimize(net, "cross_entropy", data, histry=3)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """They came to the job file as np.float64(0.5), which is no TOML, or not at all."""
+    data = np.zeros((4, 3)), np.zeros(4, dtype=np.int64)
+    make = functools.partial(net, channels=np.int64(3))  # type: ignore[arg-type] # tested
+    with pytest.raises(JobError, match=r"tolerance is -0\.5; use a finite number"):
+        minimize(make, "cross_entropy", data, tolerance=np.float64(-0.5))
+    with pytest.raises(JobError, match="max_iterations is 0; use 1 or more"):
+        minimize(make, "cross_entropy", data, max_iterations=np.int32(0))
+    assert plain({"a": (np.int8(1), [np.float32(0.5)]), "b": "c"}) == {
+        "a": [1, [0.5]],
+        "b": "c",
+    }
 
 
 # --------------------------------------------------------------------------- recipes
@@ -169,6 +184,12 @@ def test_arrays_are_data_too_and_one_may_be_both(tmp_path: Path) -> None:
     write_pairs(file, pair)
     inputs, targets = pairs(str(file))[2]
     assert inputs.tolist() == targets.tolist() == array[2].tolist()
+
+
+def test_arrays_that_are_no_numbers_are_refused() -> None:
+    """It was a TypeError of torch, without a word of what it was about."""
+    with pytest.raises(JobError, match="data is an array of <U1, of which torch has"):
+        as_pair((np.array(["a", "b"]), np.zeros(2)))
 
 
 def test_what_is_no_pair_of_tensors_is_left_to_others() -> None:

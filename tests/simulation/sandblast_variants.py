@@ -15,13 +15,13 @@ from distbelief.parameter_server.collecting import Collecting
 from distbelief.parameter_server.cuts import Cuts
 from distbelief.parameter_server.orders import Orders
 from distbelief.roles import Action, Received, Seconds
-from sandblaster.coordination.coordinator import Coordinator
 from sandblaster.coordination.course import Course
 from sandblaster.coordination.crew import Copy
 from sandblaster.coordination.granting import Granting, _Set
 from sandblaster.coordination.shard_orders import ShardOrders
+from sandblaster.coordination.supervision import Supervision
+from sandblaster.replicas.parameters import Parameters
 from sandblaster.replicas.portion_sums import PortionSums
-from sandblaster.replicas.replica import SandblasterReplica
 from sandblaster.replicas.tries import Tries
 from sandblaster.requests import Iterated
 from tests.simulation.variants import Patch, Variant
@@ -139,11 +139,12 @@ def counted_twice(patch: Patch) -> None:
 
 def any_version(patch: Patch) -> None:
     """A replica computes with whatever parameters it has fetched last."""
-    patch.setattr(
-        SandblasterReplica,
-        "_lacks_parameters",
-        property(lambda self: not self._installed),
-    )
+
+    def lacks(self: Parameters, tries: Tries) -> bool:
+        del tries
+        return not self._evaluation
+
+    patch.setattr(Parameters, "lacks", lacks)
 
 
 def sums_go_on(patch: Patch) -> None:
@@ -214,14 +215,14 @@ def same_epoch(patch: Patch) -> None:
 
 def told_at_once(patch: Patch) -> None:
     """A save is told to have been made when it was asked for."""
-    whole = Coordinator._ask_to_save
+    whole = Supervision.ask_to_save
 
-    def ask(self: Coordinator, label: str) -> None:
+    def ask(self: Supervision, label: str) -> None:
         whole(self, label)
         self._wishes.saves.clear()
         self._wishes.saved.append((label, None))
 
-    patch.setattr(Coordinator, "_ask_to_save", ask)
+    patch.setattr(Supervision, "ask_to_save", ask)
 
 
 VARIANTS: Final[dict[str, Variant]] = {

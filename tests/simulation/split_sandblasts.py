@@ -7,7 +7,6 @@ where a run ends, bit by bit                          the run that nothing distu
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -38,7 +37,7 @@ from distbelief.runtime.task import (
     build_model,
 )
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.faults import Fault, TornSnapshot, random_faults
+from distbelief.simulation.faults import Fault
 from distbelief.simulation.links import Link
 from distbelief.simulation.machines import Machine
 from distbelief.simulation.options import ClusterOptions
@@ -55,7 +54,6 @@ from tests.distbelief.program.plans import random_plan
 
 HERE = "tests.simulation.split_sandblasts"
 N_SAMPLES = 26
-HORIZON: Seconds = 0.1  # by then everything has healed
 SETTINGS = SandblasterSettings(
     loss="cross_entropy",
     history=3,
@@ -177,6 +175,13 @@ class Scene:
     @property
     def shards(self) -> list[Address]:
         return [Address(f"shard-{k}") for k in range(self.n_shards)]
+
+    @property
+    def undisturbed(self) -> "Run":
+        """A run of one such replica that nothing disturbs."""
+        return undisturbed(
+            self.plan_seed, self.n_machines, self.n_shards, self.micro_batches
+        )
 
 
 class Run:
@@ -419,59 +424,4 @@ def undisturbed(
         )
     )
     run.play()
-    return run
-
-
-def hit(scene: Scene, *, with_shards: bool) -> Sequence[Address]:
-    """Return who may be hit."""
-    return [*scene.replicas, COORDINATOR, *(scene.shards if with_shards else [])]
-
-
-def drawn(seed: int) -> Scene:
-    """Return what a seed stands for."""
-    stream = np.random.default_rng([seed, 0x5917])
-    scene = Scene(
-        seed=seed,
-        plan_seed=int(stream.integers(4)),
-        n_machines=int(stream.integers(1, 4)),
-        n_shards=int(stream.integers(1, 4)),
-        n_replicas=int(stream.integers(1, 4)),
-        micro_batches=int(stream.choice([1, 1, 2])),
-        backups=bool(stream.random() < 0.8),
-        hosts=str(stream.choice(["one", "own"])),
-        latency_seconds=float(stream.choice([2e-5, 2e-4, 2e-3])),
-    )
-    roles = hit(scene, with_shards=bool(stream.random() < 0.3))
-    intensity = float(stream.uniform(0.2, 1.2))
-    faults = random_faults(seed, roles, horizon=HORIZON, intensity=intensity)
-    # A disk that loses what it has said to hold, of one shard only, ends the run.
-    kept = tuple(
-        fault
-        for fault in faults
-        if not isinstance(fault, TornSnapshot) or fault.role not in scene.shards
-    )
-    return Scene(
-        **{name: getattr(scene, name) for name in scene.__dataclass_fields__}
-        | {"faults": kept}
-    )
-
-
-def play(scene: Scene) -> Run:
-    """Play a scene under every check; return the run."""
-    run = Run(scene)
-    run.play()
-    incarnation = run.cluster.incarnation
-    plain = undisturbed(
-        scene.plan_seed, scene.n_machines, scene.n_shards, scene.micro_batches
-    )
-    run.sights["machines restarted"] = sum(incarnation(r) - 1 for r in scene.replicas)
-    run.sights["shards restarted"] = sum(incarnation(s) - 1 for s in scene.shards)
-    if run.sights["shards restarted"]:
-        assert run.losses[-1] <= plain.losses[0]
-    else:
-        alone = incarnation(COORDINATOR) == 1
-        assert run.bits_of(buffers=alone) == plain.bits_of(buffers=alone), (
-            "it has ended somewhere else"
-        )
-        assert set(run.losses) <= set(plain.losses), "losses of another course"
     return run

@@ -5,21 +5,35 @@ played alone by SIMULATION_SEEDS=FIRST:STOP.
 """
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from distbelief.messages import Assignment, PartStaged, PushPart
-from distbelief.roles import Address, Received, Seconds, Send
-from distbelief.runtime.machine_names import machine_name
+from distbelief.roles import Address, Seconds, Send
 from distbelief.simulation.faults import Drop, Duplicate, Kill, Pause
+from distbelief.simulation.trace import SimulationFailed
 from distbelief.simulation.world import Happening
-from tests.simulation.split_sandblasts import Run, Scene, drawn, play, undisturbed
+from tests.simulation.split_sandblasts import Run, Scene, undisturbed
+from tests.simulation.split_scenes import (
+    LEADER,
+    WORKER,
+    dies_with_its_part,
+    drawn,
+    half_pushed,
+    moment,
+    not_told_to_push,
+    play,
+    stands_still,
+)
+from tests.simulation.split_variants import VARIANTS
 from tests.simulation.test_seeds import VARIABLE, chunks, name
+from tests.simulation.variants import broken
 
 
 FILE = "tests/simulation/test_split_sandblaster.py"
-WORKER, LEADER = machine_name(0, 1), machine_name(0, 0)
 
 
 def play_all(seeds: range) -> None:
@@ -61,22 +75,6 @@ def test_it_ends_where_replicas_of_one_process_end(n_machines: int) -> None:
 
 
 # ------------------------------------------------------------------- deaths with a name
-
-
-def moment(scene: Scene, receiver: Address, kind: type) -> Seconds:
-    """Return when this role first hears a word of this kind."""
-    run = Run(scene)
-    times: list[Seconds] = []
-
-    def see(happening: Happening) -> None:
-        event = happening.event
-        heard = isinstance(event, Received) and isinstance(event.message, kind)
-        if heard and happening.name == receiver:
-            times.append(run.cluster.now)
-
-    run.cluster.observe(see)
-    run.play()
-    return times[0]
 
 
 def tell(run: Run, kind: type) -> list[Address]:
@@ -141,3 +139,51 @@ def test_words_that_are_lost_or_come_twice_change_nothing() -> None:
     plain = undisturbed(0, 2, 2, 1)
     assert run.bits_of(buffers=True) == plain.bits_of(buffers=True)
     assert set(told) >= {WORKER}
+
+
+# ---------------------------------------------------------------------- broken variants
+
+
+CAUGHT_BY: dict[str, Callable[[], Scene]] = {
+    "staged by one": partial(drawn, 0),
+    "lives are not told apart": dies_with_its_part,
+    "speaks for the silent": stands_still,
+    "said once": not_told_to_push,
+    "parameters are kept": Scene,
+    "averages go on": Scene,
+    "staged when sent": half_pushed,
+    "parts are not awaited": Scene,
+}
+"""What is known to catch each."""
+
+
+def patience(scene: Scene) -> Seconds:
+    """Return in which time it ends, if nothing is broken."""
+    return 6.0 if scene in {stands_still(), half_pushed()} else 1.0
+
+
+def catches(scene: Scene, variant: str) -> bool:
+    """Return whether this scene catches that variant."""
+    _ = scene.undisturbed  # is kept as it is when nothing is broken
+    try:
+        with broken(VARIANTS[variant]):
+            play(scene, within=patience(scene))
+    except (SimulationFailed, AssertionError) as error:
+        what = str(error)
+    else:
+        return False
+    mistakes = ("AttributeError", "TypeError", "NameError")
+    assert not any(f"raised {m}" in what for m in mistakes), what
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_protocol_without_one_of_its_rules_is_caught(variant: str) -> None:
+    assert catches(CAUGHT_BY[variant](), variant), "nothing notices"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scene", dict.fromkeys(CAUGHT_BY.values()))
+def test_nothing_is_caught_where_nothing_is_broken(scene: Callable[[], Scene]) -> None:
+    play(scene(), within=patience(scene()))

@@ -117,7 +117,8 @@ def lives_of_clients_are_not_told_apart(patch: Patch) -> None:
     ) -> list[Action]:
         known = self._clients.get(event.sender)
         life = event.incarnation if known is None else known.incarnation
-        return whole(self, replace(event, incarnation=life), message, now)
+        event = msgspec.structs.replace(event, incarnation=life)
+        return whole(self, event, message, now)
 
     patch.setattr(Service, "serve", serve)
     patch.setattr(Clients, "is_older", lambda *_: False)

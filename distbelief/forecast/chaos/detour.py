@@ -11,7 +11,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from distbelief.forecast.chaos.schedule import Blow
+from distbelief.forecast.chaos.turns import Turns
 from distbelief.forecast.chaos.zmtp import Cutter, NoZmtpError
 from distbelief.messages import Join
 from distbelief.roles import SUPERVISOR, Action, Event, Received, Role, Seconds
@@ -64,13 +65,17 @@ class Detour:
 
     Args:
         seed: Of which messages are hit.
+        clock: By which blows end.
 
     Attributes:
         n_dropped: Messages so far.
         n_doubled: Likewise.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(
+        self, seed: int, *, clock: Callable[[], Seconds] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self.n_dropped = 0
         self.n_doubled = 0
         self._stream = np.random.default_rng([seed, _STREAM])
@@ -80,8 +85,7 @@ class Detour:
         self._selector = selectors.DefaultSelector()
         self._links: set[_Link] = set()
         self._new: list[tuple[socket.socket, str, tuple[str, int]]] = []
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._turns = Turns(self._turn)
 
     def through(self, name: str, endpoint: str) -> str:
         """Return where `name` is to be found from now on, in place of `endpoint`."""
@@ -105,9 +109,17 @@ class Detour:
         with self._lock:
             self._rules.append(_Rule(blow=blow, until=now + seconds))
 
+    def await_turn(self) -> None:
+        """Return once whatever was done to it before acts, and all that came went on.
+
+        Raises:
+            TimeoutError: that does not come about.
+        """
+        self._turns.await_next()
+
     def __enter__(self) -> Self:
         """Begin."""
-        self._thread.start()
+        self._turns.begin()
         return self
 
     def __exit__(
@@ -117,8 +129,12 @@ class Detour:
         trace: TracebackType | None,
     ) -> None:
         """End; all links break."""
-        self._ended.set()
-        self._thread.join()
+        try:
+            self._turns.end()
+        finally:
+            self._close_all()
+
+    def _close_all(self) -> None:
         for link in list(self._links):
             self._close(link)
         for key in list(self._selector.get_map().values()):
@@ -130,24 +146,23 @@ class Detour:
 
     # ---------------------------------------------------------------- in the thread
 
-    def _work(self) -> None:
-        while not self._ended.is_set():
-            with self._lock:
-                now = time.monotonic()
-                self._rules = [rule for rule in self._rules if rule.until > now]
-                rules = tuple(self._rules)
-                new, self._new = self._new, []
-            for listener, name, far in new:
-                self._selector.register(
-                    listener, selectors.EVENT_READ, (listener, name, far)
-                )
-            for link in list(self._links):
-                self._watch(link, rules)
-            for key, _ in self._selector.select(TURN_SECONDS):
-                if isinstance(key.data, _Link):
-                    self._serve(key.data, key.fileobj, rules)
-                else:
-                    self._accept(*key.data)
+    def _turn(self) -> None:
+        with self._lock:
+            now = self._clock()
+            self._rules = [rule for rule in self._rules if rule.until > now]
+            rules = tuple(self._rules)
+            new, self._new = self._new, []
+        for listener, name, far in new:
+            self._selector.register(
+                listener, selectors.EVENT_READ, (listener, name, far)
+            )
+        for link in list(self._links):
+            self._watch(link, rules)
+        for key, _ in self._selector.select(TURN_SECONDS):
+            if isinstance(key.data, _Link):
+                self._serve(key.data, key.fileobj, rules)
+            else:
+                self._accept(*key.data)
 
     def _accept(self, listener: socket.socket, name: str, far: tuple[str, int]) -> None:
         with suppress(OSError):

@@ -24,6 +24,7 @@ from distbelief.forecast.chaos.story import (
     restarts_of,
     told_lines,
 )
+from distbelief.forecast.chaos.turns import Turns
 from distbelief.job.algorithms import roster_of
 from distbelief.job.sections import Job
 from distbelief.job.training import train
@@ -59,8 +60,7 @@ class Attacker:
         self._detour = detour
         self._hands = Hands()
         self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._attack, daemon=True)
+        self._turns = Turns(self._attack, every=TURN_SECONDS)
         self._pids: dict[str, int] = {}
         self._began: Seconds | None = None  # training, by the clock of this process
         self._before: Seconds = 0.0  # of the job, when that was
@@ -77,22 +77,21 @@ class Attacker:
         return False
 
     def _attack(self) -> None:
-        while not self._ended.wait(TURN_SECONDS):
-            now = time.monotonic()
-            with self._lock:
-                self._hands.turn(now)
-                if self._began is None or not self._due:
-                    continue
-                blow = self._due[0]
-                if now - self._began < blow.at * self._horizon:
-                    continue
-                del self._due[0]
-                struck = self._strike(blow, now)
-                seconds = self._before + now - self._began
-            text = blow.text(self._horizon)
-            if not struck:
-                text += ": nobody there"
-            self.lines.append(Line(seconds=seconds, what="blow", text=text))
+        now = time.monotonic()
+        with self._lock:
+            self._hands.turn(now)
+            if self._began is None or not self._due:
+                return
+            blow = self._due[0]
+            if now - self._began < blow.at * self._horizon:
+                return
+            del self._due[0]
+            struck = self._strike(blow, now)
+            seconds = self._before + now - self._began
+        text = blow.text(self._horizon)
+        if not struck:
+            text += ": nobody there"
+        self.lines.append(Line(seconds=seconds, what="blow", text=text))
 
     def _strike(self, blow: Blow, now: Seconds) -> bool:
         """Deal a blow; return whether there was whom to deal it to."""
@@ -116,7 +115,7 @@ class Attacker:
 
     def __enter__(self) -> Self:
         """Begin."""
-        self._thread.start()
+        self._turns.begin()
         return self
 
     def __exit__(
@@ -126,9 +125,10 @@ class Attacker:
         trace: TracebackType | None,
     ) -> None:
         """End, and let everything go."""
-        self._ended.set()
-        self._thread.join()
-        self._hands.release()
+        try:
+            self._turns.end()
+        finally:
+            self._hands.release()
 
 
 def break_really(job: Job, *, seed: int, console: Console) -> Story:

@@ -457,7 +457,9 @@ def small_group(task: TaskSpec = LEARNING) -> Group:
 def test_a_plan_is_for_one_batch() -> None:
     group = small_group()
     group.simulation.run(until=0.1)
-    with pytest.raises(JobError, match="batch_size is 5, and the plan is for 4"):
+    with pytest.raises(
+        JobError, match="batch_size is 5, and the plan is for batches of 4"
+    ):
         build(group, "replica-0.0", batch_size=5)
 
 

@@ -1,9 +1,6 @@
 """Jobs in virtual time: figures, sweeps, the command line, and mistakes."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from distbelief.forecast.simulating import Forecast, Wish, fulfil, simulate
 from distbelief.forecast.sweeping import axes_of
 from distbelief.job.sections import Job
 from tests.distbelief.forecast.jobs import SANDBLASTER, TEXT, small, written
+from tests.elsewhere import answers
 
 
 RACK = """
@@ -128,6 +126,33 @@ def test_a_suggestion_keeps_within_its_machines(tmp_path: Path) -> None:
     assert [v.n_machines for v in found.variants if v.outcomes] == [3, 4]
 
 
+def test_a_suggestion_for_one_machine_says_what_the_least_is(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="takes so few; the least is 3"):
+        forecast(written(tmp_path), suggests=True, machines=1)
+
+
+def test_a_suggestion_leaves_out_what_the_memory_does_not_hold(tmp_path: Path) -> None:
+    """One shard takes 4 kB, each of two a half of it; the replica has its 4 kB."""
+    machines = RACK[RACK.index("[[machines]]") :]
+    large = RACK.replace("count = 6", "count = 1")
+    Path("rack.toml").write_text(large + machines.replace("1 GiB", "3 kB"))
+    sweep = ("shards=1,2", "replicas=1")
+    found = forecast(written(tmp_path), suggests=True, machines=4, sweep=sweep)
+    assert found.best is not None
+    assert found.best.settings["cluster.shards"] == "2"
+    (left_out,) = [v.left_out for v in found.variants if v.left_out is not None]
+    assert "cannot hold" in left_out
+
+
+def test_a_sweep_that_does_not_fit_says_so_before_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of a row took too many machines, and what had been run was lost."""
+    monkeypatch.delattr("distbelief.forecast.trial.run_virtually")
+    with pytest.raises(JobError, match=r"with replicas 40: .* the job takes 43"):
+        forecast(written(tmp_path), sweep=("replicas=1,40",))
+
+
 @pytest.mark.untraced
 def test_on_machines_that_are_lost_now_and_then_roles_are_restarted() -> None:
     Path("spot.toml").write_text(
@@ -149,6 +174,8 @@ def test_on_machines_that_are_lost_now_and_then_roles_are_restarted() -> None:
         ({"suggests": True, "machines": 6, "trace": Path("t")}, "of which config"),
         ({"seeds": ()}, "--seeds 0: use 1 to"),
         ({"sweep": ("replicas=1,2",)}, "a job that is no file cannot be varied"),
+        ({"seeds": (-1, 0)}, "--seed -1: use 0 or more"),
+        ({"trace": Path("none/t.json")}, "--trace none/t.json: nothing can be written"),
     ],
 )
 def test_a_wish_that_cannot_be_met_is_told_in_one_sentence(
@@ -206,31 +233,20 @@ def test_a_cluster_that_cannot_be_is_one_clear_message(
 
 
 @pytest.mark.timeout(180)
+def digests() -> list[str]:
+    """Return what the traces of two small jobs come to, and how far they learn."""
+    found = []
+    for job in (small(), small(text=SANDBLASTER)):
+        (variant,) = forecast(job).variants
+        (outcome,) = variant.outcomes
+        found += [outcome.digest, str(outcome.loss)]
+    return found
+
+
 def test_a_trace_is_the_same_whatever_the_hash_seed() -> None:
-    """The supervisor and all its roles, in two fresh processes, bit for bit."""
-    program = (
-        "from tests.distbelief.forecast.test_simulating import forecast, RACK\n"
-        "from tests.distbelief.forecast.jobs import SANDBLASTER, small\n"
-        "for job in (small(), small(text=SANDBLASTER)):\n"
-        "    (variant,) = forecast(job).variants\n"
-        "    print(variant.outcomes[0].digest, variant.outcomes[0].loss)\n"
-    )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={
-                **os.environ,
-                "PYTHONHASHSEED": hash_seed,
-                "PYTHONPATH": str(Path(__file__).parents[3]),
-            },
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for hash_seed in ("1", "2")
-    }
-    assert len(outputs) == 1
-    assert len(outputs.pop().splitlines()) == 2
+    """The supervisor and all its roles, here and in a fresh process, bit for bit."""
+    there = answers("tests.distbelief.forecast.test_simulating", "t.digests()")
+    assert there == digests()
 
 
 def test_from_python_it_is_one_name() -> None:

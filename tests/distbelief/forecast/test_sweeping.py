@@ -4,6 +4,7 @@ import pytest
 
 from distbelief.errors import JobError
 from distbelief.forecast.outcome import Outcome, Spread
+from distbelief.forecast.report import remarks_on
 from distbelief.forecast.sweeping import (
     Axis,
     Variant,
@@ -16,12 +17,16 @@ from tests.distbelief.forecast.jobs import small
 
 
 def an_outcome(
-    *, rate: float | None = 100.0, target_seconds: float | None = None, seed: int = 0
+    *,
+    rate: float | None = 100.0,
+    target_seconds: float | None = None,
+    seed: int = 0,
+    error: str | None = None,
 ) -> Outcome:
     return Outcome(
         seed=seed,
         ended="done",
-        error=None,
+        error=error,
         seconds=1.0,
         training_seconds=1.0,
         n_machines=3,
@@ -122,13 +127,47 @@ def test_with_a_target_the_suggestion_gets_there_first() -> None:
     late = a_variant("2", *reached(7.0, 7.0, 7.0), target=True)
     rarely = a_variant("4", *reached(1.0, None, None), target=True)
     assert best_of([late, rarely, early], n_machines=3) is early
-    with pytest.raises(JobError, match="none of 1 configurations reaches the target"):
+    with pytest.raises(JobError, match=r"none of 1 configurations reaches the target"):
         best_of([rarely], n_machines=3)
 
 
 def test_a_budget_that_nothing_fits_names_the_least_that_does() -> None:
     with pytest.raises(JobError, match="takes so few; the least is 3"):
         best_of([a_variant("1", an_outcome())], n_machines=2)
+
+
+def test_one_machine_is_too_few_for_any_suggestion() -> None:
+    """There were no shards to choose from then, and no variant to name as the least."""
+    assert [axis.values for axis in usual_axes(1)] == [("1",), ("1",)]
+
+
+def test_a_configuration_that_fails_is_not_suggested_however_fast_it_was() -> None:
+    """Of a job that dies early the first samples per second may be the most."""
+    fails = a_variant("8", an_outcome(rate=1e6), an_outcome(error="no shard left"))
+    holds = a_variant("1", an_outcome(rate=10.0))
+    assert best_of([fails, holds], n_machines=3) is holds
+    with pytest.raises(JobError, match=r"none of 1 .* comes to its end: no shard left"):
+        best_of([fails], n_machines=3)
+
+
+def test_a_suggestion_that_nothing_holds_says_why() -> None:
+    lacking = Variant(
+        settings={}, job=small(), n_machines=3, left_out="machine-0 cannot hold it"
+    )
+    with pytest.raises(JobError, match=r"none of 1 .* fits; machine-0 cannot hold it"):
+        best_of([lacking], n_machines=3)
+
+
+def test_what_failed_or_was_left_out_is_told_with_its_reason() -> None:
+    """A sweep that ended with exit code 1 showed a table without a blemish."""
+    fails = a_variant("8", an_outcome(), an_outcome(error="no shard left", seed=1))
+    large = [
+        Variant(settings={}, job=small(), n_machines=9, left_out="takes 9 machines")
+    ]
+    assert remarks_on([fails, *2 * large]) == [
+        "replicas 8, seed 1 failed: no shard left",
+        "2 configurations left out: takes 9 machines",
+    ]
 
 
 def test_a_spread_leaves_out_what_was_not_measured() -> None:

@@ -109,7 +109,9 @@ def test_words_that_the_model_does_not_know_are_refused(
     run.write(run.job_file, JOB.replace(f"{HERE}:net", f"{HERE}:words"))
     save_file(words().state_dict(), run.model_file)
     np.save(tmp_path / "in.npy", np.full((2, 4), 50))
-    with pytest.raises(JobError, match=r"of shape \[2, 4\]: index out of range"):
+    with pytest.raises(
+        JobError, match=r"of shape \[2, 4\] and int64: index out of range"
+    ):
         predict(run.path, tmp_path / "in.npy")
 
 
@@ -139,6 +141,59 @@ def test_what_is_no_input_is_refused(run: RunDirectory, tmp_path: Path) -> None:
     save_arrays({"a": np.ones(2), "b": np.ones(2)}, several)
     with pytest.raises(JobError, match="has tensors a, b: give a file with one"):
         predict(run.path, several)
+
+
+@pytest.mark.parametrize("dtype", [">f4", "f2", "f8"])
+def test_numbers_of_any_make_are_inputs(
+    dtype: str, run: RunDirectory, tmp_path: Path
+) -> None:
+    """Those of another byte order ended in a ValueError of torch's."""
+    inputs = inputs_at(tmp_path / "in.npy", n=4)
+    predict(run.path, tmp_path / "in.npy", out=tmp_path / "usual.npy")
+    np.save(tmp_path / "in.npy", inputs.astype(dtype))
+    predict(run.path, tmp_path / "in.npy", out=tmp_path / "other.npy")
+    usual, other = np.load(tmp_path / "usual.npy"), np.load(tmp_path / "other.npy")
+    np.testing.assert_allclose(other, usual, atol=1e-2)
+
+
+def test_numbers_that_no_model_takes_are_refused(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    """By a plan complex ones were taken for whole numbers, and lost what they had."""
+    for odd, shown in (("c8", "complex64"), ("U3", "<U3"), ("M8[s]", "datetime64")):
+        np.save(tmp_path / "in.npy", np.zeros((2, 5), odd))
+        with pytest.raises(JobError, match=rf"in\.npy holds {shown}"):
+            predict(run.path, tmp_path / "in.npy")
+    np.save(tmp_path / "in.npy", np.zeros((2, 5), np.uint8))
+    with pytest.raises(JobError, match=r"of shape \[2, 5\] and uint8: "):
+        predict(run.path, tmp_path / "in.npy")
+
+
+def wider() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+
+
+def test_a_model_of_another_source_is_refused(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    """It was a RuntimeError of torch's, or with a plan one of some machine."""
+    inputs_at(tmp_path / "in.npy")
+    run.write(run.job_file, JOB.replace(f"{HERE}:net", f"{HERE}:wider"))
+    claim = (
+        r"another model than .*:wider makes today: '0.bias' is \[3\] there, and \[4\]"
+    )
+    with pytest.raises(JobError, match=claim):
+        predict(run.path, tmp_path / "in.npy")
+    run.write(run.job_file, JOB.replace(f"{HERE}:net", f"{HERE}:words"))
+    with pytest.raises(JobError, match=r"'0.bias' is \[3\] there, and absent here"):
+        predict(run.path, tmp_path / "in.npy")
+
+
+def test_a_damaged_model_is_told(run: RunDirectory, tmp_path: Path) -> None:
+    inputs_at(tmp_path / "in.npy")
+    run.model_file.write_bytes(run.model_file.read_bytes()[:100])
+    with pytest.raises(StorageError, match=r"model\.safetensors is damaged: "):
+        predict(run.path, tmp_path / "in.npy")
 
 
 def test_an_array_of_objects_is_not_unpickled(

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 
 from distbelief.errors import JobError
 from distbelief.graph.building import Builder
+from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.losses import append_loss
 from distbelief.job import verifying
 from distbelief.job.verified import Agreement, Link, Verified
 
@@ -94,6 +97,20 @@ def test_what_cannot_be_compared_is_refused() -> None:
         verifying._check(graph, "")
     with pytest.raises(JobError, match="one input, and this one has 2"):
         verifying._check(graph, "mse")
+
+
+def test_words_are_drawn_from_all_that_every_table_has() -> None:
+    """They were all word 0, so that a plan of a split table was hardly looked at."""
+    known = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3))
+    hidden = nn.Sequential(nn.Embedding(7, 4, max_norm=1.0), nn.Flatten())
+    for module, words in ((known, set(range(7))), (hidden, {0})):
+        graph = append_loss(
+            capture(module, [InputSpec(shape=(3,), n_values=7)]), "cross_entropy"
+        )
+        sample = verifying._sample(graph)
+        inputs, labels = verifying._batch(graph, sample, batch=64, loss="cross_entropy")
+        assert set(inputs.flatten().tolist()) == words
+        assert inputs.dtype == labels.dtype == torch.int64
 
 
 def test_sums_of_nothing_are_zero() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.layer import INPUT, GraphError, LayerGraph
 from distbelief.graph.losses import append_loss
@@ -210,3 +211,17 @@ def test_only_what_there_is_can_be_inferred() -> None:
 def test_no_micro_batch_is_empty() -> None:
     assert micro_sizes(7, 3) == [2, 2, 3]
     assert micro_sizes(2, 5) == [1, 1]
+
+
+def test_what_fails_in_a_layer_is_told_with_its_name() -> None:
+    """Machines said "step 3 failed: IndexError: index out of range in self"."""
+    module = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 5))
+    graph = append_loss(
+        capture(module, [InputSpec(shape=(2,), n_values=5)]), "cross_entropy"
+    )
+    inputs, targets = input_names(graph)
+    batch = {inputs: torch.tensor([[0, 4], [1, 5]]), targets: torch.tensor([0, 1])}
+    placements = random_plan(graph, np.random.default_rng(0), n_machines=2)
+    said = r"layer '0' \(embedding\) failed on inputs of shape \[2, .*: IndexError: "
+    with pytest.raises(JobError, match=said):
+        step(graph, placements, module, batch, n_machines=2)

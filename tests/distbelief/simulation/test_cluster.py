@@ -1,5 +1,7 @@
 """Lives of roles in a simulated cluster: start, end, launch, pause."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -95,6 +97,14 @@ def test_it_gets_through_although_the_echo_is_killed_on_the_way() -> None:
     assert cluster.halted == {A: None}
     assert cluster.incarnation(B) == 2
     assert cluster.now > 3.0
+
+
+def test_nobody_is_told_of_those_he_has_nothing_to_do_with() -> None:
+    """Of 2,000 replicas each would be told of all others: four million events."""
+    roles = {name: Scripted() for name in (A, B, C)}
+    options = replace(INTRODUCED, acquainted=lambda one, other: B in {one, other})
+    cluster_of(roles, options=options).run()
+    assert [role.kinds.count("PeerJoined") for role in roles.values()] == [1, 2, 1]
 
 
 def test_an_hour_of_silence_takes_no_events() -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from distbelief.messages import Heartbeat, Stop
@@ -148,7 +149,7 @@ def test_who_halts_handles_nothing_more() -> None:
 def test_work_in_vain_costs_nothing() -> None:
     """What part of it there is to do is asked when its turn comes."""
     parts = iter([1.0, 0.5, 0.0])
-    work = replace(WORK, remaining=lambda: next(parts))
+    work = msgspec.structs.replace(WORK, remaining=lambda: next(parts))
     seen = run(answer=on_start(work, work, work), cores=2)
     computed = [event.seconds for _, event in seen if isinstance(event, Computed)]
     assert computed == pytest.approx([1.0, 0.5, 0.0])

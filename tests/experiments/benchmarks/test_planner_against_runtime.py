@@ -1,6 +1,7 @@
 import pytest
 
-from experiments.benchmarks.planner_against_runtime import compared
+from experiments.benchmarks import planner_against_runtime
+from experiments.benchmarks.planner_against_runtime import Found, Turn, compared
 from tests.experiments.benchmarks.runs import figures_of
 
 
@@ -12,6 +13,19 @@ def test_predictions_are_judged_by_error_rank_and_regret() -> None:
     assert found["rank"] == pytest.approx(0.5)
     assert found["regret"] == pytest.approx(0.25)
     assert found["plans"] == 3
+
+
+@pytest.mark.parametrize(
+    ("probe", "others", "is_void"),
+    [(1.1, 0.1, False), (1.2, 0.1, True), (0.8, 0.1, True), (1.0, 0.3, True)],
+)
+def test_a_turn_on_another_machine_than_the_one_that_was_measured_is_void(
+    *, probe: float, others: float, is_void: bool
+) -> None:
+    """The first of all profiles had the say, though the median of them predicts."""
+    found = Found(turns={}, parts=[0, 1, 2], probes=[1.5, 1.0, 0.9])
+    turn = Turn(seconds=1.0, cpu_seconds=1.0, n_bytes=0, others=others, probe=probe)
+    assert planner_against_runtime._is_void(turn, found) == is_void
 
 
 @pytest.mark.soak

@@ -16,7 +16,8 @@ from distbelief.runtime.course import Chosen
 from distbelief.runtime.duty import Vote
 from distbelief.runtime.execution import Found
 from distbelief.runtime.portions import Portion
-from sandblaster.replicas.part_sums import PUSH, Keeping, PartSums
+from sandblaster.replicas.part_pushes import PUSH
+from sandblaster.replicas.part_sums import Keeping, PartSums
 from sandblaster.replicas.samples import Samples
 from sandblaster.replicas.set_course import SetCourse
 
@@ -149,8 +150,8 @@ def computed() -> Bench:
 def test_gradients_are_summed_and_averages_begin_as_they_were_fetched() -> None:
     bench = computed()
     bench.push(4, 50)
-    assert bench.sums.has_work()
-    assert not bench.sums.has_work()
+    assert bench.sums.pushes.has_work()
+    assert not bench.sums.pushes.has_work()
     assert bench.work() == [PUSH]
     ((gradient, average),) = bench.client.staged_values
     assert gradient is not None
@@ -169,15 +170,15 @@ def test_a_part_is_staged_once_all_its_shards_have_acknowledged() -> None:
     bench.push(4, 50)
     bench.push(4, 50)
     bench.work()
-    assert not bench.sums.has_news()
+    assert not bench.sums.pushes.has_news()
     bench.push(4, 50)
     assert bench.work() == []
     bench.client.unacknowledged = 0
-    assert bench.sums.has_news()
-    assert list(bench.sums.staged) == [50]
+    assert bench.sums.pushes.has_news()
+    assert list(bench.sums.pushes.staged) == [50]
     bench.push(4, 50)  # asked again, when it is long done
     assert bench.work() == []
-    assert not bench.sums.has_news()
+    assert not bench.sums.pushes.has_news()
 
 
 def test_while_it_is_laid_into_the_slots_it_is_not_pushed_again() -> None:
@@ -187,6 +188,18 @@ def test_while_it_is_laid_into_the_slots_it_is_not_pushed_again() -> None:
     assert isinstance(work, Compute)
     bench.push(4, 50)
     assert bench.sums.work(final=False) == []
+
+
+def test_a_life_may_begin_while_a_sum_of_the_one_before_is_laid_into_slots() -> None:
+    """It was looked up again when it lay there: by then nobody named it any more."""
+    bench = computed()
+    bench.push(4, 50)
+    (work,) = bench.sums.work(final=False)
+    assert isinstance(work, Compute)
+    bench.begin(5)
+    done = Computed(name=work.name, result=work.work(), seconds=0.0)
+    bench.sums.computed(done, 0.0)
+    assert bench.client.pushed == [(2, 3, 50)]  # refused there, if its grant is void
 
 
 def test_no_slot_no_push_and_none_at_the_end() -> None:
@@ -205,7 +218,7 @@ def test_a_sum_that_is_not_named_any_more_is_dropped() -> None:
     bench.begin(5)
     assert bench.work() == []
     bench.push(4, 50)
-    assert not bench.sums.has_work() or bench.work() == []
+    assert not bench.sums.pushes.has_work() or bench.work() == []
     assert bench.sums.figures() == {"samples": 3.0, "sets_held": 0.0}
 
 
@@ -284,8 +297,8 @@ def test_a_machine_that_keeps_nothing_has_nothing_to_push() -> None:
     bench.step(0, 1.0)
     bench.step(1, 1.0)
     bench.push(4, 50)
-    assert bench.sums.has_news()
-    assert list(bench.sums.staged) == [50]
+    assert bench.sums.pushes.has_news()
+    assert list(bench.sums.pushes.staged) == [50]
 
 
 def test_its_life_knows_no_pushes_and_no_clock() -> None:

@@ -86,7 +86,7 @@ def test_what_is_staged_is_told_again_and_what_it_has_not_is_not() -> None:
     worker = machine(WORKER)
     push = PushPart(epoch=1, attempt=1, grant=9)
     assert sent(worker.handle(says(LEADER, push), 1.0), PartStaged) == []
-    worker._sums.staged.append(9)
+    worker._sums.pushes.staged.append(9)
     assert sent(worker.handle(says(LEADER, push), 1.0), PartStaged) == [LEADER]
 
 

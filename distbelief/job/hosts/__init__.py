@@ -1,0 +1,1 @@
+"""Machines that join a job: what they offer, what runs where, and who leaves."""

@@ -1,0 +1,70 @@
+"""Where machines join a job: tcp://HOST:PORT?key=..., without keys ?token=...
+
+It has no secret in it where there are keys; without, whoever has it is let in.
+"""
+
+from dataclasses import dataclass
+from typing import Self, final
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+from typing_extensions import override
+
+from distbelief.errors import JobError
+from distbelief.transport.keys import public_key
+from distbelief.transport.places import Place, number_of
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class JobAddress:
+    """Where a job's supervisor listens.
+
+    Attributes:
+        host: As its user wrote it.
+        port: Of TCP.
+        key: Public; "": the one that a machine's allow-list has as a server.
+        token: Of a run without keys.
+    """
+
+    host: str
+    port: int
+    key: str = ""
+    token: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read what `str` wrote, or a part of it.
+
+        Raises:
+            JobError: it is no such address.
+        """
+        parts = urlsplit(text)
+        query = parse_qs(parts.query)
+        try:
+            port = parts.port
+        except ValueError:
+            port = None
+        if parts.scheme != "tcp" or not parts.hostname or not port:
+            raise JobError(
+                f"{text!r} is no address of a job: `distbelief train JOB.toml --listen "
+                "tcp://HOST:PORT --keys DIR` prints it; it looks like "
+                "tcp://10.0.0.1:7700?key=..."
+            )
+        key = public_key(query["key"][0]) if "key" in query else ""
+        token = query.get("token", [""])[0]
+        return cls(host=parts.hostname, port=port, key=key, token=token)
+
+    @override
+    def __str__(self) -> str:
+        """Write it as one line."""
+        who = {"key": self.key} if self.key else {"token": self.token}
+        return f"{self.endpoint}?{urlencode(who)}"
+
+    @property
+    def endpoint(self) -> str:
+        """The address without what lets one in."""
+        return f"tcp://{self.host}:{self.port}"
+
+    def place(self, key: str) -> Place:
+        """Return where to connect to, if this is the supervisor's key."""
+        return Place(host=number_of(self.host), port=self.port, key=key)

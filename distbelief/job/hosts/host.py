@@ -1,0 +1,384 @@
+"""The role of a machine that has joined: it runs what the supervisor wants to run here.
+
+    OFFERING --Duties--> READING --brief--> PREPARING --checked--> READY
+        ^                                                            |
+        +------------ Dismiss, or silence of the supervisor ---------+
+
+Rules:
+
+* Duties say all that is to run: what is not among them is ended, what is and has not
+  been begun yet is begun, once. So a message that is lost costs half a second.
+* A host that hears nothing for a while ends all that it runs and offers itself anew: a
+  job without a head leaves nothing behind, nor does one that has given up this host.
+* Everything that ends with a life of the host is numbered by it: words of an older
+  life mean nothing.
+* The machine's user comes first: asked to leave, a host waits until what runs here has
+  been moved, but not for long; asked twice, not at all.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, final
+
+from distbelief.errors import DistBeliefError, RemoteProtocolError
+from distbelief.job.hosts.documents import Reading
+from distbelief.messages import (
+    Dismiss,
+    Duties,
+    DutyEnded,
+    HostReport,
+    Message,
+    Offer,
+    Piece,
+    Stop,
+)
+from distbelief.roles import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Event,
+    Halt,
+    Launch,
+    PeerLost,
+    Received,
+    Report,
+    Seconds,
+    Send,
+    SetTimer,
+    Started,
+    Terminate,
+    TimerFired,
+)
+
+
+USER: Final = Address("user")
+"""Who sends `Stop` when the machine's user presses Ctrl+C."""
+
+PREPARE: Final = Address("prepare")
+"""The process that tries out whether the run's roles can be built here."""
+
+BRIEF: Final = "brief"
+"""The document that tells all roles of a run what to do."""
+
+_TIMER: Final = "host:beat"
+_FURNISH: Final = "host:furnish"
+_VERDICT: Final = "host:verdict"
+_REASON_MAX: Final = 2048
+_NAME: Final = re.compile(r"[a-z]{1,32}(-\d{1,9})?(\.\d{1,9})?")
+
+
+class Site(Protocol):
+    """Where a host keeps what it is told. Called as work, never by two at once."""
+
+    def furnish(self, brief: bytes) -> None:
+        """Check a run's brief, and write down what the processes of roles will read.
+
+        Raises:
+            DistBeliefError: this machine can be of no use to that run.
+        """
+        ...
+
+    def verdict(self) -> str | None:
+        """Return what `PREPARE` has found wrong; None if nothing is."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostConfig:
+    """What a machine offers, and its patience.
+
+    Attributes:
+        label: What people call it.
+        endpoint: Where the driver can be reached ("" in a simulation).
+        cores: For the run's roles.
+        memory_bytes: Likewise.
+        devices: Likewise: "cuda" for each.
+        stays: Whether it waits for another job when one is over.
+        beat_seconds: Between two words to the supervisor.
+        silence_seconds_max: Without a word of the supervisor, after which all ends.
+        wait_seconds_max: For a job to take it.
+        leave_seconds_max: For what runs here to be moved, when the user asks to leave.
+    """
+
+    label: str
+    endpoint: str = ""
+    cores: int
+    memory_bytes: int
+    devices: tuple[str, ...] = ()
+    stays: bool = False
+    beat_seconds: Seconds = 0.5
+    silence_seconds_max: Seconds = 15.0
+    wait_seconds_max: Seconds = 600.0
+    leave_seconds_max: Seconds = 30.0
+
+
+@final
+class Host:
+    """The role `host-...`.
+
+    Args:
+        config: What it offers.
+        site: Where it keeps what it is told.
+    """
+
+    def __init__(self, config: HostConfig, *, site: Site) -> None:
+        self._config = config
+        self._site = site
+        self._life = 0
+        self._run: str | None = None  # whose duties it has
+        self._reading: Reading | None = None  # its brief
+        self._ready = False
+        self._to_prepare = False  # as soon as an older process has ended
+        self._refusal: str | None = None
+        self._leaves_at: Seconds | None = None  # once it was asked to: at the latest
+        self._wanted: dict[Address, int] = {}
+        self._running: dict[Address, int] = {}  # of former lives, too, until they end
+        self._ended: dict[Address, DutyEnded] = {}
+        self._heard_at: Seconds = 0.0
+        self._offered_since: Seconds = 0.0
+        self._beat_at: Seconds = 0.0
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Return the actions that `event` calls for."""
+        match event:
+            case Started():
+                self._beat_at = now
+                return [*self._begin_anew(now), *self._beat(now)]
+            case TimerFired(name=name) if name == _TIMER:
+                return self._beat(now)
+            case Computed():
+                return self._computed(event, now)
+            case PeerLost():
+                return self._ended_here(event)
+            case Received():
+                return self._received(event, now)
+            case _:
+                return []
+
+    def status(self) -> tuple[str, dict[str, float]]:
+        """Return what the host is doing, and how many roles run."""
+        if self._leaves_at is not None:
+            state = "leaving"
+        elif self._run is None:
+            state = "offering"
+        else:
+            state = "ready" if self._ready else "preparing"
+        return state, {"roles": float(len(self._running))}
+
+    def _received(self, event: Received, now: Seconds) -> list[Action]:
+        if event.sender == USER:
+            return self._asked_to_leave(event.message, now)
+        if event.sender == SUPERVISOR:
+            return self._told(event.message, now)
+        return []
+
+    # ---------------------------------------------------------------------- in touch
+
+    def _beat(self, now: Seconds) -> list[Action]:
+        """Say how it stands; give up whoever has said nothing for too long."""
+        stood_still = max(0.0, now - self._beat_at)
+        self._heard_at += stood_still
+        self._beat_at = now + self._config.beat_seconds
+        timer = SetTimer(name=_TIMER, at=self._beat_at)
+        if self._leaves_at is not None and now >= self._leaves_at:
+            return self._go("what ran here could not be moved in time")
+        if self._run is None:
+            return [*self._offer(now), timer]
+        silent = now - self._heard_at
+        if silent > self._config.silence_seconds_max:
+            if self._leaves_at is not None:
+                return self._go(None)
+            text = f"no word from the supervisor for {silent:.1f} s: all roles ended"
+            said = Report(text=text, level="warning")
+            return [said, *self._begin_anew(now), *self._offer(now), timer]
+        again = None if self._reading is None else self._reading.ask_again()
+        asks = [] if again is None else [_tell(again)]
+        return [self._report(), *asks, timer]
+
+    def _offer(self, now: Seconds) -> list[Action]:
+        config = self._config
+        waited = now - self._offered_since
+        if waited > config.wait_seconds_max:
+            return self._go(f"no job has taken this machine in {waited:.0f} s")
+        offer = Offer(
+            life=self._life,
+            label=config.label[:128],
+            endpoint=config.endpoint,
+            cores=config.cores,
+            memory_bytes=config.memory_bytes,
+            devices=config.devices,
+        )
+        return [_tell(offer)]
+
+    def _report(self) -> Send:
+        report = HostReport(
+            life=self._life,
+            ready=self._ready,
+            leaving=self._leaves_at is not None,
+            refusal=self._refusal,
+            ended=tuple(self._ended.values()),
+        )
+        return _tell(report)
+
+    def _begin_anew(self, now: Seconds) -> list[Action]:
+        """Begin a life: nothing of the one before is to go on."""
+        self._life += 1
+        self._run = self._reading = self._refusal = None
+        self._ready = self._to_prepare = False
+        self._wanted, self._ended = {}, {}
+        self._offered_since = now
+        return [Terminate(name=name) for name in self._running]
+
+    def _go(self, error: str | None) -> list[Action]:
+        ends = [Terminate(name=name) for name in self._running]
+        return [*ends, Halt(error=error)]
+
+    def _asked_to_leave(self, message: Message, now: Seconds) -> list[Action]:
+        if not isinstance(message, Stop):
+            raise RemoteProtocolError(f"the user sent {type(message).__name__}")
+        if self._run is None or self._leaves_at is not None:
+            return self._go(None)
+        self._leaves_at = now + self._config.leave_seconds_max
+        text = f"{message.reason}: leaving as soon as what runs here has been moved"
+        return [Report(text=text), self._report()]
+
+    # ----------------------------------------------------------------- the supervisor
+
+    def _told(self, message: Message, now: Seconds) -> list[Action]:
+        match message:
+            case Duties():
+                return self._assigned(message, now)
+            case Dismiss():
+                return self._dismissed(message, now)
+            case Piece():
+                return self._read(message, now)
+            case _:
+                raise RemoteProtocolError(
+                    f"the supervisor sent a host {type(message).__name__}"
+                )
+
+    def _assigned(self, message: Duties, now: Seconds) -> list[Action]:
+        if message.life != self._life:
+            return []
+        if self._run not in {None, message.run}:  # another supervisor, at its place
+            return [*self._begin_anew(now), *self._offer(now)]
+        self._heard_at = now
+        if self._run is None:
+            self._run = message.run
+            self._reading = Reading(BRIEF)
+            return [Report(text=f"run {message.run}"), _tell(self._reading.ask())]
+        self._wanted = {_role(duty.name): duty.incarnation for duty in message.duties}
+        self._ended = {
+            name: ended
+            for name, ended in self._ended.items()
+            if self._wanted.get(name) == ended.incarnation
+        }
+        return self._reconcile()
+
+    def _dismissed(self, message: Dismiss, now: Seconds) -> list[Action]:
+        if message.life != self._life:
+            return []
+        if self._leaves_at is not None:
+            return self._go(None)
+        if not (message.again or self._config.stays):
+            text = None if self._refusal is None else message.reason
+            return [Report(text=f"dismissed: {message.reason}"), *self._go(text)]
+        return [
+            Report(text=f"begins anew: {message.reason}"),
+            *self._begin_anew(now),
+            *(self._offer(now) if message.again else ()),
+        ]
+
+    def _read(self, piece: Piece, now: Seconds) -> list[Action]:
+        reading = self._reading
+        if reading is None or not reading.take(piece):
+            return []
+        self._heard_at = now
+        content = reading.content
+        if content is None:
+            return [_tell(reading.ask())]
+        name = f"{_FURNISH}:{self._life}"
+        return [Compute(name=name, work=lambda: self._site.furnish(content))]
+
+    # --------------------------------------------------------------------- processes
+
+    def _computed(self, event: Computed, now: Seconds) -> list[Action]:
+        what, _, life = event.name.rpartition(":")
+        if life != str(self._life):
+            return []
+        if event.error is not None:
+            return self._refuse(event.error)
+        if what == _FURNISH:
+            return self._prepare()
+        if event.result is not None:
+            return self._refuse(DistBeliefError(str(event.result)))
+        self._ready = True
+        self._heard_at = max(self._heard_at, now)
+        return [Report(text="ready"), self._report()]
+
+    def _refuse(self, error: BaseException) -> list[Action]:
+        text = str(error)
+        if not isinstance(error, DistBeliefError):
+            text = f"{type(error).__name__}: {text}"
+        self._refusal = text[:8192]
+        return [Report(text=text, level="error"), self._report()]
+
+    def _prepare(self) -> list[Action]:
+        """Begin the process that tries out the run, unless an older one has to end."""
+        self._to_prepare = PREPARE in self._running
+        if self._to_prepare:
+            return []
+        self._running[PREPARE] = self._life
+        return [Launch(name=PREPARE, incarnation=self._life)]
+
+    def _reconcile(self) -> list[Action]:
+        """End what is not wanted, and begin what is and has not been begun."""
+        if not self._ready:
+            return []
+        actions: list[Action] = [
+            Terminate(name=name)
+            for name, incarnation in self._running.items()
+            if self._wanted.get(name) != incarnation
+        ]
+        for name, incarnation in self._wanted.items():
+            ended = self._ended.get(name)
+            is_over = ended is not None and ended.incarnation == incarnation
+            if name not in self._running and not is_over:  # an older one ends first
+                self._running[name] = incarnation
+                actions.append(Launch(name=name, incarnation=incarnation))
+        return actions
+
+    def _ended_here(self, event: PeerLost) -> list[Action]:
+        """A process has ended."""
+        if self._running.get(event.peer) != event.incarnation:
+            return []
+        del self._running[event.peer]
+        if event.peer == PREPARE:
+            if self._to_prepare:
+                return self._prepare()
+            if event.incarnation != self._life:
+                return []
+            name = f"{_VERDICT}:{self._life}"
+            return [Compute(name=name, work=self._site.verdict)]
+        if self._wanted.get(event.peer) != event.incarnation:
+            return self._reconcile()
+        self._ended[event.peer] = DutyEnded(
+            name=event.peer,
+            incarnation=event.incarnation,
+            reason=event.reason[:_REASON_MAX],
+        )
+        return [self._report()]
+
+
+def _role(name: str) -> Address:
+    """Return the name of a role that may run here: it names files, too."""
+    if _NAME.fullmatch(name) is None or name == PREPARE:
+        raise RemoteProtocolError(f"a host cannot run a role {name!r:.80}")
+    return Address(name)
+
+
+def _tell(message: Message) -> Send:
+    return Send(receiver=SUPERVISOR, message=message)

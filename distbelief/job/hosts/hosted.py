@@ -1,0 +1,367 @@
+"""The supervisor of a job that machines may join: it says where each role runs.
+
+    Supervisor                    Hosted                     host
+      Launch(replica-1) ------->  a room for it
+                                  Entrust, Duties -------->  starts its process
+      <----- PeerLost(replica-1)  <------------- HostReport  it has ended
+      Terminate(replica-1) ---->  Duties (without it) ---->  ends its process
+
+It wraps the supervisor, which knows nothing of machines. Rules:
+
+* A machine that is silent gets nothing more; after `dead_seconds` it is given up: what
+  ran there is lost to the supervisor, which starts it elsewhere. When it is heard of
+  again, it is told to begin anew.
+* Replicas that find no room wait, and so do those of a machine that is gone; who comes
+  late is given them. The first replica has a room always, for the others wait for it.
+* A machine that wants to leave is left by its replicas one push later.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final, final
+
+from distbelief.errors import RemoteProtocolError
+from distbelief.job.ending import Stage
+from distbelief.job.hosts.documents import piece_of
+from distbelief.job.hosts.host import BRIEF
+from distbelief.job.hosts.housing import Housing
+from distbelief.job.hosts.records import HostedConfig, HostRecord
+from distbelief.job.membership import RoleRecord
+from distbelief.job.supervisor import Supervisor
+from distbelief.job.view import SupervisorView
+from distbelief.messages import Ask, Finished, HostReport, Offer, Stop
+from distbelief.roles import (
+    HOST,
+    Action,
+    Address,
+    Connect,
+    Event,
+    Halt,
+    Launch,
+    PeerLost,
+    Received,
+    Seconds,
+    Send,
+    SetTimer,
+    Started,
+    Terminate,
+    TimerFired,
+)
+
+
+TICK_SECONDS: Final = 0.25
+N_HOSTS_MAX: Final = 1024
+
+_TICK: Final = "hosts:tick"
+
+
+@final
+class Hosted:
+    """Wraps a supervisor.
+
+    Args:
+        supervisor: Of the job.
+        config: How the job spans machines.
+    """
+
+    def __init__(self, supervisor: Supervisor, config: HostedConfig) -> None:
+        self._supervisor = supervisor
+        self._config = config
+        self._books = supervisor.books
+        self._hosts: dict[Address, HostRecord] = {}
+        self._housing = Housing(self._books, self._hosts, slots_here=config.slots_here)
+        self._moving: dict[Address, Seconds] = {}  # roles that leave: until when
+        self._started: Started | None = None  # kept until the job begins
+        self._begin_at: Seconds = 0.0
+        self._beat_at: Seconds = 0.0
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Return the actions that `event` calls for."""
+        match event:
+            case Started():
+                actions = self._start(event, now)
+            case TimerFired(name=name) if name == _TICK:
+                actions = self._tick(now)
+            case Received(sender=sender) if sender.startswith(HOST):
+                actions = self._hear(event, now)
+            case Received(message=Finished()) if event.sender in self._moving:
+                actions = self._moved(event.sender, "has left", now)
+            case _:
+                if isinstance(event, PeerLost):
+                    self._housing.ended_here(event.peer, event.incarnation)
+                actions = self._inside(event, now)
+        return [*actions, *self._house(now)]
+
+    def status(self) -> tuple[str, dict[str, float]]:
+        """Return that of the supervisor."""
+        state, counters = self._supervisor.status()
+        return state, dict(counters)
+
+    def view(self, now: Seconds) -> SupervisorView:
+        """Return the supervisor's view, and where everything runs."""
+        view = self._supervisor.view(now)
+        hosts = tuple(host.view() for host in self._hosts.values())
+        roles = tuple(
+            replace(role, at=self._label_of(Address(role.name))) for role in view.roles
+        )
+        return replace(view, roles=roles, hosts=hosts)
+
+    def _label_of(self, role: Address) -> str:
+        host = self._housing.host_of(role)
+        return "" if host is None else host.offer.label
+
+    # --------------------------------------------------------------------- the start
+
+    def _start(self, event: Started, now: Seconds) -> list[Action]:
+        self._books.figures.started_at = now
+        self._started = event
+        self._begin_at = now + self._config.hosts_seconds_max
+        self._beat_at = now + TICK_SECONDS
+        actions: list[Action] = [SetTimer(name=_TICK, at=self._beat_at)]
+        if self._config.n_hosts:
+            text = f"waiting for {_machines(self._config.n_hosts)}"
+            actions.append(self._say(text, now))
+        return [*actions, *self._begin_if_due(now)]
+
+    def _begin_if_due(self, now: Seconds) -> list[Action]:
+        started, wanted = self._started, self._config.n_hosts
+        n_ready = sum(host.ready for host in self._hosts.values())
+        if started is None or (n_ready < wanted and now < self._begin_at):
+            return []
+        self._started = None
+        actions: list[Action] = []
+        if n_ready < wanted:
+            waited = f"{self._config.hosts_seconds_max:.0f} s"
+            text = f"{n_ready} of {_machines(wanted)} came within {waited}: beginning"
+            actions.append(self._say(text, now, warn=True))
+        return [*actions, *self._inside(started, now)]
+
+    # -------------------------------------------------------------------- the inside
+
+    def _inside(self, event: Event, now: Seconds) -> list[Action]:
+        """Let the supervisor handle an event, and see to where its roles run."""
+        actions: list[Action] = []
+        for action in self._supervisor.handle(event, now):
+            match action:
+                case Launch():
+                    self._housing.want(action)
+                case Terminate():
+                    self._moving.pop(action.name, None)
+                    actions += self._housing.end(action)
+                case Halt():
+                    actions += [*self._farewells(), action]
+                case _:
+                    actions.append(action)
+        return actions
+
+    def _farewells(self) -> list[Action]:
+        reason = self._books.ending.error or self._books.ending.reason or "it is over"
+        return [
+            host.dismiss(f"the job ended: {reason}", again=False)
+            for host in self._hosts.values()
+            if host.present
+        ]
+
+    def _house(self, now: Seconds) -> list[Action]:
+        """Find rooms for who has none, and tell machines whose duties have changed."""
+        if self._started is not None:
+            return []
+        actions = self._housing.fill(now)
+        changed = [h for h in self._hosts.values() if h.changed and h.present]
+        return [*actions, *(host.assign(self._config.run) for host in changed)]
+
+    # ------------------------------------------------------------------------- hosts
+
+    def _hear(self, event: Received, now: Seconds) -> list[Action]:
+        message, host = event.message, self._hosts.get(event.sender)
+        match message:
+            case Offer():
+                return self._offered(event, message, now)
+            case _ if host is None or host.refused:
+                return []
+            case Ask():
+                host.heard_at = now
+                return self._answer(host, message)
+            case HostReport() if message.life == host.life:
+                return self._reported(host, message, now)
+            case HostReport():
+                return []
+            case _:
+                raise RemoteProtocolError(
+                    f"{event.sender} sent the supervisor {type(message).__name__}"
+                )
+
+    def _offered(self, event: Received, offer: Offer, now: Seconds) -> list[Action]:
+        host = self._hosts.get(event.sender)
+        if host is not None and (host.refused or offer.life < host.life):
+            return []
+        if host is not None and offer.life == host.life:
+            return self._again(host, now)
+        if host is None:
+            self._make_room()
+        actions: list[Action] = []
+        if host is not None and host.present:
+            actions += self._give_up(host, "begins anew", now)
+        connect = Connect(
+            peer=event.sender,
+            incarnation=event.incarnation,
+            endpoint=offer.endpoint,
+            host="",
+        )
+        host = self._hosts[event.sender] = HostRecord.of(event.sender, offer, now)
+        said = self._say(host.introduction(), now)
+        return [*actions, connect, said, host.assign(self._config.run)]
+
+    def _make_room(self) -> None:
+        """Forget a machine that is gone, if there are very many."""
+        if len(self._hosts) < N_HOSTS_MAX:
+            return
+        gone = [name for name, host in self._hosts.items() if not host.present]
+        if not gone:
+            raise RemoteProtocolError(f"more than {N_HOSTS_MAX} machines at once")
+        del self._hosts[gone[0]]
+
+    def _again(self, host: HostRecord, now: Seconds) -> list[Action]:
+        """An offer that has been answered already."""
+        host.heard_at = now
+        if host.present:
+            return [host.assign(self._config.run)]
+        return [host.dismiss("it was silent for too long", again=True)]
+
+    def _answer(self, host: HostRecord, ask: Ask) -> list[Action]:
+        if ask.document != BRIEF:
+            raise RemoteProtocolError(f"{host.name} asked for {ask.document!r:.80}")
+        piece = piece_of(BRIEF, self._config.brief, ask.offset)
+        return [Send(receiver=host.name, message=piece)]
+
+    def _reported(
+        self, host: HostRecord, report: HostReport, now: Seconds
+    ) -> list[Action]:
+        host.heard_at = now
+        if not host.present:
+            return [host.dismiss("it was silent for too long", again=True)]
+        if report.refusal is not None:
+            return self._refused(host, report.refusal, now)
+        actions: list[Action] = []
+        if report.ready and not host.ready:
+            host.ready = True
+            self._housing.places.open(
+                host.name, slots=self._config.slots_of(host.offer)
+            )
+            actions += self._begin_if_due(now)
+        for ended in report.ended:
+            name = Address(ended.name)
+            if host.duties.get(name) == ended.incarnation:
+                del host.duties[name]
+                reason = f"{ended.reason} on {host.offer.label}"
+                actions += self._lose(name, ended.incarnation, reason, now, own=True)
+        if report.leaving:
+            actions += self._let_leave(host, now)
+        return [*actions, host.assign(self._config.run)]
+
+    def _lose(
+        self,
+        name: Address,
+        incarnation: int,
+        reason: str,
+        now: Seconds,
+        *,
+        own: bool = False,
+    ) -> list[Action]:
+        """A role of another machine has ended: by its own fault, or the machine's."""
+        self._housing.places.leave(name)
+        self._moving.pop(name, None)
+        record = self._books.members.get(name)
+        if record is not None and not own:
+            record.in_a_row = 0  # that is no reason to leave it out
+        lost = PeerLost(peer=name, incarnation=incarnation, reason=reason)
+        return self._inside(lost, now)
+
+    def _refused(self, host: HostRecord, why: str, now: Seconds) -> list[Action]:
+        host.refused, host.present = True, False
+        text = f"{host.label} cannot take part: {why}"
+        return [self._say(text, now, warn=True), host.dismiss(why, again=False)]
+
+    def _give_up(self, host: HostRecord, why: str, now: Seconds) -> list[Action]:
+        """A machine is gone, and with it all that ran there."""
+        host.present = host.ready = False
+        lost, host.duties = host.duties, {}
+        self._housing.places.remove(host.name)
+        labels = ", ".join(name.replace("-", " ") for name in lost)
+        text = f"{host.label} {why}" + (f": {labels} lost with it" if lost else "")
+        actions: list[Action] = [self._say(text, now, warn=True)]
+        for name, incarnation in lost.items():
+            reason = f"was lost with {host.offer.label}"
+            actions += self._lose(name, incarnation, reason, now)
+        return actions
+
+    # ------------------------------------------------------------------------ leaving
+
+    def _let_leave(self, host: HostRecord, now: Seconds) -> list[Action]:
+        """Its user wants the machine back: end what runs there, in good order."""
+        actions: list[Action] = []
+        if not host.leaving:
+            host.leaving = True
+            self._housing.places.shut(host.name)
+            actions.append(self._say(f"{host.label} is leaving", now))
+        for name, incarnation in list(host.duties.items()):
+            record = self._books.members.get(name)
+            if name in self._moving or record is None:
+                continue
+            if self._is_alone(record) and self._books.ending.stage is Stage.RUN:
+                self._moving[name] = now + self._config.leave_seconds_max
+                stop = Stop(reason=f"{host.offer.label} is leaving")
+                actions.append(Send(receiver=name, message=stop))
+            else:
+                del host.duties[name]
+                reason = f"has left with {host.offer.label}"
+                actions += self._lose(name, incarnation, reason, now)
+        if not host.duties:
+            host.present = False
+            self._housing.places.remove(host.name)
+            text = f"{host.label} has left"
+            actions += [self._say(text, now), host.dismiss(text, again=False)]
+        return actions
+
+    def _is_alone(self, record: RoleRecord) -> bool:
+        """Whether this role is a whole replica, which can end its step and push."""
+        has_others = bool(self._books.members.machines_with(record))
+        return record.kind == "replica" and record.has_joined and not has_others
+
+    def _moved(self, name: Address, how: str, now: Seconds) -> list[Action]:
+        """A replica has ended, for its machine is leaving."""
+        del self._moving[name]
+        host = self._housing.host_of(name)
+        incarnation = None if host is None else host.duties.pop(name, None)
+        if host is None or incarnation is None:
+            return []
+        host.changed = True
+        return self._lose(name, incarnation, f"{how} with {host.offer.label}", now)
+
+    # --------------------------------------------------------------------------- time
+
+    def _tick(self, now: Seconds) -> list[Action]:
+        late = max(0.0, now - self._beat_at)
+        self._beat_at = now + TICK_SECONDS
+        actions: list[Action] = [SetTimer(name=_TICK, at=self._beat_at)]
+        for host in list(self._hosts.values()):
+            host.heard_at += late if late > TICK_SECONDS else 0.0
+            silence = now - host.heard_at
+            if not host.present:
+                continue
+            if silence > self._config.dead_seconds:
+                why = f"is lost (silent for {silence:.1f} s)"
+                actions += self._give_up(host, why, now)
+            elif not host.leaving:
+                is_open = silence <= self._config.silent_seconds
+                self._housing.places.shut(host.name, is_open=is_open)
+        for name in [n for n, until in self._moving.items() if now > until]:
+            actions += self._moved(name, "did not end in time, and has left", now)
+        return [*actions, *self._begin_if_due(now)]
+
+    def _say(self, text: str, now: Seconds, *, warn: bool = False) -> Action:
+        return self._books.figures.tell(text, now, "warning" if warn else "info")
+
+
+def _machines(n: int) -> str:
+    return "1 machine" if n == 1 else f"{n} machines"

@@ -1,0 +1,134 @@
+"""What a job needs so that machines may join: where it listens, what they are told."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+import msgspec
+
+from distbelief.errors import DistBeliefError
+from distbelief.job.hosts.address import JobAddress
+from distbelief.job.hosts.brief import write_brief
+from distbelief.job.hosts.hosted import Hosted
+from distbelief.job.hosts.on_ray import RayHosts, RayWanted
+from distbelief.job.hosts.records import HostedConfig
+from distbelief.job.process import Spec
+from distbelief.job.sections import Job
+from distbelief.job.supervisor import Supervisor
+from distbelief.transport.places import ANYWHERE, LOOPBACK, Place, own_number_towards
+from distbelief.transport.reach import Reach
+
+
+_SOMEWHERE: Final = "192.0.2.1"  # RFC 5737: nobody is there; only the route matters
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Hosting:
+    """How a job spans machines.
+
+    Attributes:
+        reach: Where its supervisor listens.
+        n_hosts: Machines to wait for before it begins.
+        hosts_seconds: For them; then it begins with those that are there.
+        cores: Of this machine, for replicas; None: all that there are.
+        on_ray: Whether a Ray cluster lends the machines.
+    """
+
+    reach: Reach
+    n_hosts: int = 0
+    hosts_seconds: float = 600.0
+    cores: int | None = None
+    on_ray: bool = False
+
+    @property
+    def reach_of_roles(self) -> Reach:
+        """From where roles on this machine can be reached."""
+        keys = self.reach.keys
+        if keys is not None:
+            keys = msgspec.structs.replace(keys, believes=True)
+        return msgspec.structs.replace(self.reach, keys=keys)
+
+    def around(
+        self, supervisor: Supervisor, job: Job, spec: Spec, *, plan: Path | None
+    ) -> Hosted:
+        """Return the supervisor as one whose roles may be elsewhere."""
+        config = HostedConfig(
+            run=secrets.token_hex(4),
+            brief=write_brief(spec, plan=plan),
+            n_hosts=self.n_hosts,
+            hosts_seconds_max=self.hosts_seconds,
+            slots_here=self.slots_here(job),
+            threads=job.cluster.threads,
+            device=job.cluster.device,
+        )
+        return Hosted(supervisor, config)
+
+    def slots_here(self, job: Job) -> int:
+        """Return how many processes of replicas this machine takes."""
+        cores = len(os.sched_getaffinity(0)) if self.cores is None else self.cores
+        return cores // job.cluster.threads
+
+    def address(self, endpoint: str, token: str) -> JobAddress:
+        """Return where other machines join.
+
+        Args:
+            endpoint: Where the supervisor listens, as its transport says.
+            token: Of the run.
+        """
+        place = Place.parse(endpoint)
+        host = place.host
+        if host == ANYWHERE:
+            host = _own_number()
+        return JobAddress(host=host, port=place.port, key=place.key, token=token)
+
+    @contextmanager
+    def lent(
+        self, job: Job, address: JobAddress, *, n_machines: int, directory: Path
+    ) -> Iterator[None]:
+        """Have machines come, if somebody lends them, for as long as this lasts.
+
+        Args:
+            job: The job.
+            address: Where they join.
+            n_machines: Of each replica.
+            directory: For their logs.
+        """
+        if not self.on_ray:
+            yield
+            return
+        wanted = RayWanted.of(
+            job,
+            n_hosts=max(1, self.n_hosts),
+            n_machines=n_machines,
+            slots_here=self.slots_here(job),
+            keys="" if self.reach.keys is None else self.reach.keys.directory,
+        )
+        machines = RayHosts(wanted)
+        try:
+            machines.start(str(address), directory=directory)
+            yield
+        finally:
+            machines.close()
+
+    def lines(self, address: JobAddress) -> list[str]:
+        """Return what to tell users of other machines."""
+        keys = " --keys ~/.distbelief/keys" if address.key else ""
+        lines = [f'machines join by: distbelief join "{address}"{keys}']
+        if self.reach.insecure and not self.reach.is_local:
+            lines.append(
+                "NOT SECURE: whoever hears the network can read all that is trained, "
+                "and change it. Use keys: distbelief keys new"
+            )
+        return lines
+
+
+def _own_number() -> str:
+    try:
+        return own_number_towards(_SOMEWHERE)
+    except DistBeliefError:
+        return LOOPBACK

@@ -1,0 +1,240 @@
+"""`distbelief join`: lets a job use this machine, until it is over or Ctrl+C.
+
+This process is the role `host-...`, with a fork server of its own; the run's roles are
+its children's. It computes nothing, and holds no values.
+"""
+
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+from distbelief import files
+from distbelief.errors import JobError
+from distbelief.job.hosts.address import JobAddress
+from distbelief.job.hosts.host import USER, Host, HostConfig
+from distbelief.job.hosts.site import HostLauncher, HostSite, SiteConfig
+from distbelief.job.launcher import Launcher
+from distbelief.job.signals import EXIT_CODES, REASONS, caught_signals
+from distbelief.messages import Stop
+from distbelief.node import Node
+from distbelief.roles import HOST, SUPERVISOR, Received
+from distbelief.transport.key_files import KeyFiles
+from distbelief.transport.keyring import Keyring
+from distbelief.transport.places import number_of, own_number_towards
+from distbelief.transport.reach import Reach
+from distbelief.transport.shared_memory import FileMemory
+from distbelief.transport.zmq_transport import ZmqTransport
+from distbelief.wire import JOINING
+
+
+INCARNATION: Final = 1  # the name is new each time
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the machine's user wants.
+
+    Attributes:
+        address: As `distbelief train --listen` prints it.
+        keys: Directory of this machine's keys; None: a run without keys.
+        cores: To be used; None: all that there are.
+        memory_bytes: Likewise.
+        devices: Likewise; None: all GPUs.
+        allowed: Modules whose functions a job may name.
+        code: Where a job's modules and files are looked for.
+        directory: For logs.
+        stays: Whether to wait for another job when one is over.
+        wait_seconds: For a job to take this machine.
+    """
+
+    address: str
+    keys: Path | None
+    cores: int | None = None
+    memory_bytes: int | None = None
+    devices: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()
+    code: Path = Path()
+    directory: Path = Path("runs/joined")
+    stays: bool = False
+    wait_seconds: float = 600.0
+
+
+def join(wanted: Wanted, *, tell: Tell) -> int:
+    """Offer this machine; return the exit code.
+
+    Raises:
+        JobError: the address or the keys make no sense.
+        StorageError: a directory or shared memory cannot be had.
+    """
+    address = JobAddress.parse(wanted.address)
+    reach, token = _reach(address, wanted)
+    name = HOST + secrets.token_hex(4)
+    with ExitStack() as stack:
+        launcher = stack.enter_context(Launcher())
+        FileMemory.sweep()
+        log = _Log(wanted.directory, tell=tell)
+        transport = stack.enter_context(
+            reach.transport(
+                name=name, incarnation=INCARNATION, token=token, log=log.add
+            )
+        )
+        supervisor = str(address.place(_server(reach)))
+        transport.connect(SUPERVISOR, 0, supervisor, watched=True)
+        site = HostSite(
+            SiteConfig(
+                supervisor=supervisor,
+                reach=reach,
+                allowed=wanted.allowed,
+                code=wanted.code.absolute(),
+                directory=wanted.directory.absolute(),
+            ),
+            launcher=launcher,
+        )
+        stack.callback(site.clear)
+        stack.callback(launcher.close)  # before that
+        host = Host(_config(wanted, transport.endpoint), site=site)
+        tell(f"{name} waits for a job at {address.place(_server(reach)).endpoint}")
+        node = Node(
+            host, transport=transport, log=log.add, launcher=HostLauncher(launcher)
+        )
+        return _run(node, transport, address=address, reach=reach, tell=tell)
+
+
+def _run(
+    node: Node,
+    transport: ZmqTransport,
+    *,
+    address: JobAddress,
+    reach: Reach,
+    tell: Tell,
+) -> int:
+    refusals = _Refusals(transport, key=_own_key(reach), address=address, tell=tell)
+    with caught_signals() as caught:
+
+        def stop(number: signal.Signals) -> None:
+            message = Stop(reason=REASONS[number])
+            node.post(Received(sender=USER, incarnation=0, message=message))
+
+        caught.tell = stop
+        error = node.run(refusals.look)
+    if error is not None:
+        tell(error)
+        return 1
+    return EXIT_CODES.get(caught.number, 0) if caught.number else 0
+
+
+def _server(reach: Reach) -> str:
+    return "" if reach.keys is None else reach.keys.server_key
+
+
+def _own_key(reach: Reach) -> str:
+    return "" if reach.keys is None else reach.keys.public
+
+
+def _config(wanted: Wanted, endpoint: str) -> HostConfig:
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return HostConfig(
+        label=socket.gethostname()[:100] or "nameless",
+        endpoint=endpoint,
+        cores=wanted.cores or cores,
+        memory_bytes=wanted.memory_bytes or memory,
+        devices=wanted.devices,
+        stays=wanted.stays,
+        wait_seconds_max=wanted.wait_seconds,
+    )
+
+
+def _reach(address: JobAddress, wanted: Wanted) -> tuple[Reach, str]:
+    """Return from where this machine can be reached, and the token to begin with."""
+    host = own_number_towards(number_of(address.host))
+    if wanted.keys is None:
+        if address.key or not address.token:
+            raise JobError(
+                "the job knows machines by their keys: name the directory of this "
+                "one's, as in --keys ~/.distbelief/keys (distbelief keys new makes "
+                "one). Without keys, the address has a token"
+            )
+        return Reach(host=host, insecure=True), address.token
+    directory = wanted.keys.expanduser().absolute()
+    ring = Keyring(
+        directory=str(directory),
+        role="host",
+        server_key=address.key or _server_key(KeyFiles(directory)),
+        believes=True,
+    )
+    return Reach(host=host, keys=ring), JOINING
+
+
+def _server_key(keys: KeyFiles) -> str:
+    """Return the one key that may be a server, if there is one."""
+    servers = [entry.key for entry in keys.allowed() if "server" in entry.roles]
+    if len(servers) == 1:
+        return servers[0]
+    raise JobError(
+        f"{keys.directory} allows {len(servers)} keys as a server, so it is not clear "
+        "which is the job's: give its address with ?key=..., as `distbelief train` "
+        "prints it, or allow one: distbelief keys allow KEY NAME --role server"
+    )
+
+
+@final
+class _Refusals:
+    """Tells the user if the supervisor does not let this machine in."""
+
+    def __init__(
+        self, transport: ZmqTransport, *, key: str, address: JobAddress, tell: Tell
+    ) -> None:
+        self._transport = transport
+        self._key = key
+        self._address = address
+        self._tell = tell
+        self._told: set[str] = set()
+
+    def look(self) -> None:
+        """Say what is new."""
+        where = self._address.endpoint
+        if self._transport.is_refused(SUPERVISOR):
+            self._say(
+                f"{where} does not let this machine in. On its machine: distbelief "
+                f"keys allow {self._key} NAME --role host; then join again"
+                if self._key
+                else f"{where} does not let this machine in: the address is of an "
+                "earlier run"
+            )
+        elif self._transport.is_another(SUPERVISOR):
+            self._say(f"who listens at {where} has another key than this address")
+
+    def _say(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._tell(text)
+
+
+@final
+class _Log:
+    """The host's own log; what matters is told to the user as well."""
+
+    def __init__(self, directory: Path, *, tell: Tell) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise files.explained(error, directory, doing="make") from error
+        self._lines = files.LineFile(directory / "host.log", tell=tell)
+        self._tell = tell
+
+    def add(self, level: str, text: str) -> None:
+        """Add a line."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
+        self._lines.append(f"{now} {level}: {text}")
+        if level in {"info", "warning", "error"}:
+            self._tell(text)

@@ -1,0 +1,165 @@
+"""Machines of a Ray cluster join a job: Ray places them, and starts them again.
+
+    distbelief train speech.toml --on ray --hosts 4
+
+One actor for each machine, in a placement group that spreads them over Ray's nodes; in
+it runs what `distbelief join` runs. Ray does no more: what is trained travels by this
+package's own messages. If a node goes, Ray starts its actor elsewhere, which joins as
+any machine does that comes late.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Protocol, cast, final
+
+from distbelief.errors import JobError
+from distbelief.job.hosts.allowing import import_paths
+from distbelief.job.sections import Job
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RayWanted:
+    """What a job wants of Ray.
+
+    Attributes:
+        n_hosts: Actors.
+        cores: Of each.
+        keys: Directory of keys on Ray's nodes; "": the job goes without.
+        allowed: Modules whose functions the job names.
+    """
+
+    n_hosts: int
+    cores: int
+    keys: str
+    allowed: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, job: Job, *, n_hosts: int, n_machines: int, slots_here: int, keys: str
+    ) -> "RayWanted":
+        """Return what this job wants: room for what the supervisor's machine has none.
+
+        Args:
+            job: The job, whose user is also Ray's.
+            n_hosts: Actors.
+            n_machines: Of each replica.
+            slots_here: Processes of replicas that the supervisor's machine takes.
+            keys: Directory of keys on Ray's nodes.
+        """
+        n_processes = max(1, job.cluster.replicas * n_machines - slots_here)
+        modules = (path.partition(":")[0] for _, path in import_paths(job))
+        return cls(
+            n_hosts=n_hosts,
+            cores=ceil(n_processes / n_hosts) * job.cluster.threads,
+            keys=keys,
+            allowed=tuple(dict.fromkeys(modules)),
+        )
+
+
+class RayMachine:
+    """The actor: one machine that joins."""
+
+    def join(
+        self,
+        *,
+        address: str,
+        keys: str,
+        cores: int,
+        allowed: tuple[str, ...],
+        code: str,
+        directory: str,
+    ) -> int:
+        """Be it until the job is over; return the exit code."""
+        from distbelief.job.hosts import joining  # noqa: PLC0415 -- on Ray's node
+
+        wanted = joining.Wanted(
+            address=address,
+            keys=Path(keys) if keys else None,
+            cores=cores,
+            allowed=allowed,
+            code=Path(code),
+            directory=Path(directory),
+        )
+        return joining.join(wanted, tell=print)
+
+
+class _Actor(Protocol):
+    """What Ray makes of `RayMachine`."""
+
+    @property
+    def join(self) -> "_Method": ...
+
+
+class _Method(Protocol):
+    def remote(self, **arguments: object) -> object: ...
+
+
+@final
+class RayHosts:
+    """The machines that Ray lends to one job: `start`, then `close`."""
+
+    def __init__(self, wanted: RayWanted) -> None:
+        self._wanted = wanted
+        self._actors: list[_Actor] = []
+        self._group: object = None
+
+    def start(self, address: str, *, directory: Path) -> None:
+        """Ask Ray for machines; they join when it has them.
+
+        Args:
+            address: Where the job listens.
+            directory: For their logs, on each node.
+
+        Raises:
+            JobError: Ray is not installed, or there is no cluster.
+        """
+        try:
+            import ray  # noqa: PLC0415 -- an extra
+            from ray.util import placement_group  # noqa: PLC0415
+            from ray.util.scheduling_strategies import (  # noqa: PLC0415
+                PlacementGroupSchedulingStrategy,
+            )
+        except ImportError as error:
+            raise JobError(
+                f"--on ray: ray is not installed here ({error}): pip install "
+                "'distbelief[ray]'"
+            ) from None
+        try:
+            ray.init(ignore_reinit_error=True, log_to_driver=False)
+        except (ConnectionError, RuntimeError) as error:
+            raise JobError(
+                f"--on ray: there is no way to a Ray cluster: {error}"
+            ) from error
+        wanted = self._wanted
+        bundles = [{"CPU": wanted.cores} for _ in range(wanted.n_hosts)]
+        self._group = placement_group(bundles, strategy="SPREAD")
+        make = ray.remote(num_cpus=wanted.cores, max_restarts=-1, max_task_retries=-1)
+        for index in range(wanted.n_hosts):
+            strategy = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=index
+            )
+            machine = make(RayMachine).options(scheduling_strategy=strategy)
+            actor = cast("_Actor", machine.remote())
+            actor.join.remote(
+                address=address,
+                keys=wanted.keys,
+                cores=wanted.cores,
+                allowed=wanted.allowed,
+                code=str(Path.cwd()),
+                directory=str(directory / f"ray-{index}"),
+            )
+            self._actors.append(actor)
+
+    def close(self) -> None:
+        """Give back what Ray lent."""
+        if self._group is None:
+            return
+        import ray  # noqa: PLC0415
+        from ray.util import remove_placement_group  # noqa: PLC0415
+
+        for actor in self._actors:
+            ray.kill(actor)
+        remove_placement_group(self._group)
+        self._actors, self._group = [], None

@@ -1,0 +1,39 @@
+"""Where machines join a job."""
+
+import pytest
+
+from distbelief.errors import JobError
+from distbelief.job.hosts.address import JobAddress
+
+
+KEY = "ab" * 32
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        JobAddress(host="10.0.0.1", port=7700, key=KEY),
+        JobAddress(host="node-3.example.org", port=1, token="a+b &c"),
+    ],
+)
+def test_what_is_printed_can_be_read(address: JobAddress) -> None:
+    assert JobAddress.parse(str(address)) == address
+
+
+def test_with_a_key_the_address_holds_no_secret() -> None:
+    address = JobAddress(host="h", port=1, key=KEY, token="secret")
+    assert str(address) == f"tcp://h:1?key={KEY}"
+
+
+def test_half_of_it_will_do() -> None:
+    assert JobAddress.parse("tcp://h:7700") == JobAddress(host="h", port=7700)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tcp://h", "h:1", "http://h:1", "tcp://:1", "tcp://h:99999"]
+)
+def test_what_is_no_address_is_named(text: str) -> None:
+    with pytest.raises(JobError, match="is no address of a job"):
+        JobAddress.parse(text)
+    with pytest.raises(JobError, match="no public key"):
+        JobAddress.parse("tcp://h:1?key=abc")

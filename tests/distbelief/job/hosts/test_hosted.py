@@ -1,0 +1,291 @@
+"""A supervisor whose roles may be elsewhere, and the hosts, in one thread."""
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from typing_extensions import override
+
+from distbelief.errors import RemoteProtocolError
+from distbelief.job.hosts.host import HostConfig
+from distbelief.job.membership import Kind, Presence
+from distbelief.job.supervisor import USER
+from distbelief.messages import Alive, Ask, Join, Stop
+from distbelief.roles import Address, Received
+from tests.distbelief.job.hosts.town import Machine, Town, config_of
+
+
+def roster(n_replicas: int, n_machines: int = 1) -> list[tuple[str, Kind]]:
+    """Return a shard, replicas, an evaluator."""
+    replicas: list[tuple[str, Kind]] = []
+    for r in range(n_replicas):
+        if n_machines == 1:
+            replicas.append((f"replica-{r}", "replica"))
+            continue
+        replicas.append((f"replica-{r}.0", "replica"))
+        replicas += [(f"replica-{r}.{m}", "machine") for m in range(1, n_machines)]
+    return [("shard-0", "shard"), *replicas, ("evaluator", "evaluator")]
+
+
+def test_a_job_waits_for_its_machines_and_uses_them() -> None:
+    town = Town(roster(3), config_of(n_hosts=1))
+    town.pass_time(30.0)
+    assert town.runs() == {"here": []}
+    town.come("a")
+    assert town.runs() == {
+        "here": ["evaluator", "replica-0", "shard-0"],
+        "host-a": ["replica-1", "replica-2"],
+    }
+    assert "a (host-a) has joined: 2 cores, 1.1 GB" in town.said
+    assert "replica 1, replica 2: on a (host-a)" in town.said
+
+
+def test_it_does_not_wait_for_ever() -> None:
+    town = Town(roster(2), config_of(n_hosts=2, hosts_seconds_max=10.0, slots_here=2))
+    town.pass_time(11.0)
+    assert town.runs()["here"] == ["evaluator", "replica-0", "replica-1", "shard-0"]
+    assert "0 of 2 machines came within 10 s: beginning" in town.said
+
+
+def test_replicas_without_a_core_wait_for_who_comes_late() -> None:
+    town = Town(roster(4))
+    town.pass_time(100.0)
+    assert town.runs() == {"here": ["evaluator", "replica-0", "shard-0"]}
+    assert (
+        "replica 3 waits for a machine with free cores (distbelief join)" in town.said
+    )
+    states = {r.name: r.state for r in town.supervisor.view(town.now).roles}
+    assert states["replica-3"] == "waiting for a machine"
+    town.come("a")
+    town.come("b")
+    assert town.runs()["host-a"] == ["replica-1", "replica-2"]
+    assert town.runs()["host-b"] == ["replica-3"]
+    town.pass_time(30.0)
+    assert not any("restart" in text for text in town.said)
+
+
+def test_a_machine_that_dies_takes_its_roles_along_for_a_while_only() -> None:
+    town = Town(roster(4), config_of(slots_here=2, n_hosts=1))
+    one = town.come("a")
+    assert len(one.processes) == 2
+    town.kill(one)
+    town.pass_time(20.0)
+    assert town.runs() == {"here": ["evaluator", "replica-0", "replica-2", "shard-0"]}
+    assert any("a (host-a) is lost (silent for 8" in text for text in town.said)
+    assert any("was lost with a: restarting it" in text for text in town.said)
+    town.come("b")
+    assert town.runs()["host-b"] == ["replica-1", "replica-3"]
+
+
+@pytest.mark.parametrize("seconds", [2.0, 12.0, 40.0])
+def test_a_machine_that_was_cut_off_is_used_again(seconds: float) -> None:
+    """Short: nothing happens. Longer: it begins anew, on either side."""
+    town = Town(roster(3), config_of(n_hosts=1))
+    machine = town.come("a")
+    town.pass_time(5.0)
+    machine.is_cut = True
+    town.pass_time(seconds)
+    machine.is_cut = False
+    town.pass_time(10.0)
+    assert len(town.runs()["host-a"]) == 2
+    everywhere = sorted(name for names in town.runs().values() for name in names)
+    assert everywhere == ["evaluator", "replica-0", "replica-1", "replica-2", "shard-0"]
+    assert any("is lost" in text for text in town.said) == (seconds > 8.0)
+
+
+def test_a_role_that_dies_on_a_machine_is_started_there_again() -> None:
+    town = Town(roster(2), config_of(n_hosts=1, slots_here=0))
+    machine = town.come("a")
+    town.pass_time(5.0)
+    town.die(machine, "replica-1")
+    town.pass_time(2.0)
+    assert machine.processes == {"replica-0": 1, "replica-1": 2}
+    assert "replica 1 died on a: restarting it" in town.said
+
+
+def test_a_machine_that_leaves_is_left_in_good_order() -> None:
+    town = Town(roster(2), config_of(n_hosts=1, slots_here=2))
+    machine = town.come("a")
+    town.pass_time(5.0)
+    assert machine.processes
+    town.leave(machine)
+    town.pass_time(3.0)
+    assert machine.halted
+    assert machine.error is None
+    assert town.runs()["here"] == ["evaluator", "replica-0", "replica-1", "shard-0"]
+    assert any("has left with a: restarting it" in text for text in town.said)
+    assert "a (host-a) has left" in town.said
+
+
+def test_machines_of_one_model_leave_at_once() -> None:
+    town = Town(roster(1, 2), config_of(n_hosts=1, slots_here=0))
+    machine = town.come("a")
+    town.pass_time(5.0)
+    assert sorted(machine.processes) == ["replica-0.0", "replica-0.1"]
+    town.leave(machine)
+    town.pass_time(3.0)
+    assert machine.halted
+    town.come("b")
+    assert town.runs()["host-b"] == ["replica-0.0", "replica-0.1"]
+
+
+def test_one_model_goes_to_one_machine_if_it_fits() -> None:
+    town = Town(roster(2, 2), config_of(n_hosts=2, slots_here=0))
+    town.come("a")
+    town.come("b")
+    assert town.runs()["host-a"] == ["replica-0.0", "replica-0.1"]
+    assert town.runs()["host-b"] == ["replica-1.0", "replica-1.1"]
+
+
+def test_one_model_over_two_machines_loses_one_of_them() -> None:
+    town = Town(roster(1, 2), config_of(n_hosts=2, slots_here=0))
+    one, two = town.come("a", cores=1), town.come("b", cores=1)
+    assert len(one.processes) == len(two.processes) == 1
+    town.pass_time(5.0)
+    town.kill(one)
+    town.pass_time(15.0)
+    assert sorted(two.processes) == ["replica-0.0", "replica-0.1"]
+
+
+def test_whom_the_job_is_not_for_goes_and_says_why() -> None:
+    town = Town(roster(2))
+    machine = town.come("a", wrong="no such module")
+    assert machine.halted
+    assert machine.error == "no such module"
+    assert "a (host-a) cannot take part: no such module" in town.said
+    assert town.runs() == {"here": ["evaluator", "replica-0", "shard-0"]}
+
+
+def test_the_end_of_the_job_is_the_end_of_its_machines() -> None:
+    town = Town(roster(3))
+    machine = town.come("a")
+    config = HostConfig(label="b", cores=1, memory_bytes=1, stays=True)
+    stays = town.come("b", config=config)
+    stop = Stop(reason="Ctrl+C")
+    town.hosted.handle(Received(sender=USER, incarnation=0, message=stop), town.now)
+    town.pass_time(10.0)
+    assert town.here.halted
+    assert machine.halted
+    assert machine.error is None
+    assert not stays.halted
+    assert not stays.processes
+
+
+def test_a_machine_without_a_job_goes_after_a_while() -> None:
+    town = Town(roster(1))
+    town.here.is_dead = True
+    machine = town.come("a")
+    town.pass_time(599.0)
+    assert machine.halted
+    assert machine.error == "no job has taken this machine in 600 s"
+
+
+def test_a_machine_ends_what_it_runs_when_its_job_has_no_head() -> None:
+    town = Town(roster(3))
+    machine = town.come("a")
+    assert machine.processes
+    town.kill(town.here)
+    town.pass_time(14.0)
+    assert machine.processes
+    town.pass_time(3.0)
+    assert not machine.processes
+    assert not machine.halted
+    town.leave(machine)
+    assert machine.halted
+
+
+def test_words_that_nobody_should_say_are_refused() -> None:
+    town = Town(roster(1))
+    town.come("a")
+    host = Address("host-a")
+    for message in (Alive(), Ask(document="secret", offset=0)):
+        with pytest.raises(RemoteProtocolError):
+            town.hosted.handle(
+                Received(sender=host, incarnation=1, message=message), town.now
+            )
+    stranger = Received(
+        sender=Address("host-b"),
+        incarnation=1,
+        message=Join(endpoint="", host="", pid=1),
+    )
+    assert not town.hosted.handle(stranger, town.now)
+
+
+class Machines(RuleBasedStateMachine):
+    """However machines come, die, are cut off and leave, roles run once, or wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.town = Town(roster(4))
+        self.n = 0
+
+    def pick(self, k: int) -> Machine | None:
+        living = [
+            machine
+            for name, machine in self.town.machines.items()
+            if name != "here" and not (machine.halted or machine.is_dead)
+        ]
+        return living[k % len(living)] if living else None
+
+    @rule(cores=st.integers(1, 3))
+    def come(self, cores: int) -> None:
+        if self.n < 4:
+            self.n += 1
+            self.town.come(f"{self.n}", cores=cores)
+
+    @rule(k=st.integers(0, 3))
+    def kill(self, k: int) -> None:
+        machine = self.pick(k)
+        if machine is not None:
+            self.town.kill(machine)
+
+    @rule(k=st.integers(0, 3))
+    def cut(self, k: int) -> None:
+        machine = self.pick(k)
+        if machine is not None:
+            machine.is_cut = not machine.is_cut
+
+    @rule(k=st.integers(0, 3))
+    def leave(self, k: int) -> None:
+        machine = self.pick(k)
+        if machine is not None:
+            self.town.leave(machine)
+
+    @rule(k=st.integers(0, 3))
+    def die(self, k: int) -> None:
+        machine = self.pick(k)
+        if machine is not None and machine.processes:
+            self.town.die(machine, next(iter(machine.processes)))
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 10.0]))
+    def wait(self, seconds: float) -> None:
+        self.town.pass_time(seconds)
+
+    @invariant()
+    def no_life_runs_twice(self) -> None:
+        lives = [
+            life
+            for machine in self.town.machines.values()
+            for life in machine.processes.items()
+        ]
+        assert len(set(lives)) == len(lives)
+
+    @override
+    def teardown(self) -> None:
+        for machine in self.town.machines.values():
+            machine.is_cut = False
+        self.town.pass_time(120.0)
+        expected = {
+            (record.name, record.incarnation)
+            for record in self.town.supervisor.books.members
+            if record.is_alive and record.presence is not Presence.WAITING
+        }
+        lives = [
+            life
+            for machine in self.town.machines.values()
+            for life in machine.processes.items()
+        ]
+        assert sorted(lives) == sorted(expected)
+
+
+TestMachines = Machines.TestCase
+TestMachines.settings = settings(max_examples=20, stateful_step_count=12)

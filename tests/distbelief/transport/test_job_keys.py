@@ -1,0 +1,140 @@
+"""Keys within a job that spans machines: whom its members believe to be whom."""
+
+from pathlib import Path
+
+import pytest
+
+from distbelief.errors import RemoteProtocolError
+from distbelief.messages import Alive, Dismiss
+from distbelief.transport.guard import NOT_NOW, NotIntroducedError, Source
+from distbelief.transport.key_files import Allowed, KeyFiles
+from distbelief.transport.key_guard import KeyGuard
+from distbelief.transport.keyring import Keyring
+from distbelief.transport.places import Place
+from distbelief.transport.reach import Reach
+from distbelief.transport.zmq_transport import ZmqTransport
+from distbelief.wire import JOINING, AnotherRunError, Wire
+from tests.distbelief.transport.test_zmq_transport import take
+
+
+OTHER = "c" * 64
+
+
+class Keys:
+    """Of the supervisor's machine, and of one that joins."""
+
+    def __init__(self, directory: Path) -> None:
+        self.here, self.there = KeyFiles(directory / "here"), KeyFiles(directory / "to")
+        self.key, self.its_key = self.here.make(), self.there.make()
+        self.here.allow(Allowed(key=self.its_key, roles=("host",), name="h"))
+
+    def ring(self, role: str, *, believes: bool = False) -> Keyring:
+        if role == "job":
+            directory = str(self.here.directory)
+            return Keyring(directory=directory, role="job", believes=believes)
+        return Keyring(
+            directory=str(self.there.directory),
+            role="host",
+            server_key=self.key,
+            believes=True,
+        )
+
+    def guard(self, role: str, *, believes: bool = False) -> KeyGuard:
+        return self.ring(role, believes=believes).guard(log=lambda _level, _text: None)
+
+    def transport(
+        self, name: str, role: str, *, token: str, believes: bool = False
+    ) -> ZmqTransport:
+        reach = Reach(keys=self.ring(role, believes=believes))
+        return reach.transport(
+            name=name, incarnation=1, token=token, log=lambda _level, _text: None
+        )
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(tmp_path)
+
+
+def test_a_role_speaks_with_the_key_of_the_machine_that_it_was_given_to(
+    keys: Keys,
+) -> None:
+    guard = keys.guard("job")
+    there, here = Source(keys.its_key, 3), Source(keys.key, 4)
+    guard.check(there, "host-1")
+    with pytest.raises(NotIntroducedError):
+        guard.check(there, "replica-1")
+    guard.entrust("replica-1", "host-1")
+    guard.check(there, "replica-1")
+    with pytest.raises(NotIntroducedError):
+        guard.check(here, "replica-1")
+    guard.entrust("replica-1", "supervisor")
+    guard.check(here, "replica-1")
+    with pytest.raises(NotIntroducedError):
+        guard.check(there, "replica-1")
+
+
+def test_nobody_else_speaks_as_the_supervisor(keys: Keys) -> None:
+    guard = keys.guard("job", believes=True)
+    with pytest.raises(RemoteProtocolError) as caught:
+        guard.check(Source(keys.its_key, 3), "supervisor")
+    assert not isinstance(caught.value, NotIntroducedError)
+
+
+def test_a_member_believes_whom_it_is_introduced_to(keys: Keys) -> None:
+    guard = keys.guard("host")
+    request = [b"1.0", b"1", b"", b"10.0.0.3", b"", b"CURVE", bytes.fromhex(OTHER)]
+    assert guard.judge(request).status == NOT_NOW
+    speakers = guard._speakers
+    assert speakers.introduce("replica-7", OTHER)
+    assert not speakers.introduce("supervisor", OTHER)
+    assert guard.judge(request).admitted
+    guard.check(Source(OTHER, 3), "replica-7")
+    with pytest.raises(NotIntroducedError):
+        guard.check(Source(OTHER, 3), "replica-8")
+
+
+def test_who_joins_needs_no_token_and_nobody_else_does_without(keys: Keys) -> None:
+    host = keys.transport("host-1", "host", token=JOINING)
+    supervisor = keys.transport("supervisor", "job", token="run")
+    with host, supervisor:
+        host.connect("supervisor", 0, supervisor.endpoint)
+        assert host.send("supervisor", Alive())
+        assert take(supervisor, 1)[0].sender == "host-1"
+        supervisor.connect("host-1", 1, host.endpoint)
+        dismissed = Dismiss(life=1, again=False, reason="")
+        assert supervisor.send("host-1", dismissed)
+        assert take(host, 1)[0].sender == "supervisor"
+
+
+def test_the_word_of_who_joins_opens_no_other_door() -> None:
+    joining = Wire(token=JOINING)
+    wire = Wire(token="run", strangers="host-")
+    strange = joining.encode(Alive(), sender="replica-1", incarnation=1)
+    with pytest.raises(AnotherRunError):
+        wire.decode(strange)
+    with pytest.raises(AnotherRunError):
+        Wire(token="run").decode(
+            joining.encode(Alive(), sender="host-1", incarnation=1)
+        )
+
+
+def test_a_replica_there_and_a_shard_here_speak_once_they_are_introduced(
+    keys: Keys,
+) -> None:
+    """The first message is early: it is dropped, and costs nobody the connection."""
+    replica = keys.transport("replica-1", "host", token="run")
+    shard = keys.transport("shard-0", "job", token="run", believes=True)
+    with replica, shard:
+        replica.connect("shard-0", 1, shard.endpoint)
+        assert replica.send("shard-0", Alive())
+        for _ in range(100):
+            shard.poll(0.05)
+            assert not list(shard.receive())
+            if shard.counters.malformed:
+                break
+        assert shard.counters.malformed == 1
+        shard.connect("replica-1", 1, replica.endpoint)
+        assert replica.send("shard-0", Alive())
+        assert take(shard, 1)[0].sender == "replica-1"
+        assert Place.parse(replica.endpoint).key == keys.its_key

@@ -1,0 +1,191 @@
+"""`distbelief join`: machines come, die, leave, and are refused; the job goes on.
+
+The other "machine" is another directory, with keys and shared memory of its own.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from distbelief.transport.key_files import Allowed, KeyFiles
+from tests.processes.commands import (
+    COMMAND,
+    MODULE,
+    Command,
+    poll,
+    train,
+    write_job,
+)
+
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.untraced,
+    pytest.mark.timeout(180),
+]
+
+LONG = ("--set", "stop.epochs=1000000")
+
+
+@dataclass
+class Machine:
+    """One that joins, or has joined."""
+
+    process: "subprocess.Popen[str]"
+    output: Path
+
+    @property
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def kill(self) -> None:
+        """End all that it runs, at once."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def wait(self, seconds: float = 60.0) -> int:
+        return self.process.wait(seconds)
+
+
+@dataclass(frozen=True)
+class Land:
+    """Two directories, as if on two machines."""
+
+    here: Path
+    there: Path
+
+    @contextmanager
+    def joined(
+        self, command: Command, *options: str, cores: int = 1, allow: str = "tiny"
+    ) -> Iterator[Machine]:
+        """Let a machine join; nothing of it is left after the block."""
+        poll(lambda: find_address(command))
+        words = [str(COMMAND), "join", find_address(command), "--keys", "keys"]
+        words += ["--cores", str(cores), "--allow-import", allow, *options]
+        output = self.there / f"said-{len(list(self.there.glob('said-*')))}"
+        with (
+            output.open("wb") as file,
+            subprocess.Popen(
+                words,
+                cwd=self.there,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            ) as process,
+        ):
+            try:
+                yield Machine(process, output)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def find_address(command: Command) -> str:
+    """Return where a job listens, without its key; "" as long as it says nothing."""
+    log = command.run / "logs" / "supervisor.log"
+    text = log.read_text() if log.is_file() else ""
+    found = re.findall(r'join "(tcp://[0-9.:]+)', text)
+    return found[-1] if found else ""
+
+
+def told(command: Command) -> str:
+    log = command.run / "logs" / "supervisor.log"
+    return log.read_text() if log.is_file() else ""
+
+
+def says(command: Command, text: str) -> bool:
+    return text in told(command)
+
+
+@pytest.fixture
+def land(tmp_path: Path) -> Land:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        KeyFiles(folder / "keys").make()
+    write_job(here)
+    (there / "tiny.py").write_text(MODULE)
+    allow(here, there, "host")
+    allow(there, here, "server")
+    return Land(here, there)
+
+
+def allow(at: Path, whom: Path, role: str) -> None:
+    key = KeyFiles(whom / "keys").pair().public
+    KeyFiles(at / "keys").allow(Allowed(key=key, roles=(role,), name=role))
+
+
+def listening(
+    land: Land, *options: str, replicas: int
+) -> AbstractContextManager[Command]:
+    """Start a job that machines may join."""
+    listen = ("--listen", "tcp://127.0.0.1:0", "--keys", "keys")
+    cluster = ("--set", f"cluster.replicas={replicas}")
+    return train(land.here, *listen, *cluster, *options)
+
+
+def test_replicas_run_on_a_machine_that_joins(land: Land) -> None:
+    start = listening(land, "--hosts", "1", "--cores", "1", replicas=2)
+    with start as command, land.joined(command) as machine:
+        assert command.wait() == 0, command.output
+        assert machine.wait() == 0, machine.said
+    assert re.search(r"replica 1: on \S+ \(host-", command.output)
+    logs = list((land.there / "runs" / "joined").rglob("replica-1.log"))
+    assert len(logs) == 1
+    assert not command.pids("replica-1")
+
+
+def test_a_machine_dies_and_who_comes_late_is_used(land: Land) -> None:
+    with listening(land, *LONG, "--hosts", "1", "--cores", "1", replicas=2) as command:
+        with land.joined(command) as machine:
+            poll(command.is_training)
+            machine.kill()
+            poll(lambda: says(command, "replica 1 lost with it"), seconds=30)
+            poll(lambda: says(command, "replica 1 waits for a machine"), seconds=30)
+            before = command.samples()
+            poll(lambda: command.samples() > before + 500)
+        with land.joined(command):
+            poll(lambda: told(command).count("replica 1: on ") == 2)
+            before = command.samples()
+            poll(lambda: command.samples() > before + 500)
+            command.signal(signal.SIGINT)
+            assert command.wait() == 130, command.output
+
+
+def test_a_machine_that_leaves_is_left_in_good_order(land: Land) -> None:
+    with listening(land, *LONG, "--hosts", "1", "--cores", "1", replicas=2) as command:
+        with land.joined(command) as machine:
+            poll(command.is_training)
+            poll(lambda: command.samples() > 1000)
+            machine.process.send_signal(signal.SIGINT)
+            assert machine.wait() == 130, machine.said
+        poll(lambda: says(command, "replica 1 has left with"))
+        poll(lambda: says(command, "replica 1 waits for a machine"))
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130, command.output
+    summary = json.loads((command.run / "summary.json").read_text())
+    assert summary["pushes_lost"] == 0
+    assert [host["state"] for host in summary["hosts"]] == ["gone"]
+
+
+def test_a_machine_calls_only_what_its_user_allows(land: Land) -> None:
+    with listening(land, *LONG, "--cores", "1", replicas=2) as command:
+        with land.joined(command, allow="experiments.speech") as machine:
+            assert machine.wait() == 1, machine.said
+        assert "--allow-import tiny" in machine.said
+        assert says(command, "cannot take part: [model] 'tiny:net'")
+        KeyFiles(land.here / "keys").revoke("host")
+        with land.joined(command) as machine:
+            poll(lambda: "does not let this machine in" in machine.said)
+        command.signal(signal.SIGINT)
+        assert command.wait() == 130, command.output

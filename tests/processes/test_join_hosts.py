@@ -1,0 +1,163 @@
+"""Four hosts at a switch, 1 Gbit/s each: a job over all of them, links that are cut."""
+
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from distbelief.transport.key_files import Allowed, KeyFiles
+from experiments.benchmarks.hosts import Host, obstacle
+from experiments.benchmarks.lan import Lan, switched
+from tests.processes.commands import COMMAND, JOB, MODULE, Command, poll
+from tests.processes.test_sandblaster import JOB as BATCH_JOB
+
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.root,
+    pytest.mark.processes,
+    pytest.mark.timeout(300),
+]
+
+N_HOSTS = 4
+LONG = ("--set", "stop.epochs=1000000")
+
+
+@dataclass
+class Job:
+    """One job, its machines, and where they live."""
+
+    folder: Path
+    lan: Lan
+    stack: ExitStack
+    command: Command = field(init=False)
+    machines: list["subprocess.Popen[str]"] = field(default_factory=list)
+
+    def start(self, *options: str) -> None:
+        here = self.lan.hosts[0]
+        listen = ["--listen", f"tcp://{here.address}:7700", "--keys", "keys"]
+        hosts = ["--hosts", f"{N_HOSTS - 1}", "--cores", "1"]
+        words = ["train", "tiny.toml", *listen, *hosts, *options]
+        process = self._start(here, self.folder / "0", words)
+        self.command = Command(process, self.folder, self.folder / "0" / "runs/tiny")
+        for index, host in enumerate(self.lan.hosts[1:], start=1):
+            words = ["join", f"tcp://{here.address}:7700", "--keys", "keys"]
+            words += ["--cores", "1", "--allow-import", "tiny"]
+            folder = self.folder / str(index)
+            self.machines.append(self._start(host, folder, words))
+
+    def told(self) -> str:
+        log = self.command.run / "logs" / "supervisor.log"
+        return log.read_text() if log.is_file() else ""
+
+    def says(self, pattern: str) -> bool:
+        return re.search(pattern, self.told()) is not None
+
+    def goes_on(self) -> None:
+        before = self.command.samples()
+        poll(lambda: self.command.samples() > before + 500)
+
+    def end(self) -> None:
+        self.command.signal(signal.SIGINT)
+        assert self.command.wait() == 130, self.command.output
+
+    def _start(
+        self, host: Host, folder: Path, words: list[str]
+    ) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [*host.prefix, str(COMMAND), *words],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.stack.callback(process.communicate)
+        self.stack.callback(process.kill)
+        return process
+
+
+@contextmanager
+def job_at(folder: Path, text: str) -> Iterator[Job]:
+    """Lay out a job on four hosts."""
+    if (why := obstacle()) is not None:
+        pytest.skip(why)
+    for index in range(N_HOSTS):
+        (folder / str(index)).mkdir()
+        (folder / str(index) / "tiny.py").write_text(MODULE)
+        KeyFiles(folder / str(index) / "keys").make()
+    (folder / "0" / "tiny.toml").write_text(text)
+    keys = [KeyFiles(folder / str(index) / "keys") for index in range(N_HOSTS)]
+    server = Allowed(key=keys[0].pair().public, roles=("server",), name="job")
+    for index, other in enumerate(keys[1:]):
+        key = other.pair().public
+        keys[0].allow(Allowed(key=key, roles=("host",), name=f"h{index}"))
+        other.allow(server)
+    with ExitStack() as stack:
+        lan = stack.enter_context(switched(N_HOSTS, bits_per_second=1e9))
+        yield Job(folder, lan, stack)
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        (JOB, ("--set", "cluster.replicas=4")),
+        (
+            JOB,
+            (
+                *("--set", "cluster.replicas=2", "--set", "cluster.partitions=2"),
+                *("--set", "model.initial=seed", "--set", "stop.epochs=1"),
+            ),
+        ),
+        (BATCH_JOB, ("--set", "cluster.replicas=4")),
+        (
+            BATCH_JOB,
+            (
+                *("--set", "cluster.replicas=2", "--set", "cluster.partitions=2"),
+                *("--set", "model.initial=seed"),
+            ),
+        ),
+    ],
+    ids=["Downpour", "Downpour, split", "Sandblaster", "Sandblaster, split"],
+)
+def test_a_job_runs_on_four_hosts(
+    tmp_path: Path, text: str, options: tuple[str, ...]
+) -> None:
+    with job_at(tmp_path, text) as job:
+        job.start(*options)
+        assert job.command.wait(seconds=200) == 0, job.command.output
+        assert len(re.findall(r": on \S+ \(host-", job.command.output)) == N_HOSTS - 1
+        for machine in job.machines:
+            assert machine.wait(20) == 0
+        for host in job.lan.hosts[1:]:
+            received, sent = job.lan.n_bytes(host)
+            assert received > 10_000
+            assert sent > 10_000
+
+
+def test_a_host_cut_off_for_ten_seconds_comes_back(tmp_path: Path) -> None:
+    with job_at(tmp_path, JOB) as job:
+        job.start("--set", "cluster.replicas=4", *LONG)
+        poll(job.command.is_training)
+        last = job.lan.hosts[-1]
+        job.lan.cut(last)
+        poll(lambda: job.says("is lost"), seconds=30)
+        job.goes_on()
+        job.lan.mend(last)
+        poll(lambda: len(re.findall(r": on \S+ \(host-", job.told())) == N_HOSTS)
+        job.goes_on()
+        job.end()
+
+
+def test_a_job_does_without_a_host_that_is_cut_off_for_good(tmp_path: Path) -> None:
+    with job_at(tmp_path, JOB) as job:
+        job.start("--set", "cluster.replicas=4", *LONG)
+        poll(job.command.is_training)
+        job.lan.cut(job.lan.hosts[-1])
+        poll(lambda: job.says("waits for a machine"), seconds=40)
+        job.goes_on()
+        job.end()

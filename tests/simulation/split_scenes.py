@@ -1,0 +1,132 @@
+"""Scenes of a small Sandblaster cluster whose replicas span machines.
+
+drawn(seed)     whatever a seed stands for
+directed        what is to happen at a place with a name
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from distbelief.messages import Assignment, PushPart
+from distbelief.roles import Address, Received, Seconds
+from distbelief.runtime.machine_names import machine_name
+from distbelief.simulation.faults import (
+    CutOff,
+    Kill,
+    Pause,
+    TornSnapshot,
+    random_faults,
+)
+from distbelief.simulation.world import Happening
+from sandblaster.names import COORDINATOR
+from tests.simulation.split_sandblasts import Run, Scene
+
+
+HORIZON: Seconds = 0.1  # by then everything has healed
+LEADER, WORKER = machine_name(0, 0), machine_name(0, 1)
+
+
+def hit(scene: Scene, *, with_shards: bool) -> Sequence[Address]:
+    """Return who may be hit."""
+    return [*scene.replicas, COORDINATOR, *(scene.shards if with_shards else [])]
+
+
+def drawn(seed: int) -> Scene:
+    """Return what a seed stands for."""
+    stream = np.random.default_rng([seed, 0x5917])
+    scene = Scene(
+        seed=seed,
+        plan_seed=int(stream.integers(4)),
+        n_machines=int(stream.integers(1, 4)),
+        n_shards=int(stream.integers(1, 4)),
+        n_replicas=int(stream.integers(1, 4)),
+        micro_batches=int(stream.choice([1, 1, 2])),
+        backups=bool(stream.random() < 0.8),
+        hosts=str(stream.choice(["one", "own"])),
+        latency_seconds=float(stream.choice([2e-5, 2e-4, 2e-3])),
+    )
+    roles = hit(scene, with_shards=bool(stream.random() < 0.3))
+    intensity = float(stream.uniform(0.2, 1.2))
+    faults = random_faults(seed, roles, horizon=HORIZON, intensity=intensity)
+    # A disk that loses what it has said to hold, of one shard only, ends the run.
+    kept = tuple(
+        fault
+        for fault in faults
+        if not isinstance(fault, TornSnapshot) or fault.role not in scene.shards
+    )
+    return replace(scene, faults=kept)
+
+
+def play(scene: Scene, *, within: Seconds = 300.0) -> Run:
+    """Play a scene under every check; return the run."""
+    plain = scene.undisturbed  # before: it is kept, and what runs may be broken
+    run = Run(scene)
+    run.play(within=within)
+    incarnation = run.cluster.incarnation
+    run.sights["machines restarted"] = sum(incarnation(r) - 1 for r in scene.replicas)
+    run.sights["shards restarted"] = sum(incarnation(s) - 1 for s in scene.shards)
+    if run.sights["shards restarted"]:
+        assert run.losses[-1] <= plain.losses[0]
+    else:
+        alone = incarnation(COORDINATOR) == 1
+        assert run.bits_of(buffers=alone) == plain.bits_of(buffers=alone), (
+            "it has ended somewhere else"
+        )
+        assert set(run.losses) <= set(plain.losses), "losses of another course"
+    return run
+
+
+# ---------------------------------------------------------------------------- directed
+
+
+def moment(scene: Scene, receiver: Address, kind: type) -> Seconds:
+    """Return when this role first hears a word of this kind."""
+    run = Run(scene)
+    times: list[Seconds] = []
+
+    def see(happening: Happening) -> None:
+        event = happening.event
+        heard = isinstance(event, Received) and isinstance(event.message, kind)
+        if heard and happening.name == receiver:
+            times.append(run.cluster.now)
+
+    run.cluster.observe(see)
+    run.play()
+    return times[0]
+
+
+@cache
+def dies_with_its_part() -> Scene:
+    """A machine of the only replica dies as it may push its part of a sum."""
+    scene = Scene(n_replicas=1, hosts="own")
+    at = moment(scene, WORKER, PushPart) + 1e-6
+    return replace(scene, faults=(Kill(at=at, role=WORKER, restart_after=0.01),))
+
+
+@cache
+def stands_still() -> Scene:
+    """A machine stands still for a minute; the other replica could do its sets."""
+    scene = Scene(backups=False)
+    at = moment(scene, LEADER, Assignment) + 1e-4
+    return replace(scene, faults=(Pause(at=at, role=WORKER, seconds=60.0),))
+
+
+@cache
+def not_told_to_push() -> Scene:
+    """What the leader of the only replica says first of a grant is lost."""
+    scene = Scene(n_replicas=1)
+    at = moment(scene, WORKER, PushPart) - 1e-5
+    cut = CutOff(at=at, a=LEADER, b=WORKER, seconds=2e-5, loses=True, one_way=True)
+    return replace(scene, faults=(cut,))
+
+
+@cache
+def half_pushed() -> Scene:
+    """What a machine pushes reaches one of its shards, and the other much later."""
+    scene = Scene(hosts="own")
+    at = moment(scene, WORKER, PushPart) - 1e-5
+    cut = CutOff(at=at, a=WORKER, b=scene.shards[1], seconds=0.2, loses=True)
+    return replace(scene, faults=(cut,))
