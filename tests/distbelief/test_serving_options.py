@@ -56,7 +56,7 @@ def test_an_address_is_read() -> None:
         ("tcp://[::1]:7700", None, False, "is no address"),
         ("tcp://no.such.host.invalid:7700", None, False, "no address of a host"),
         ("tcp://0.0.0.0:7700", None, False, "distbelief keys new"),
-        ("tcp://0.0.0.0:7700", Path("k"), True, "leave out --keys, or it"),
+        ("tcp://0.0.0.0:7700", Path("k"), True, "leave out one of them"),
     ],
 )
 def test_an_address_that_makes_no_sense_is_named(
