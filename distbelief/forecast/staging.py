@@ -25,7 +25,6 @@ from distbelief.job.process import import_from
 from distbelief.job.sections import Job
 from distbelief.job.supervisor import Supervisor
 from distbelief.job.supervisor_config import SupervisorConfig
-from distbelief.job.trying import prepare
 from distbelief.memory import Memory
 from distbelief.parameter_server.layout import Layout
 from distbelief.roles import SUPERVISOR, Address, Role
@@ -34,6 +33,7 @@ from distbelief.runtime.task import (
     DataSpec,
     RosterEntry,
     build_dataset,
+    prepare,
 )
 from distbelief.simulation.world import Builder
 

@@ -55,13 +55,13 @@ from distbelief.job.summary import (
     write_summary,
 )
 from distbelief.job.supervisor import USER, Supervisor
-from distbelief.job.trying import CHECK, prepare, try_out
+from distbelief.job.trying import CHECK, try_out
 from distbelief.job.view import SupervisorView
 from distbelief.messages import Stop
 from distbelief.node import Node
 from distbelief.parameter_server.layout import Layout
 from distbelief.roles import SUPERVISOR, Received, Role
-from distbelief.runtime.task import build_model
+from distbelief.runtime.task import build_model, prepare
 from distbelief.transport.places import LOOPBACK, Place
 from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory

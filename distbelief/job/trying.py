@@ -1,7 +1,6 @@
-"""What is done with a job before it starts: data prepared, model and data tried out."""
+"""Model and data of a job, tried out in a process of their own before it starts."""
 
 import select
-import sys
 import time
 from pathlib import Path
 from typing import Final
@@ -13,24 +12,10 @@ from distbelief.job.checking import Answer, Question, read_answer
 from distbelief.job.launcher import Launcher
 from distbelief.job.sections import Job
 from distbelief.roles import Address, PeerLost
-from distbelief.runtime.imports import call_factory, resolve
-from distbelief.runtime.task import DataSpec
 
 
 CHECK: Final = Address("check")
 CHECK_SECONDS_MAX: Final = 1800.0
-
-
-def prepare(spec: DataSpec, *, table: str) -> None:
-    """Let the module of a data factory build what its factory will open.
-
-    A function `prepare` beside the factory is called once, here, with the factory's
-    arguments, so that the roles need not do the same work side by side.
-    """
-    resolve(spec.factory, table=table)
-    module_name = spec.factory.partition(":")[0]
-    if hasattr(sys.modules[module_name], "prepare"):
-        call_factory(f"{module_name}:prepare", spec.arguments, table=table)
 
 
 def try_out(

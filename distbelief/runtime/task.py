@@ -6,6 +6,7 @@ the user may have got wrong is found by `checks` before any process starts, and 
 one sentence: the culprit, its value, the mend.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal
@@ -20,7 +21,7 @@ from distbelief.memory import Memory
 from distbelief.parameter_server.initial import Initial
 from distbelief.parameter_server.layout import Layout
 from distbelief.runtime import trial
-from distbelief.runtime.imports import call_factory, place
+from distbelief.runtime.imports import call_factory, place, resolve
 from distbelief.runtime.losses import (
     Loss,
     Metric,
@@ -244,6 +245,18 @@ def build_dataset(spec: DataSpec, *, table: str = "data.train") -> Dataset:
             "[" + table + ".arguments]"
         )
     return dataset
+
+
+def prepare(spec: DataSpec, *, table: str) -> None:
+    """Let the module of a data factory build what its factory will open.
+
+    A function `prepare` beside the factory is called once, here, with the factory's
+    arguments, so that the roles need not do the same work side by side.
+    """
+    resolve(spec.factory, table=table)
+    module_name = spec.factory.partition(":")[0]
+    if hasattr(sys.modules[module_name], "prepare"):
+        call_factory(f"{module_name}:prepare", spec.arguments, table=table)
 
 
 def build_loss(task: TaskSpec) -> Loss:

@@ -24,12 +24,12 @@ from distbelief.data.dataset import Dataset, read_batch
 from distbelief.errors import DistBeliefError
 from distbelief.job.jobfile import load_job
 from distbelief.job.sections import Job
-from distbelief.job.trying import prepare
 from distbelief.runtime.task import (
     build_dataset,
     build_loss,
     build_metric,
     build_model,
+    prepare,
 )
 from experiments.images.errors import ImagesError
 

@@ -17,8 +17,8 @@ from distbelief.job.hosts.allowing import check_allowed
 from distbelief.job.jobfile import job_from_json
 from distbelief.job.process import import_from, log, read_spec
 from distbelief.job.sections import Job
-from distbelief.job.trying import prepare
 from distbelief.runtime.imports import place
+from distbelief.runtime.task import prepare
 
 
 VERDICT_BYTES_MAX = 1 << 16
