@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 from distbelief.memory import Memory
@@ -35,7 +36,7 @@ class AdaptedRole:
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for."""
-        handle = lambda: self.role.handle(event, now)  # noqa: E731 -- of one line
+        handle = partial(self.role.handle, event, now)
         actions = self.handled(self.kind, event, handle)
         if not any(isinstance(action, Compute) for action in actions):
             return actions

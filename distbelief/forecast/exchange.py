@@ -121,8 +121,12 @@ def _talk(
     one.n_wanted = other.n_wanted = 1 << 62
     for _ in range(n_more):
         for node, role in ((there, other), (here, one)):
-            n = role.n + 1
-            node.pump(lambda: role.n >= n, timeout_seconds=WAIT_SECONDS_MAX)  # noqa: B023 -- called at once
+            _await_event(node, role)
+
+
+def _await_event(node: Node, role: Counting) -> None:
+    n = role.n + 1
+    node.pump(lambda: role.n >= n, timeout_seconds=WAIT_SECONDS_MAX)
 
 
 def _turns(again: Callable[[Seconds], Action]) -> Seconds:

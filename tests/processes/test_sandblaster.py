@@ -19,7 +19,7 @@ from distbelief.program.plan import load
 from sandblaster.local import minimize_flat
 from sandblaster.methods.lbfgs import LBFGS
 from sandblaster.reasons import Reason
-from tests.processes.commands import MODULE, poll, train
+from tests.processes.commands import MODULE, Command, poll, train
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -102,23 +102,33 @@ def objective(folder: Path) -> float:
     return float(loss + 0.5e-3 * square)
 
 
-@pytest.mark.untraced
-def test_whoever_is_killed_the_run_goes_on_to_the_same_end(folder: Path) -> None:
-    slow = "data.train.factory=tiny:slow"
-    with train(folder, "--set", slow, "--set", "algorithm.max_iterations=20") as run:
-        for role in ("coordinator", "replica-1", "shard-0"):
-            before = run.samples()
-            poll(lambda b=before: run.samples() > b, seconds=120)  # type: ignore[misc]
-            os.kill(run.pids(role)[-1], signal.SIGKILL)
-            poll(lambda r=role: len(run.pids(r)) > 1, seconds=60)  # type: ignore[misc]
-        assert run.wait(seconds=240) == 0, run.output
+def kill_each(run: Command, *roles: str) -> None:
+    """Kill one after the other while the run goes on; wait for its end."""
+    for role in roles:
+        before = run.samples()
+        poll(lambda b=before: run.samples() > b, seconds=120)  # type: ignore[misc]
+        os.kill(run.pids(role)[-1], signal.SIGKILL)
+        poll(lambda r=role: len(run.pids(r)) > 1, seconds=60)  # type: ignore[misc]
+    assert run.wait(seconds=240) == 0, run.output
+
+
+def check_end(folder: Path, *, n_restarts: int) -> None:
+    """Check that a run ended as if nobody had been killed, and what it says of that."""
     found = summary(folder)
-    assert found["restarts"] == 3
+    assert found["restarts"] == n_restarts
     assert found["stop_reason"] in {
         Reason.MAX_ITERATIONS.sentence,
         Reason.CONVERGED_GRADIENT.sentence,
     }
     assert found["loss"] == pytest.approx(objective(folder), rel=1e-5)
+
+
+@pytest.mark.untraced
+def test_whoever_is_killed_the_run_goes_on_to_the_same_end(folder: Path) -> None:
+    slow = "data.train.factory=tiny:slow"
+    with train(folder, "--set", slow, "--set", "algorithm.max_iterations=20") as run:
+        kill_each(run, "coordinator", "replica-1", "shard-0")
+    check_end(folder, n_restarts=3)
 
 
 @pytest.mark.soak
@@ -278,19 +288,8 @@ def test_whichever_machine_of_a_replica_is_killed_the_others_go_on(
         "model.initial=seed",
     ]
     with train(folder, *(word for key in more for word in ("--set", key))) as run:
-        for role in ("replica-0.1", "replica-1.0", "coordinator"):
-            before = run.samples()
-            poll(lambda b=before: run.samples() > b, seconds=120)  # type: ignore[misc]
-            os.kill(run.pids(role)[-1], signal.SIGKILL)
-            poll(lambda r=role: len(run.pids(r)) > 1, seconds=60)  # type: ignore[misc]
-        assert run.wait(seconds=240) == 0, run.output
-    found = summary(folder)
-    assert found["restarts"] == 3
-    assert found["stop_reason"] in {
-        Reason.MAX_ITERATIONS.sentence,
-        Reason.CONVERGED_GRADIENT.sentence,
-    }
-    assert found["loss"] == pytest.approx(objective(folder), rel=1e-5)
+        kill_each(run, "replica-0.1", "replica-1.0", "coordinator")
+    check_end(folder, n_restarts=3)
 
 
 @pytest.mark.soak
