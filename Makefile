@@ -10,8 +10,9 @@ PIP := $(BIN)/pip install -q --no-compile -c constraints.txt
 demo: .venv/demo
 	$(BIN)/distbelief train experiments/speech/demo.toml
 
-# Tests wait for processes as often as they compute: one worker per core, and who is done takes over.
-PYTEST := -m pytest -n auto --dist worksteal
+# One worker per core and one more, for some tests wait for processes; who is done takes over.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+PYTEST := -m pytest -n $(WORKERS) --dist worksteal
 
 # pytest also runs the formatter, linter, type checker and import contracts.
 test: .venv/dev

@@ -25,10 +25,15 @@ def answers(module: str, question: str) -> list[str]:
         f"import {module} as t; print(*{question})"
     )
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    unmeasured = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("COVERAGE_PROCESS")
+    }
     return subprocess.run(
         [sys.executable, "-c", program],
         env={
-            **os.environ,
+            **unmeasured,
             "PYTHONHASHSEED": seed,
             "PYTHONPATH": str(Path(__file__).parents[1]),
             "OMP_NUM_THREADS": "1",

@@ -201,7 +201,7 @@ def train(
             process.wait()
         else:
             process.communicate()
-        poll(lambda: not alive(command.all_pids()), seconds=30.0)
+        poll(lambda: not alive(command.all_pids()), seconds=60.0)
 
 
 def alive(pids: Sequence[int]) -> list[int]:

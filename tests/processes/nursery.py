@@ -144,6 +144,7 @@ class ForkedServer:
             os.dup2(reports, 1)
             for descriptor in (requests, ours, theirs, reports):
                 os.close(descriptor)
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not pytest's
             sys.argv = ["forkserver", command[-1]]
             forkserver.main()
             os._exit(0)

@@ -30,7 +30,7 @@ from distbelief.transport.shared_memory import FileMemory
 from tests.processes.commands import COMMAND, Command, alive, poll, train
 
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
 
 MODULE = """
 import sys
@@ -213,7 +213,7 @@ def sets(*overrides: str) -> list[str]:
 
 def assert_nothing_is_left(command: Command) -> None:
     assert "Traceback" not in command.output
-    poll(lambda: not alive(command.all_pids()), seconds=10.0)
+    poll(lambda: not alive(command.all_pids()), seconds=60.0)
     assert not command.shared_memory()
 
 
@@ -349,7 +349,7 @@ def test_a_sample_that_is_found_bad_in_mid_run_is_named(folder: Path) -> None:
         train(folder, *test_label, *sets("output.directory=runs/b"), run="b") as two,
     ):
         for command in (one, two):
-            assert command.wait(seconds=40.0) == 1, command.output
+            assert command.wait(seconds=60.0) == 1, command.output
             assert_nothing_is_left(command)
     assert "ValueError: this sample is damaged" in " ".join(one.output.split())
     assert "[data.test] sample 70 has label 9" in " ".join(two.output.split())
@@ -457,7 +457,7 @@ def test_strangers_at_every_socket_change_nothing_of_what_is_sent(folder: Path) 
     )
     job = (str(folder / "tiny.toml"),)
     with train(folder, *options, *LONG, run="größe und", job=job) as command:
-        poll(command.is_training, seconds=30.0)
+        poll(command.is_training, seconds=60.0)
         ports = listening([command.process.pid, *alive(command.all_pids())])
         assert len(ports) == 4  # supervisor, shard, replica, evaluator
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -490,9 +490,9 @@ def test_a_signal_before_the_training_leaves_nothing(folder: Path) -> None:
         train(folder, *prepare, run="a") as first,
         train(folder, *check_it, run="b") as second,
     ):
-        poll((folder / "preparing").exists, seconds=30.0)
+        poll((folder / "preparing").exists, seconds=60.0)
         end(first, signal.SIGINT, code=130)
-        poll((folder / "trying").exists, seconds=30.0)
+        poll((folder / "trying").exists, seconds=60.0)
         end(second, signal.SIGTERM, code=143)
     assert not list((folder / "runs").iterdir())
 
@@ -508,25 +508,25 @@ def test_a_run_that_is_running_ended_or_killed_says_so_and_goes_on(
             check=False,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=90,
         )
         assert "Traceback" not in done.stderr
         return " ".join((done.stdout + done.stderr).split())
 
     assert "there is no run in" in say("status")
     with train(folder, *LONG) as command:
-        poll(command.is_training, seconds=30.0)
-        poll(lambda: list(command.run.glob("snapshots/*/*")), seconds=10.0)
+        poll(command.is_training, seconds=60.0)
+        poll(lambda: list(command.run.glob("snapshots/*/*")), seconds=60.0)
         assert f"process {command.process.pid}" in say("status")
         assert "is still running" in say("train", "--resume", "runs/tiny")
         left = command.shared_memory()
         command.signal(signal.SIGKILL)
         command.wait()
-        poll(lambda: not alive(command.all_pids()), seconds=20.0)
+        poll(lambda: not alive(command.all_pids()), seconds=60.0)
     assert "not running, but never ended" in say("status")
     assert "no such directory" in say("status", "runs/nowhere")
     with train(folder, "--resume", "runs/tiny", *LONG, job=()) as again:
-        poll(lambda: again.status().get("pid") == again.process.pid, seconds=30.0)
+        poll(lambda: again.status().get("pid") == again.process.pid, seconds=60.0)
         assert not any(path.exists() for path in left)  # swept
         end(again, signal.SIGINT, code=130)
     assert_snapshots_are_whole(folder / "runs" / "tiny")

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -112,10 +113,14 @@ def kill_each(run: Command, *roles: str) -> None:
     assert run.wait(seconds=240) == 0, run.output
 
 
-def check_end(folder: Path, *, n_restarts: int) -> None:
-    """Check that a run ended as if nobody had been killed, and what it says of that."""
-    found = summary(folder)
-    assert found["restarts"] == n_restarts
+def check_end(run: Command, *, n_killed: int) -> None:
+    """Check that a run ended as if nobody had been killed, and what it says of that.
+
+    On a machine that stands still for seconds a role more may be taken for dead.
+    """
+    folder, found = run.folder, summary(run.folder)
+    n_restarts = cast("int", found["restarts"])
+    assert n_killed <= n_restarts <= n_killed + 2, run.output
     assert found["stop_reason"] in {
         Reason.MAX_ITERATIONS.sentence,
         Reason.CONVERGED_GRADIENT.sentence,
@@ -128,7 +133,7 @@ def test_whoever_is_killed_the_run_goes_on_to_the_same_end(folder: Path) -> None
     slow = "data.train.factory=tiny:slow"
     with train(folder, "--set", slow, "--set", "algorithm.max_iterations=20") as run:
         kill_each(run, "coordinator", "replica-1", "shard-0")
-    check_end(folder, n_restarts=3)
+    check_end(run, n_killed=3)
 
 
 @pytest.mark.soak
@@ -289,7 +294,7 @@ def test_whichever_machine_of_a_replica_is_killed_the_others_go_on(
     ]
     with train(folder, *(word for key in more for word in ("--set", key))) as run:
         kill_each(run, "replica-0.1", "replica-1.0", "coordinator")
-    check_end(folder, n_restarts=3)
+    check_end(run, n_killed=3)
 
 
 @pytest.mark.soak

@@ -18,7 +18,12 @@ from distbelief.transport.key_files import Allowed, KeyFiles
 from tests.processes.commands import COMMAND
 
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.untraced]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.untraced,
+    pytest.mark.timeout(180),
+]
 
 MODULE = """
 from torch import nn
@@ -47,7 +52,7 @@ class Server:
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGINT)
-        said, _ = self.process.communicate(timeout=30)
+        said, _ = self.process.communicate(timeout=90)
         self.said.append(said)
         return self.process.returncode
 

@@ -210,9 +210,9 @@ def test_nothing_outlives_a_supervisor_that_is_killed(folder: Path) -> None:
         pids = command.all_pids()
         assert command.shared_memory()
         command.signal(signal.SIGKILL)
-        poll(lambda: not alive(pids), seconds=16.0)
+        poll(lambda: not alive(pids), seconds=60.0)
         command.wait()
-        poll(lambda: not command.shared_memory(), seconds=30.0)
+        poll(lambda: not command.shared_memory(), seconds=60.0)
 
 
 @pytest.mark.soak

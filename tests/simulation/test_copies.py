@@ -22,6 +22,9 @@ Hosts = Callable[[Address], str]
 
 everywhere = pytest.mark.parametrize("hosts", [together, apart, each_copy_apart])
 seeds = given(seed=st.integers(0, 2**32))
+three = pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))]
+)
 
 
 def run_of(
@@ -77,7 +80,7 @@ def test_two_copies_are_equal_to_the_bit_at_equal_clocks(
 
 
 @everywhere
-@pytest.mark.parametrize("seed", range(3))
+@three
 def test_a_second_is_built_from_a_leader_that_goes_on_applying_pushes(
     hosts: Hosts, seed: int
 ) -> None:
@@ -102,7 +105,7 @@ def test_a_second_is_built_from_a_leader_that_goes_on_applying_pushes(
 
 
 @everywhere
-@pytest.mark.parametrize("seed", range(3))
+@three
 @pytest.mark.parametrize("rule", [PLAIN, WITH_STATE])
 def test_copies_of_a_shard_whose_clients_hold_parts_are_equal_too(
     hosts: Hosts, seed: int, rule: UpdateRule

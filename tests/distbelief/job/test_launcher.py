@@ -15,6 +15,7 @@ from distbelief.job import forkserver
 from distbelief.job.launcher import Launcher
 from distbelief.roles import Address, PeerLost
 from tests.processes.commands import alive, poll
+from tests.processes.nursery import Subprocesses
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(120)]
@@ -23,8 +24,12 @@ ONE, TWO = Address("shard-0"), Address("shard-1")
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    """A launcher whose children fail at once: there is no spec."""
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    """A launcher whose children fail at once: there is no spec.
+
+    Its fork server is a fork of this process, which has imported all that it needs.
+    """
+    monkeypatch.setattr("distbelief.job.launcher.subprocess", Subprocesses)
     with Launcher() as launcher:
         launcher.serve(
             spec=tmp_path / "none.json", log_of=lambda name: tmp_path / f"{name}.log"

@@ -62,7 +62,8 @@ def test_the_last_line_tells_the_figures_of_ours_and_of_the_single_process() -> 
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.timeout(180)
 def test_a_run_has_a_loss_for_every_record_and_uses_the_budget(tmp_path: Path) -> None:
     alone = replace(course(tmp_path, n_workers=1), pause_seconds=1e-3)
     run = contest.hold(async_peers.SINGLE, alone, target=0.0, seconds_max=50)

@@ -288,4 +288,4 @@ class Machines(RuleBasedStateMachine):
 
 
 TestMachines = Machines.TestCase
-TestMachines.settings = settings(max_examples=12, stateful_step_count=12)
+TestMachines.settings = settings(max_examples=8, stateful_step_count=10)
