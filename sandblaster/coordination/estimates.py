@@ -75,10 +75,11 @@ def seconds_to_end(members: Ranked, n_sets: int, now: Seconds) -> Seconds:
         n_sets: To be dealt; at least one.
         now: The time.
     """
-    end, n_before = math.inf, -1
+    end, n_before = math.inf, len(members) + 1
     while True:  # of those who have done before all others have: fewer each time
         n, speed, sets = members.below(end, now)
-        if n == n_before or not n:
+        # More of them, by rounding alone, where one is done as all the others are.
+        if not n or n >= n_before:
             return end
         end, n_before = (n_sets + sets) / speed, n
 

@@ -16,7 +16,7 @@ from sandblaster.coordination.estimates import (
     seconds_to_end,
 )
 from sandblaster.coordination.granting import N_VOID_MAX, Numbers
-from sandblaster.coordination.ranked import Line, Ranked
+from sandblaster.coordination.ranked import Line, Ranked, Slope
 from sandblaster.coordination.workloads import Workloads
 from sandblaster.sets import BatchRange, Cutting
 
@@ -302,6 +302,29 @@ def test_the_end_is_where_work_and_summed_speeds_meet(
     for number, (begin, set_seconds) in enumerate(members):
         ranked.put(number, Line(begin), weight=1.0 / set_seconds)
     assert seconds_to_end(ranked, n_sets, 7.0) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("now", [0.7, 83_000.123, 5_000_000.3])
+@pytest.mark.parametrize("slope", [-1, 0, 1])
+@pytest.mark.parametrize("n_sets", range(1, 9))
+def test_the_end_is_found_where_one_is_done_just_then(
+    n_sets: int, slope: Slope, now: float
+) -> None:
+    """Rounding once let that one be counted and not, in turn, for ever: after a shard's
+    death a coordinator now and then said nothing more, until it was started anew.
+    """
+    for set_seconds in (1e-3 * ms for ms in range(10, 100)):
+        for share in (0.5, 1.0, 2.0):
+            members = [set_seconds * n_sets * share, 0.5 * set_seconds * n_sets]
+            ranked = Ranked()
+            for number, seconds in enumerate(members):
+                line = Line(seconds - slope * now, slope)
+                ranked.put(number, line, weight=1.0 / set_seconds)
+            alone = min(members) + n_sets * set_seconds
+            together = (sum(members) + n_sets * set_seconds) / 2
+            found = seconds_to_end(ranked, n_sets, now)
+            expected = together if together > max(members) else alone
+            assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_pace_of_a_newcomer_is_the_typical_one() -> None:
