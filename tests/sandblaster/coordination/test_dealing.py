@@ -314,17 +314,12 @@ def test_the_end_is_found_where_one_is_done_just_then(
     death a coordinator now and then said nothing more, until it was started anew.
     """
     for set_seconds in (1e-3 * ms for ms in range(10, 100)):
-        for share in (0.5, 1.0, 2.0):
-            members = [set_seconds * n_sets * share, 0.5 * set_seconds * n_sets]
-            ranked = Ranked()
-            for number, seconds in enumerate(members):
-                line = Line(seconds - slope * now, slope)
-                ranked.put(number, line, weight=1.0 / set_seconds)
-            alone = min(members) + n_sets * set_seconds
-            together = (sum(members) + n_sets * set_seconds) / 2
-            found = seconds_to_end(ranked, n_sets, now)
-            expected = together if together > max(members) else alone
-            assert found == pytest.approx(expected, rel=1e-6)
+        ranked = Ranked()
+        for number, (n_left, rate) in enumerate([(n_sets, -1), (2 * n_sets, slope)]):
+            line = Line(n_left * set_seconds - rate * now, rate)
+            ranked.put(number, line, weight=1.0 / set_seconds)
+        found = seconds_to_end(ranked, n_sets, now)
+        assert found == pytest.approx(2 * n_sets * set_seconds, rel=1e-6)
 
 
 def test_the_pace_of_a_newcomer_is_the_typical_one() -> None:
