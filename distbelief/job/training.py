@@ -17,29 +17,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol, Self, final
 
 import msgspec
-import torch
 from rich.console import Console
 
 from distbelief import files
 from distbelief.errors import StorageError
-from distbelief.job.agreement import agreed_label
-from distbelief.job.algorithms import coordinator_of
 from distbelief.job.checking import Answer
 from distbelief.job.configuring import check_data, supervisor_config
+from distbelief.job.final_files import draw_curve_of, write_model
 from distbelief.job.hosts.address import JobAddress
 from distbelief.job.hosts.hosting import Hosting
 from distbelief.job.jobfile import Job, load_job
 from distbelief.job.launcher import Launcher
 from distbelief.job.legacy import Legacy
-from distbelief.job.metrics import Measurement, MetricsFile, read_metrics
-from distbelief.job.model_file import write_model_file
+from distbelief.job.metrics import Measurement, MetricsFile
 from distbelief.job.process import Spec, import_from
 from distbelief.job.progress import Progress
 from distbelief.job.resuming import check_same, take_up
@@ -61,7 +58,7 @@ from distbelief.messages import Stop
 from distbelief.node import Node
 from distbelief.parameter_server.layout import Layout
 from distbelief.roles import SUPERVISOR, Received, Role
-from distbelief.runtime.task import build_model, prepare
+from distbelief.runtime.task import prepare
 from distbelief.transport.places import LOOPBACK, Place
 from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
@@ -404,7 +401,8 @@ class _Training:
         """Write what a run leaves behind, as far as there is anything to write."""
         self._launcher.close()
         try:
-            self._write_model()
+            assert self._layout is not None
+            write_model(self._job, self._run, layout=self._layout, store=self._store)
         except StorageError as error:
             self._model_error = f"no model was written: {error}"
         if self._model_error is not None and self.exit_code == 0:
@@ -431,42 +429,8 @@ class _Training:
             self.exit_code = self.exit_code or 1
 
     def draw(self) -> None:
-        """Draw the curve: last, for matplotlib takes a second."""
-        from distbelief.job.curve import draw_curve  # noqa: PLC0415
-
-        def draw() -> None:
-            measurements = read_metrics(self._run.metrics_file)
-            draw_curve(self._run.curve_file, measurements, title=self._job.name)
-
-        self._keep(draw)
-
-    def _write_model(self) -> None:
-        """Write the model, or raise `StorageError`: why there is none."""
-        layout = self._layout
-        assert layout is not None
-        shards = [f"shard-{k}" for k in range(layout.n_shards)]
-        newest = {name: self._newest(name) for name in shards}
-        if coordinator_of(self._job) is not None:  # then only one label is one point
-            label = agreed_label(self._store, shards)
-            newest = {
-                name: None if label is None else self._store.path(name, label)
-                for name in shards
-            }
-        snapshots = [path for path in newest.values() if path is not None]
-        if len(snapshots) < layout.n_shards:
-            names = ", ".join(name for name, found in newest.items() if found is None)
-            why = f"there is no whole snapshot of {names} in {self._store.directory}"
-            if self._run.model_file.is_file():
-                why += f", and {self._run.model_file} is of an earlier life"
-            raise StorageError(why)
-        with torch.device("meta") if self._job.cluster.is_split else nullcontext():
-            like = build_model(self._job.model)
-        write_model_file(self._run.model_file, layout, snapshots, like=like)
-
-    def _newest(self, shard: str) -> Path | None:
-        """Return where its newest whole snapshot lies; its values are let go again."""
-        snapshot = self._store.newest(shard)
-        return None if snapshot is None else self._store.path(shard, snapshot.label)
+        """Draw the curve, last of all."""
+        self._keep(lambda: draw_curve_of(self._run, title=self._job.name))
 
     def __enter__(self) -> Self:
         """Begin: the supervisor's log."""
