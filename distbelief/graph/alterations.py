@@ -1,9 +1,11 @@
-"""Modules that were altered after they were made: hooks, and forwards replaced.
+"""Modules that are altered: hooks, forwards replaced, tables that bound themselves.
 
 hooks of a forward        run with `__call__`: traced, or with the whole module
 hooks on a gradient       with the whole module only
 hooks on a parameter      never: a machine's tensors are its own; refused
 a forward of the instance traced like any other
+max_norm of an embedding  rewrites rows as they are read, of which shards, who own the
+                          parameters, would never know; refused
 """
 
 from torch import nn
@@ -56,4 +58,21 @@ def refuse_parameter_hooks(module: nn.Module) -> None:
             raise GraphError(
                 f"parameter {name!r} has a hook on its gradient (register_hook), which "
                 "would not run: change the gradient in the model's forward instead"
+            )
+
+
+def refuse_bounded_tables(module: nn.Module) -> None:
+    """Check that no table rewrites its rows when they are read.
+
+    Raises:
+        GraphError: one does.
+    """
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm:
+            raise GraphError(
+                f"{path or 'the model'} is an {type(part).__name__} with max_norm = "
+                f"{part.max_norm:g}: it rewrites rows when they are read, and the "
+                "parameter server, which owns them, would not know; leave max_norm "
+                "out, and bound what is read in the forward (torch.renorm, "
+                "functional.normalize)"
             )

@@ -254,8 +254,12 @@ def _turned(node: fx.Node) -> fx.Node | None:
         return None
     (source,) = node.all_input_nodes
     same = sorted(a % 2 for a in node.args[1:] if isinstance(a, int)) == [0, 1]
-    turned = same or tuple(node.args[1:]) in {((1, 0),), ([1, 0],)}
+    turned = same or [*map(_listed, node.args[1:])] == [[1, 0]]
     return source if turned and source.op == "get_attr" else None
+
+
+def _listed(argument: object) -> object:
+    return list(argument) if isinstance(argument, Sequence) else argument
 
 
 def _turn(emit: Emit, source: fx.Node) -> object:

@@ -28,7 +28,11 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph import kinds, translations
-from distbelief.graph.alterations import is_altered, refuse_parameter_hooks
+from distbelief.graph.alterations import (
+    is_altered,
+    refuse_bounded_tables,
+    refuse_parameter_hooks,
+)
 from distbelief.graph.building import Builder
 from distbelief.graph.exports import Exports
 from distbelief.graph.layer import GraphError, LayerGraph
@@ -82,6 +86,7 @@ def capture(module: nn.Module, inputs: Sequence[InputSpec]) -> LayerGraph:
     """
     _check_sizes(inputs)
     refuse_parameter_hooks(module)
+    refuse_bounded_tables(module)
     names = _names(module, inputs)
     specs = dict(zip(names, inputs, strict=True))
     exports = Exports()

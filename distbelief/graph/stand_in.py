@@ -223,9 +223,9 @@ def _refuse_change(
     apart = {
         f"{path}.{word}".lstrip(".")
         for path, part in module.named_modules()
-        if isinstance(part, _NormBase | nn.Embedding | nn.EmbeddingBag)
+        if isinstance(part, _NormBase)
         for word, _ in (*part.named_buffers(), *part.named_parameters())
-    }  # of a table, max_norm bounds rows before each use: the result is the same
+    }
     for name, tensor in before.items():
         same = after[name] is tensor and not tensor._version  # noqa: SLF001 -- counts changes in place
         if not same and name not in apart:

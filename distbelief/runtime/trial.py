@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from distbelief.errors import JobError
+from distbelief.graph.alterations import refuse_bounded_tables
+from distbelief.graph.layer import GraphError
 from distbelief.runtime.labels import check_labels
 from distbelief.runtime.layers import Watch, dtype_name
 from distbelief.runtime.losses import CLASS_LOSSES, LOSSES, Loss, Metric
@@ -58,6 +60,10 @@ def train(
                 else "it has no parameters"
             )
         )
+    try:
+        refuse_bounded_tables(module)
+    except GraphError as error:
+        raise JobError(f"[model] {names.model}: {error}") from error
     module.train()
     outputs = _forward(module, inputs, names=names)
     value = _loss(outputs, targets, loss=loss, names=names)

@@ -77,7 +77,9 @@ class Attention(LayerKind):
         step: Step,
     ) -> torch.Tensor:
         query, key, value, *masks = inputs
-        mask = lined_up(masks[0], query.dim() - 1) if masks else None
+        mask = None
+        if masks:  # made of whole numbers, it may be of another type
+            mask = lined_up(masks[0], query.dim() - 1).to(query.dtype)
         if layer.options["causal"]:
             first, last = output.intervals[-2]
             queries = torch.arange(first, last, device=query.device)

@@ -4,6 +4,7 @@ kind      "linear"
 tensors   weight (outputs, inputs), bias (outputs,), if there is one
 options   first_row, first_row_of_bias: where in the tensors its outputs begin; 0 if
           absent (attention keeps those of queries, keys and values in one tensor)
+          transposed: whether the weight is (inputs, outputs), as in x @ w
 input     (..., inputs): leading dimensions, of a sequence say, are kept
 """
 
@@ -32,7 +33,7 @@ class LinearSums(PartialSums):
     def uses(self, layer: Layer, part: Region) -> Mapping[str, Region]:
         inputs = part.intervals[-1]
         uses = _uses(layer, (0, layer.shape[-1]))
-        uses["weight"] = uses["weight"].replaced(1, inputs)
+        uses["weight"] = uses["weight"].replaced(1 - _outputs(layer, "weight"), inputs)
         if inputs[0] > 0:
             uses.pop("bias", None)  # added once
         return uses
@@ -50,7 +51,7 @@ class LinearSums(PartialSums):
         tensors: Mapping[str, torch.Tensor],
         step: Step,
     ) -> torch.Tensor:
-        return functional.linear(inputs[0], tensors["weight"], tensors.get("bias"))
+        return _product(layer, inputs[0], tensors)
 
 
 @final
@@ -89,7 +90,21 @@ class Linear(LayerKind):
         tensors: Mapping[str, torch.Tensor],
         step: Step,
     ) -> torch.Tensor:
-        return functional.linear(inputs[0], tensors["weight"], tensors.get("bias"))
+        return _product(layer, inputs[0], tensors)
+
+
+def _product(
+    layer: Layer, x: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    weight = tensors["weight"]
+    if _outputs(layer, "weight"):
+        weight = weight.t()
+    return functional.linear(x, weight, tensors.get("bias"))
+
+
+def _outputs(layer: Layer, word: str) -> int:
+    """Return which dimension of a tensor is that of the outputs."""
+    return int(word == "weight" and bool(layer.options.get("transposed", False)))
 
 
 def _uses(layer: Layer, units: Interval) -> dict[str, Region]:
@@ -99,5 +114,6 @@ def _uses(layer: Layer, units: Interval) -> dict[str, Region]:
         if word in layer.tensors:
             first = layer.integer(option) if option in layer.options else 0
             rows = (first + units[0], first + units[1])
-            uses[word] = Region.of(*layer.tensors[word].shape).replaced(0, rows)
+            whole = Region.of(*layer.tensors[word].shape)
+            uses[word] = whole.replaced(_outputs(layer, word), rows)
     return uses

@@ -10,6 +10,7 @@ from torch.nn import functional
 from distbelief.graph.building import Builder, uses
 from distbelief.graph.kinds.attention import attention_layer
 from distbelief.graph.kinds.multi_head import multi_head_attention_layers
+from distbelief.graph.kinds.reshaping import reshape_layer
 from distbelief.graph.layer import GraphError, Layer
 from distbelief.graph.operation import Operand, Operation, Translated
 from distbelief.graph.translation import translates, translates_function
@@ -52,20 +53,17 @@ def multi_head_attention(
         builder[operation.operand(position, word).name]
         for position, word in enumerate(words)
     ]
-    if operation.argument(3, "key_padding_mask") is not None:
-        raise GraphError(
-            f"{operation.name}: key_padding_mask has no split rule: leave it out, or "
-            "put the attention into a module of its own"
-        )
     causal, mask = masked(builder, operation, operation.argument(5, "attn_mask"))
     hint = bool(operation.argument(7, "is_causal", default=False))
+    padding = operation.argument(3, "key_padding_mask")
+    mask = with_padding(builder, operation, None if hint else mask, padding)
     name = attend(
         builder,
         module,
         operation,
         (sources[0], sources[1], sources[2]),
         causal=causal or hint,
-        mask=None if hint else mask,
+        mask=mask,
     )
     return (name,)
 
@@ -131,6 +129,54 @@ def masked(
         f"{operation.name}: only a causal mask (is_causal=True), or a buffer that is "
         "added to the scores (float, -inf for what is hidden), has a split rule"
     )
+
+
+def with_padding(
+    builder: Builder, operation: Operation, mask: Layer | None, padding: object
+) -> Layer | None:
+    """Return what is added to the scores so that keys which only pad are not seen.
+
+    Args:
+        builder: Has the layers so far.
+        operation: What is given the mask.
+        mask: What is added anyway.
+        padding: Per sample and key: a mask, True for what is hidden, or numbers to add;
+            None for no padding.
+
+    Raises:
+        GraphError: it is not computed from an input.
+    """
+    if padding is None:
+        return mask
+    if not isinstance(padding, Operand) or not padding.batched:
+        raise GraphError(
+            f"{operation.name}: only a padding mask that is computed from the model's "
+            "input has a split rule: compare it with the word that pads, say"
+        )
+    added = builder[padding.name]
+    if padding.is_integer:
+        added = builder[
+            builder.add(
+                f"{operation.name}.padding",
+                "where",
+                [added.name],
+                added.shape,
+                options={"yes": -math.inf, "no": 0.0},
+            )
+        ]
+    name = builder.free_name(f"{operation.name}.keys")
+    added = reshape_layer(name, added, shape=(1, 1, *added.shape))  # heads, queries
+    builder.add_layer(added)
+    if mask is None:
+        return added
+    name = builder.add(
+        f"{operation.name}.mask",
+        "pointwise",
+        [mask.name, added.name],
+        tuple(torch.broadcast_shapes(mask.shape, added.shape)),
+        options={"function": "add"},
+    )
+    return builder[name]
 
 
 def _is_causal(mask: torch.Tensor, *, true_hides: bool) -> bool:

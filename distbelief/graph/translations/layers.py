@@ -121,13 +121,8 @@ def embedding(
     builder: Builder, module: nn.Embedding, operation: Operation
 ) -> Translated:
     """Add rows of a table; of words that the forward counts itself, a part of it."""
-    special = {
-        "max_norm": module.max_norm is not None,
-        "scale_grad_by_freq": module.scale_grad_by_freq,
-    }
-    if any(special.values()):
-        words = " and ".join(word for word, given in special.items() if given)
-        reason = f"an embedding with {words} has no split rule"
+    if module.scale_grad_by_freq:
+        reason = "an embedding with scale_grad_by_freq has no split rule"
         return whole_module(builder, module, operation, reason=reason)
     use = uses(module, operation.target)["weight"]
     return _embedded(builder, operation, use, 0, padding=module.padding_idx)

@@ -1,6 +1,7 @@
-"""Translations of products of two matrices that both are computed.
+"""Translations of products of two matrices: both computed, or one the model's own.
 
-An `einsum` of two is such a product once dimensions are put in order:
+`x @ w` and `x @ w.T` are fully connected layers if w is a parameter or a buffer. An
+`einsum` of two is such a product once dimensions are put in order:
 
     bqhd, bkhd -> bhqk      of both and of the result    h       before the last two
                             of one and of the result     q, k    rows, columns
@@ -17,7 +18,7 @@ import torch
 from distbelief.graph.building import Builder
 from distbelief.graph.kinds.product import product_layer
 from distbelief.graph.kinds.reshaping import reshape_layer
-from distbelief.graph.layer import GraphError, Layer
+from distbelief.graph.layer import GraphError, Layer, TensorUse
 from distbelief.graph.operation import Operation, Translated
 from distbelief.graph.region import Shape
 from distbelief.graph.translation import translates_function
@@ -32,6 +33,9 @@ _EQUATION: Final = re.compile(r"([a-zA-Z]+),([a-zA-Z]+)->([a-zA-Z]+)")
 def product(builder: Builder, operation: Operation) -> Translated:
     """Add a product over the last two dimensions."""
     operands = operation.operands
+    own = _own_matrix(builder, operation)
+    if own is not None:
+        return _connected(builder, operation, *own)
     alike = (
         len(operands) == 2
         and all(operand.batched and len(operand.shape) >= 2 for operand in operands)
@@ -42,16 +46,56 @@ def product(builder: Builder, operation: Operation) -> Translated:
         raise GraphError(
             f"{operation.name} multiplies {shapes}, the batch not counted: both have "
             "to have the batch, and the same dimensions between it and the last two; "
-            "expand one of them, or use torch.nn.Linear for a matrix of the model's own"
+            "expand one of them, or let a matrix of the model's own be the second"
         )
     one, other = (builder[operand.name] for operand in operands)
     name = builder.free_name(operation.name)
     return builder.add_layer(product_layer(name, one, other))
 
 
+def _connected(
+    builder: Builder,
+    operation: Operation,
+    use: TensorUse,
+    transposed: bool,  # noqa: FBT001 -- whether it is (inputs, outputs)
+) -> str:
+    """Add a fully connected layer with this weight."""
+    return builder.add(
+        operation.name,
+        "linear",
+        operation.inputs[:1],
+        operation.output,
+        options={"transposed": True} if transposed else {},
+        tensors={"weight": use},
+    )
+
+
+def _own_matrix(
+    builder: Builder, operation: Operation
+) -> tuple[TensorUse, bool] | None:
+    """Return the model's own matrix that is the second factor, if one is.
+
+    Returns:
+        It, and whether it is (inputs, outputs): torch.nn.Linear has it the other way.
+    """
+    if [operand.batched for operand in operation.operands] != [True, False]:
+        return None
+    layer = builder[operation.operands[1].name]
+    turned = layer.kind == "permute" and layer.options["dims"] == (1, 0)
+    if turned:
+        layer = builder[layer.inputs[0]]
+    use = layer.tensors.get("value")
+    if layer.kind != "parameter" or use is None or len(use.shape) != 2:
+        return None
+    return use, not turned
+
+
 @translates_function(torch.einsum)
 def einsum(builder: Builder, operation: Operation) -> Translated:
     """Add a product, and whatever puts dimensions in order before and after it."""
+    own = _own_matrix(builder, operation)
+    if own is not None:
+        return _connected(builder, operation, own[0], own[1] == _is_plain(operation))
     one, other, result = _letters(operation)
     layers = [builder[operand.name] for operand in operation.operands]
     extents = dict(zip(one + other, (*layers[0].shape, *layers[1].shape), strict=True))
@@ -76,6 +120,22 @@ def einsum(builder: Builder, operation: Operation) -> Translated:
     found = builder[builder.add_layer(product_layer(name, left, right))]
     found = _shaped(builder, operation, found, shape(lead + rows + columns))
     return _permuted(builder, operation, found, lead + rows + columns, result).name
+
+
+def _is_plain(operation: Operation) -> bool:
+    """Return whether an equation has the inputs of the model's own matrix first.
+
+    Raises:
+        GraphError: it does not replace the last dimension of the first operand.
+    """
+    equation = str(operation.argument(0, "equation")).replace(" ", "")
+    match = _EQUATION.fullmatch(equation)
+    one, other, result = match.groups() if match else ("", "", "")
+    distinct = all(len(set(word)) == len(word) for word in (one, other, result))
+    pairs = {one[-1:] + result[-1:]: True, result[-1:] + one[-1:]: False}
+    if one[:-1] != result[:-1] or other not in pairs or not distinct:
+        raise _no_product(operation, equation)
+    return pairs[other]
 
 
 def _letters(operation: Operation) -> tuple[str, str, str]:

@@ -7,7 +7,7 @@ from distbelief.graph.building import Builder, below
 from distbelief.graph.layer import GraphError, Layer
 from distbelief.graph.operation import Operand, Operation, Translated
 from distbelief.graph.translation import translate_child, translates
-from distbelief.graph.translations.attention import attend, masked
+from distbelief.graph.translations.attention import attend, masked, with_padding
 
 
 @translates(nn.TransformerEncoder, like_input=True)
@@ -51,14 +51,11 @@ def _mask(
     builder: Builder, operation: Operation, word: str, places: tuple[int, int]
 ) -> tuple[bool, Layer | None]:
     padding, hint = places
-    if operation.argument(padding, "src_key_padding_mask") is not None:
-        raise GraphError(
-            f"{operation.name}: src_key_padding_mask has no split rule: leave it out"
-        )
     causal, mask = masked(builder, operation, operation.argument(1, word))
     if operation.argument(hint, "is_causal", default=False):
-        return True, None
-    return causal, mask
+        causal, mask = True, None
+    given = operation.argument(padding, "src_key_padding_mask")
+    return causal, with_padding(builder, operation, mask, given)
 
 
 def _layer(  # noqa: PLR0913 -- what a layer depends on

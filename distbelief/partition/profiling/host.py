@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from distbelief import units
 from distbelief.graph.layer import GraphError
-from distbelief.partition.profiling.measuring import busy_seconds, undisturbed
+from distbelief.partition.profiling.bench import busy_seconds, undisturbed
 from distbelief.partition.profiling.profile import Figures, add, load, this_host
 from distbelief.program.cluster import Cluster, Machine
 from distbelief.program.cluster_file import N_MACHINES_MAX

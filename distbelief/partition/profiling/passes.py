@@ -1,7 +1,7 @@
 """What was measured several times: whether it agrees, and on what."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import mean
+from statistics import median
 from typing import Final
 
 import msgspec
@@ -17,14 +17,14 @@ Pass = Mapping[str, Slices]
 
 
 def agreed(passes: Sequence[Pass]) -> dict[str, Slices]:
-    """Return the mean of the best two of each slice: others only make it slower."""
+    """Return the median of each slice."""
     found = {}
     for word in passes[0]:
         slices = _of(word, passes)
         found[word] = msgspec.structs.replace(
             slices[0],
-            forward=tuple(mean(_best(times)) for times in _forward(slices)),
-            backward=tuple(mean(_best(times)) for times in _backward(slices)),
+            forward=tuple(median(times) for times in _forward(slices)),
+            backward=tuple(median(times) for times in _backward(slices)),
         )
     return found
 

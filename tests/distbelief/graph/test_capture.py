@@ -79,6 +79,29 @@ class Attending(nn.Module):
         return weights if self.weighted else result
 
 
+class Padded(nn.Module):
+    """Attention or an encoder that does not see some keys."""
+
+    def __init__(
+        self, part: nn.Module, *, added: bool = False, made: bool = False
+    ) -> None:
+        super().__init__()
+        self.part = part
+        self.added = added
+        self.made = made
+        self.register_buffer("bias", torch.rand(3, 3))
+
+    @override
+    def forward(self, x: torch.Tensor) -> object:
+        pads = x[:, :, 0] if self.added else x[:, :, 0] > 1.0
+        if self.made:
+            pads = torch.zeros(len(x), 3, dtype=torch.bool)
+        if isinstance(self.part, nn.MultiheadAttention):
+            mask = self.bias if self.added else None
+            return self.part(x, x, x, key_padding_mask=pads, attn_mask=mask)[0]
+        return self.part(x, src_key_padding_mask=pads)
+
+
 def captured(function: Function, *shape: int) -> LayerGraph:
     return capture(Applied(function), [InputSpec(shape=shape)])
 
@@ -154,6 +177,16 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
         lambda: Owning(functional.linear, (1, 4)),
         (4,),
     ),
+    "own matrix": (lambda: Owning(lambda x, w: x @ w, (4, 2)), (3, 4)),
+    "own matrix, turned": (lambda: Owning(lambda x, w: x @ w.T, (2, 4)), (4,)),
+    "own matrix, by letters": (
+        lambda: Owning(lambda x, w: torch.einsum("bti,ij->btj", x, w), (4, 2)),
+        (3, 4),
+    ),
+    "own matrix, by other letters": (
+        lambda: Owning(lambda x, w: torch.einsum("bi,oi->bo", x, w), (2, 4)),
+        (4,),
+    ),
     "own filters": (
         lambda: Owning(
             lambda x, w: functional.conv2d(x, w, stride=2, padding=1), (3, 2, 3, 3)
@@ -175,6 +208,20 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     ),
     "own mask for a module": (
         lambda: Attending(mask=lambda n: torch.arange(float(n * n)).view(n, n)),
+        (3, 4),
+    ),
+    "padded module": (
+        lambda: Padded(nn.MultiheadAttention(4, 2, batch_first=True)),
+        (3, 4),
+    ),
+    "padded module, by numbers": (
+        lambda: Padded(nn.MultiheadAttention(4, 2, batch_first=True), added=True),
+        (3, 4),
+    ),
+    "padded encoder": (
+        lambda: Padded(
+            nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+        ),
         (3, 4),
     ),
     "causal module": (
@@ -293,7 +340,7 @@ def test_a_function_becomes_layers_that_compute_it(name: str) -> None:
 
 WORDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "embedding": (lambda: nn.Embedding(7, 3, padding_idx=2), 0),
-    "bounded embedding": (lambda: nn.Embedding(7, 3, max_norm=1.0), 1),
+    "counted embedding": (lambda: nn.Embedding(7, 3, scale_grad_by_freq=True), 1),
     "own table": (lambda: Owning(functional.embedding, (7, 3)), 0),
     "positions": (
         lambda: Owning(
@@ -528,8 +575,12 @@ def test_a_model_that_cannot_be_looked_into_is_computed_whole(
         (nn.BatchNorm1d(5), (4,), "5 features, but 'input' has 4"),
         (nn.BatchNorm1d(4, momentum=None), (4,), "momentum=None"),
         (Owning(lambda x, w: x * w.add_(1), (4,), buffer=True), (4,), "'own', a"),
-        (Owning(lambda x, w: x @ w, (4, 4)), (4,), "matmul multiplies .4. and"),
+        (Owning(lambda x, w: w @ x, (4, 4)), (4, 3), "matmul multiplies .4, 4. and"),
+        (Padded(nn.MultiheadAttention(4, 2, batch_first=True), made=True), (3, 4),
+         "computed from the model's input"),
         (Owning(lambda _, w: w * 2, (4,)), (4,), "not depend on its inputs"),
+        (nn.Embedding(7, 3, max_norm=1.0), (4,), "the model is an .* max_norm = 1: it"),
+        (nn.Sequential(nn.EmbeddingBag(7, 3, max_norm=0.5)), (4,), "0 is an Emb.*0.5"),
     ],
 )  # fmt: skip
 def test_modules_that_would_be_wrong_are_refused(

@@ -1,5 +1,6 @@
 """Compiled programs, executed, against the graph itself: they are complete."""
 
+import copy
 from collections.abc import Mapping
 
 import numpy as np
@@ -36,6 +37,83 @@ def test_programs_of_random_plans_compute_what_the_graph_computes(
 ) -> None:
     generator = np.random.default_rng([seed, *name.encode()])
     check(name, generator, n_machines=int(generator.integers(1, 9)))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("n_machines", range(1, 9))
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model_on_one_to_eight_machines(name: str, n_machines: int) -> None:
+    generator = np.random.default_rng([n_machines, *name.encode()])
+    check(name, generator, n_machines=n_machines)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ZOO)
+def test_float32_is_as_near_to_float64_as_one_process_is(name: str) -> None:
+    model, graph = captured(name)
+    inputs, tensors = inputs_of(graph, name), tensors_of(model)
+    exact = gradients_of(
+        graph, inputs, tensors, Step(training=True, modules=whole_modules(graph, model))
+    )
+    rounded_model = copy.deepcopy(model).float()
+    modules = whole_modules(graph, rounded_model)
+    inputs, tensors = in_float32(inputs), in_float32(tensors)
+    rounded = gradients_of(graph, inputs, tensors, Step(training=True, modules=modules))
+    generator = np.random.default_rng(list(name.encode()))
+    crew = Crew(
+        compiled=compile_plan(
+            graph,
+            random_plan(graph, generator, n_machines=4),
+            batch=BATCH,
+            n_machines=4,
+        ),
+        dtype=torch.float32,
+        modules=modules,
+        seeds=frozenset(graph.outputs),
+        seed_gradient=lambda _layer, output, _n: slope(output),
+    )
+    found = crew.step(inputs, tensors, seed=SEED).gradients
+    assert distance(found, exact) <= 3 * distance(rounded, exact)
+
+
+def in_float32(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: value.detach().float().requires_grad_(value.requires_grad)
+        if value.is_floating_point()
+        else value
+        for name, value in values.items()
+    }
+
+
+def gradients_of(
+    graph: LayerGraph,
+    inputs: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    step: Step,
+) -> dict[str, torch.Tensor]:
+    """Return the gradient of the objective, of all that is trained and has a part."""
+    values = evaluate(graph, inputs, tensors, step=step)
+    trained = [name for name, use in graph.tensors.items() if use.trains]
+    gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+        objective([values[name] for name in graph.outputs]),
+        [tensors[name] for name in trained],
+        allow_unused=True,
+    )
+    pairs = zip(trained, gradients, strict=True)
+    return {name: gradient for name, gradient in pairs if gradient is not None}
+
+
+def distance(
+    found: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]
+) -> float:
+    """Return the largest relative error of a tensor; of those that are not rounding."""
+    largest = max(float(value.norm()) for value in exact.values())
+    return max(
+        float((found[name] - value).norm()) / max(float(value.norm()), 1e-3 * largest)
+        for name, value in exact.items()
+    )
 
 
 SMALL = ["mobilenet", "inception", "lstm", "encoder", "local"]

@@ -152,8 +152,9 @@ def wrapped(*, kind: str) -> nn.Module:
     return Wrapped(kind)
 
 
-def embedding_net() -> nn.Module:
-    return nn.Sequential(nn.Embedding(10, 2), nn.Flatten(), nn.Linear(8, 2))
+def embedding_net(max_norm: float | None = None) -> nn.Module:
+    table = nn.Embedding(10, 2, max_norm=max_norm)
+    return nn.Sequential(table, nn.Flatten(), nn.Linear(8, 2))
 
 
 def conv_net() -> nn.Module:

@@ -234,6 +234,10 @@ def test_a_factory_of_no_data_is_told_what_it_returned() -> None:
         ),
         (task(model="embedding_net"), "takes whole numbers (int64), but [data.train]"),
         (
+            task(model="embedding_net", train="tokens", max_norm=1.0),
+            "0 is an Embedding with max_norm = 1: it rewrites rows when they are read",
+        ),
+        (
             task(loss="mse", train="flat_targets"),
             "(8,) and float32: let the data set return targets of shape (8, 2) and f",
         ),

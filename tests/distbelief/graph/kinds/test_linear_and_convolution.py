@@ -25,7 +25,9 @@ def tensors_of(**shapes: tuple[int, ...]) -> dict[str, TensorUse]:
 def linears(draw: st.DrawFn) -> Layer:
     leading = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
     n_inputs, n_outputs = draw(st.integers(1, 7)), draw(st.integers(1, 9))
-    tensors = tensors_of(weight=(n_outputs, n_inputs), bias=(n_outputs,))
+    transposed = draw(st.booleans())
+    matrix = (n_inputs, n_outputs) if transposed else (n_outputs, n_inputs)
+    tensors = tensors_of(weight=matrix, bias=(n_outputs,))
     if draw(st.booleans()):
         del tensors["bias"]
     return Layer(
@@ -34,6 +36,7 @@ def linears(draw: st.DrawFn) -> Layer:
         inputs=("x",),
         input_shapes=((*leading, n_inputs),),
         shape=(*leading, n_outputs),
+        options={"transposed": True} if transposed else {},
         tensors=tensors,
     )
 
@@ -81,7 +84,8 @@ def test_a_linear_layer_in_parts_is_the_whole(
 ) -> None:
     inputs = {k: leaf(v) for k, v in random_values(layer, batch=2, seed=0).items()}
     tensors = {k: leaf(v) for k, v in random_tensors(layer, seed=0).items()}
-    expected = functional.linear(inputs["x"], tensors["weight"], tensors.get("bias"))
+    weight = tensors["weight"].t() if layer.options else tensors["weight"]
+    expected = functional.linear(inputs["x"], weight, tensors.get("bias"))
     parts = data.draw(parts_of(layer))
     assert_parts_equal(layer, parts, expected, inputs, tensors)
 

@@ -90,10 +90,10 @@ ZOO: Final[Mapping[str, Case]] = {
         whole={"lstm.0": "LSTM has no split rule: a step needs the one before"},
     ),
     "encoder": Case(
-        make=TorchEncoder,
+        make=lambda: TorchEncoder(padded=True),
         shape=(5,),
         n_values=11,
-        dropping=lambda: TorchEncoder(dropout=0.1),
+        dropping=lambda: TorchEncoder(padded=True, dropout=0.1),
     ),
     "encoder, causal, norm first": Case(
         make=lambda: TorchEncoder(norm_first=True, causal=True), shape=(5,), n_values=11

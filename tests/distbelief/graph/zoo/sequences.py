@@ -33,6 +33,7 @@ class TorchEncoder(nn.Module):
         n_positions: int = 5,
         norm_first: bool = False,
         causal: bool = False,
+        padded: bool = False,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
@@ -50,6 +51,7 @@ class TorchEncoder(nn.Module):
             layer, 2, norm=norm, enable_nested_tensor=False
         )
         self.causal = causal
+        self.padded = padded
         self.head = nn.Linear(size, n_words, bias=False)
         self.head.weight = self.words.weight
 
@@ -64,7 +66,9 @@ class TorchEncoder(nn.Module):
             mask = nn.Transformer.generate_square_subsequent_mask(
                 n_positions, device=words.device, dtype=x.dtype
             )
-        scores: torch.Tensor = self.head(self.encoder(x, mask=mask))
+        pads = words >= self.words.num_embeddings - 2 if self.padded else None
+        x = self.encoder(x, mask=mask, src_key_padding_mask=pads)
+        scores: torch.Tensor = self.head(x)
         return scores
 
 

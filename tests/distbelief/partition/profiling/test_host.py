@@ -11,8 +11,9 @@ import torch
 
 from distbelief.graph.layer import GraphError
 from distbelief.partition.profiling import host
+from distbelief.partition.profiling.bench import Limits
 from distbelief.partition.profiling.host import HERE, Network, here, measured, spread
-from distbelief.partition.profiling.measuring import Limits, profiled
+from distbelief.partition.profiling.measuring import profiled
 from distbelief.partition.profiling.profile import load, this_host
 from tests.distbelief.partition.clocks import Clock
 from tests.distbelief.partition.plans import fully_connected

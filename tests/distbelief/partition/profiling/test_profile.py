@@ -11,12 +11,8 @@ from typing_extensions import override
 from distbelief.errors import StorageError
 from distbelief.graph.layer import LayerGraph
 from distbelief.partition.costs import signature
-from distbelief.partition.profiling.measuring import (
-    Limits,
-    busy_seconds,
-    is_too_large,
-    profiled,
-)
+from distbelief.partition.profiling.bench import Limits, busy_seconds
+from distbelief.partition.profiling.measuring import is_too_large, present, profiled
 from distbelief.partition.profiling.profile import Profile, add, digest, load, this_host
 from tests.distbelief.graph.zoo.catalogue import ZOO
 from tests.distbelief.partition.clocks import Clock
@@ -118,7 +114,7 @@ def test_a_file_that_is_broken_or_of_another_version_is_measured_anew(
     text = path.read_bytes()
     path.write_bytes(text[:-5])
     assert load(this_host()) is None
-    path.write_bytes(text.replace(b'"version": 3', b'"version": 2'))
+    path.write_bytes(text.replace(b'"version": 4', b'"version": 3'))
     assert load(this_host()) is None
     assert profiled(graph, batch=3, limits=limits()).layers == profile.layers
     assert load(this_host()) is not None
@@ -251,6 +247,16 @@ def test_a_machine_that_is_never_quiet_is_not_measured_for_ever(
         graph, batch=3, limits=Limits(seconds=1e3, clock=Clock(), timer=Worse())
     )
     assert profile.layers
+
+
+def test_whole_layers_can_be_measured_again_without_being_kept(
+    graph: LayerGraph,
+) -> None:
+    profile = profiled(graph, batch=3, limits=limits())
+    now = present(graph, batch=3)
+    assert now.keys() == profile.layers.keys()
+    assert all(seconds >= 0.0 for time in now.values() for seconds in time)
+    assert load(this_host()) == profile
 
 
 def test_one_thread_is_measured_in_time_of_its_processor(
