@@ -190,6 +190,7 @@ class ForkServer:
             return self._may_leave  # whoever started us is gone
         finally:
             self._end_all()
+            signal.set_wakeup_fd(-1)  # before the bell goes: Python would complain
 
     def _read(self) -> bool:
         """Do what the next lines ask for; return False when there will be none."""

@@ -80,7 +80,7 @@ def job_from_json(text: bytes) -> Job:
     """
     try:
         content = msgspec.json.decode(text, type=dict[str, object])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise JobFileError(f"a job as JSON cannot be read: {error}") from None
     return _read(content, file="job", overrides={})
 

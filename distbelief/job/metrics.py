@@ -137,15 +137,19 @@ def read_metrics(path: Path) -> list[Measurement]:
     Raises:
         StorageError: the file cannot be read.
     """
-    decoder = msgspec.json.Decoder(Measurement)
-    measurements: list[Measurement] = []
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # the rest has no newline: cut
+        return measurements_in(path.read_bytes())
     except FileNotFoundError:
         return []
     except OSError as error:
         raise files.explained(error, path, doing="read") from error
-    for line in lines:
+
+
+def measurements_in(content: bytes) -> list[Measurement]:
+    """Return the measurements in the content of such a file."""
+    decoder = msgspec.json.Decoder(Measurement)
+    measurements: list[Measurement] = []
+    for line in content.split(b"\n")[:-1]:  # the rest has no newline: cut
         try:
             measurements.append(decoder.decode(line))
         except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -31,6 +31,7 @@ from distbelief.job.rehearsal import Rehearsal, rehearse
 from distbelief.job.rehearsing import OUTPUT
 from distbelief.job.run_directory import RunDirectory
 from distbelief.job.sections import Job
+from distbelief.job.signals import ended_by_sigterm
 from distbelief.job.trained import check_trained
 from distbelief.program.plan import Plan, load
 from distbelief.runtime.checks import check_evaluation
@@ -147,7 +148,10 @@ def _split(job: Job, run: RunDirectory, plan: Plan, inputs: Array) -> Array:
         module = build_model(job.model)
     check_trained(module, run.model_file, factory=job.model.factory)
     chunk = plan.batch
-    with tempfile.TemporaryDirectory(prefix="distbelief-") as folder:
+    with (
+        ended_by_sigterm(),
+        tempfile.TemporaryDirectory(prefix="distbelief-") as folder,
+    ):
         given = Path(folder) / "inputs.npy"
         np.save(given, inputs)
         rehearsal = Rehearsal(

@@ -172,7 +172,9 @@ class OutputTable(
     Attributes:
         directory: Run directory, relative to the current directory.
         report_every: Seconds between lines of progress; "2 s" in the file.
-        snapshot_every: Seconds between snapshots; "30 s" in the file.
+        snapshot_every: Seconds between snapshots; "30 s" in the file. Under a
+            coordinator, for whose snapshots all replicas wait, longer where these
+            would take more than 2 % of the time.
     """
 
     directory: str

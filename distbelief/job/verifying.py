@@ -25,6 +25,7 @@ from distbelief.graph.kinds.whole import Whole
 from distbelief.graph.layer import LayerGraph
 from distbelief.job.rehearsal import Rehearsal, Seen, rehearse
 from distbelief.job.rehearsing import OUTPUT, gradient_file
+from distbelief.job.signals import ended_by_sigterm
 from distbelief.job.verified import Agreement, Link, Verified
 from distbelief.partition.outlook import Outlook
 from distbelief.program.compilation import compile_plan
@@ -68,7 +69,10 @@ def verify(
     sample = _sample(graph)
     spec = ModelSpec(factory=factory)
     inputs, targets = _batch(graph, sample, batch=plan.batch, loss=loss)
-    with tempfile.TemporaryDirectory(prefix="distbelief-") as name:
+    with (
+        ended_by_sigterm(),
+        tempfile.TemporaryDirectory(prefix="distbelief-") as name,
+    ):
         folder = Path(name)
         module = build_model(spec).train()
         tensors = {key: value.clone() for key, value in module.state_dict().items()}

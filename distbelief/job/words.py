@@ -10,6 +10,7 @@ from typing import Final
 DASH: Final = "-"
 
 _SHARES: Final = frozenset({"accuracy", "top5"})
+_SHARE: Final = "_share"
 
 
 def is_share(metric_name: str) -> bool:
@@ -79,9 +80,15 @@ def staleness(mean: float | None, p95: float | None) -> str:
 
 
 def named(figures: Mapping[str, float]) -> list[str]:
-    """Return figures of an algorithm's own: "gradient norm 0.0123", "backups 12"."""
+    """Return figures of an algorithm's own: "gradient norm 0.0123", "backups 12".
+
+    One whose name ends in "share" is shown as such: "computing 94 %".
+    """
     shown = []
     for name, value in figures.items():
+        if name.endswith(_SHARE):
+            shown.append(f"{name.removesuffix(_SHARE)} {value:.0%}".replace("%", " %"))
+            continue
         whole = float(value).is_integer()
         text = count(value) if whole else figure(value)
         shown.append(f"{name.replace('_', ' ')} {text}")

@@ -126,11 +126,7 @@ class KeyFiles:
         path = self._path(_ALLOWED)
         if not path.exists():
             return ()
-        text = _read(path).decode(errors="replace")
-        lines = [line for line in text.splitlines() if line and line[0] != "#"]
-        if len(lines) > N_ALLOWED_MAX:
-            raise JobError(f"{path} allows {len(lines)} keys: {N_ALLOWED_MAX} at most")
-        return tuple(_parsed(line, path=path) for line in lines)
+        return entries_in(_read(path), path=path)
 
     def allow(self, entry: Allowed) -> None:
         """Add a key to the allow-list, or change as what it may speak.
@@ -181,17 +177,39 @@ class KeyFiles:
 
     def _read_secret(self, name: str) -> KeyPair:
         path = self._path(name)
-        text = _read(path).strip().decode(errors="replace")
-        if re.fullmatch(KEY_PATTERN, text) is None:  # which is not shown
-            raise JobError(
-                f"{path} holds no key: restore it, or move it away and make another "
-                "with `distbelief keys new`"
-            )
-        return KeyPair.of(SecretKey(bytes.fromhex(text)))
+        return pair_in(_read(path), path=path)
 
     def _write_allowed(self, entries: Iterable[Allowed]) -> None:
         text = "".join(f"{_line(entry)}\n" for entry in entries)
         _write_private(self._path(_ALLOWED), text.encode())
+
+
+def entries_in(content: bytes, *, path: Path) -> tuple[Allowed, ...]:
+    """Return the entries of an allow-list.
+
+    Raises:
+        JobError: a line says nothing, or there are too many; it names the path.
+    """
+    text = content.decode(errors="replace")
+    lines = [line for line in text.splitlines() if line and line[0] != "#"]
+    if len(lines) > N_ALLOWED_MAX:
+        raise JobError(f"{path} allows {len(lines)} keys: {N_ALLOWED_MAX} at most")
+    return tuple(_parsed(line, path=path) for line in lines)
+
+
+def pair_in(content: bytes, *, path: Path) -> KeyPair:
+    """Return the keys of a key file.
+
+    Raises:
+        JobError: it has none; it names the path, and shows nothing of what there is.
+    """
+    text = content.strip().decode(errors="replace")
+    if re.fullmatch(KEY_PATTERN, text) is None:
+        raise JobError(
+            f"{path} holds no key: restore it, or move it away and make another "
+            "with `distbelief keys new`"
+        )
+    return KeyPair.of(SecretKey(bytes.fromhex(text)))
 
 
 def _line(entry: Allowed) -> str:

@@ -7,10 +7,12 @@ at once, and for a while gets no other:
     cap                               how it is kept
     frame                             by ZeroMQ, before it takes the memory
     messages that wait to be read     by ZeroMQ, which stops reading
-    bytes that wait to be read        here: also those of a message that never ends
+    bytes that wait to be read        here: also those of a message that never ends; of
+                                      a connection, and of all those of a key
     messages in a second, of a key    here
     time to prove one's key           by ZeroMQ
     connections of one address        here
+    new connections in a second       by the kernel (`siege`)
 
 What is kept here is looked at every `watch_seconds`, so a cap on bytes may be exceeded
 by what comes in within that time. A replay of recorded bytes opens nothing: every
@@ -20,7 +22,6 @@ connection has keys of its own.
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Final, final
 
 import zmq
@@ -28,6 +29,7 @@ import zmq
 from distbelief.errors import RemoteProtocolError, TransportError
 from distbelief.roles import SUPERVISOR, Seconds
 from distbelief.transport import connections
+from distbelief.transport.connections import Connection, Peer
 from distbelief.transport.guard import (
     NOT_NOW,
     REFUSED,
@@ -38,66 +40,16 @@ from distbelief.transport.guard import (
     Verdict,
 )
 from distbelief.transport.keys import KEY_BYTES, KeyPair
+from distbelief.transport.peers import Books, Caps, Record
 from distbelief.transport.places import Place
+from distbelief.transport.siege import Siege
 from distbelief.transport.speakers import Speakers
 
 
 _CURVE_BYTES: Final = 33  # of a MESSAGE command around a frame's bytes, RFC 26
+_NEWCOMERS: Final = "inproc://newcomers"  # of this transport's context alone
+_BEAT_BYTES: Final = 128  # in a second: more than ZeroMQ's heartbeats, no messages
 _SHORT_MAX: Final = 255  # longer ones have a length of 8 bytes instead of 1, RFC 23
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Caps:
-    """What one peer may cost.
-
-    Attributes:
-        messages_per_second_max: Of one key, over some seconds.
-        burst_messages_max: Of one key, at once.
-        unread_bytes_max: Of one connection.
-        connections_max: Of one address.
-        handshake_seconds_max: To prove one's key.
-        suspended_seconds: How long who broke a rule stays out.
-        watch_seconds: Between two looks.
-    """
-
-    messages_per_second_max: float = 5_000.0  # blocks of 1 MiB: 40 Gbit/s
-    burst_messages_max: float = 20_000.0
-    unread_bytes_max: int = 1 << 28
-    connections_max: int = 256
-    handshake_seconds_max: float = 5.0
-    suspended_seconds: float = 30.0
-    watch_seconds: float = 0.25
-
-
-@final
-@dataclass(slots=True, kw_only=True)
-class _Record:
-    """What is known of one connection.
-
-    Attributes:
-        key: Of its messages so far.
-        peer: Address and port; None before it has been looked at.
-        since: When it was first seen.
-        n_bytes: That have been read here, or are forgiven.
-    """
-
-    key: str = ""
-    peer: tuple[str, int] | None = None
-    since: Seconds = 0.0
-    n_bytes: int = 0
-
-
-@final
-@dataclass(slots=True)
-class _Books:
-    """Of all peers."""
-
-    connections: dict[int, _Record] = field(default_factory=dict)  # by descriptor
-    n_messages: Counter[str] = field(default_factory=Counter)  # by key, since a look
-    levels: dict[str, float] = field(default_factory=dict)  # by key, of its bucket
-    suspended: dict[str, Seconds] = field(default_factory=dict)  # key -> until when
-    n_closed: int = 0  # connections of who has not shown a key
 
 
 @final
@@ -128,9 +80,15 @@ class KeyGuard:
         self._warn = warn
         self._caps = caps or Caps()
         self._now = now
-        self._books = _Books()
+        self._books = Books()
         self._watched_at: Seconds = now()
         self._port = 0
+        self._inbox: Inbox | None = None
+        self._newcomers: Inbox | None = None
+        self._siege = Siege(
+            per_second_max=self._caps.newcomers_per_second_max,
+            burst_max=self._caps.burst_newcomers_max,
+        )
         self.watch_seconds = self._caps.watch_seconds
         speakers.refresh()
 
@@ -143,9 +101,15 @@ class KeyGuard:
 
     def listen(self, inbox: Inbox) -> str:
         """Ask everybody for a key."""
+        self._inbox = inbox
         inbox.curve_server = True
         inbox.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret.reveal())
         inbox.handshake_ivl = round(1000 * self._caps.handshake_seconds_max)
+        inbox.monitor(_NEWCOMERS, zmq.EVENT_ACCEPTED)
+        self._newcomers = inbox.context.socket(zmq.PAIR)
+        self._newcomers.linger = 0
+        self._newcomers.rcvhwm = 0  # else ZeroMQ would wait for us to read
+        self._newcomers.connect(_NEWCOMERS)
         return self._pair.public
 
     def dial(self, outbox: Outbox, peer: str, place: Place) -> None:
@@ -188,20 +152,37 @@ class KeyGuard:
         if self._is_suspended(key):
             text = f"refused {address} for a while: it broke a rule lately"
             return Verdict(status=NOT_NOW, remark=text)
+        if key != self._pair.public and self._is_barred(address):
+            text = f"refused {address} for a while: somebody there broke a rule lately"
+            return Verdict(status=NOT_NOW, remark=text)
         return Verdict(user=key)
 
     def source(self, part: zmq.Frame, n_bytes: int) -> Source | None:
         """Return where a message came from; None if that is nobody who may speak."""
         key = str(part.get("User-Id"))
         descriptor = int(part.get(zmq.SRCFD))
-        record = self._books.connections.setdefault(descriptor, _Record())
-        record.key = key
-        record.n_bytes += n_bytes
+        record = self._books.speaking.get(descriptor) or self._met(descriptor)
+        if record is not None:
+            record.key = key
+            record.n_bytes += n_bytes
         self._books.n_messages[key] += 1
         if not self._speakers.admit(key) or self._is_suspended(key):
-            connections.cut(self._port, descriptor)
+            connections.cut_descriptor(self._port, descriptor)
             return None
         return Source(key, descriptor)
+
+    def _met(self, descriptor: int) -> Record | None:
+        """Return the record of one that says its first word; None: it has ended."""
+        books = self._books
+        connection = connections.at(descriptor, self._port)
+        if connection is None:
+            return None
+        record = self._record(connection, self._now())
+        if record.descriptor is not None:  # the same port of the same machine again
+            books.speaking.pop(record.descriptor, None)
+        record.descriptor = descriptor
+        books.speaking[descriptor] = record
+        return record
 
     def check(self, source: Source, sender: str) -> None:
         """Refuse a message that names a sender whom its key may not speak for."""
@@ -220,7 +201,7 @@ class KeyGuard:
     def offended(self, source: Source, why: str) -> None:
         """Close the connection, and keep the key out for a while."""
         self._suspend(source.user, why)
-        connections.cut(self._port, source.connection)
+        connections.cut_descriptor(self._port, source.connection)
 
     def _is_suspended(self, key: str) -> bool:
         until = self._books.suspended.get(key)
@@ -228,6 +209,10 @@ class KeyGuard:
             del self._books.suspended[key]
             return False
         return until is not None
+
+    def _is_barred(self, address: str) -> bool:
+        until = self._books.barred.get(address)
+        return until is not None and until > self._now()
 
     def _suspend(self, key: str, why: str) -> None:
         if key == self._pair.public:  # a mistake of ours; there would be nobody left
@@ -250,18 +235,77 @@ class KeyGuard:
         self._watched_at = now
         self._speakers.refresh()
         self._look_at_rates(seconds)
-        known, seen = self._books.connections, set[int]()
+        found = sorted(connections.connections(port), key=self._age)
+        self._forget({connection.peer for connection in found}, now)
         of_address: Counter[str] = Counter()
-        for connection in sorted(connections.connections(port), key=self._age):
-            seen.add(connection.descriptor)
+        cuts: dict[Peer, tuple[Record, str]] = {}
+        hoards: set[str] = set()  # addresses
+        greedy = self._greedy(found, now)
+        # Asked after that: what was whole when it was looked at still waits.
+        nothing_waits = self._inbox is not None and not self._inbox.poll(0)
+        for connection in found:
             record = self._record(connection, now)
+            record.forgive(round(_BEAT_BYTES * seconds), at_most=connection.n_bytes)
             of_address[connection.peer[0]] += 1
-            why = self._objection(connection, record, of_address[connection.peer[0]])
+            n_of_address = of_address[connection.peer[0]]
+            why = greedy.get(record.key)
+            why = why or self._objection(connection, record, n_of_address)
+            if nothing_waits and why is None:
+                why = self._unfinished(connection, record)
+                hoards |= {record.peer[0]} if why and not record.key else set()
             if why is not None:
-                connections.cut(port, connection.descriptor, connection.peer)
-                self._closed(connection, record, why)
-        for descriptor in known.keys() - seen:
-            del known[descriptor]
+                cuts[connection.peer] = record, why
+        connections.cut(port, cuts.keys())
+        # Which key it was that never said a whole word, ZeroMQ does not tell.
+        until = now + self._caps.suspended_seconds
+        self._books.barred = {
+            address: at for address, at in self._books.barred.items() if at > now
+        } | dict.fromkeys(hoards, until)
+        for record, why in cuts.values():
+            self._closed(record, why)
+        self._look_at_newcomers(seconds)
+
+    def _greedy(self, found: Sequence[Connection], now: Seconds) -> dict[str, str]:
+        """Return the keys whose connections hold too much together, and why."""
+        unread: Counter[str] = Counter()
+        for connection in found:
+            record = self._record(connection, now)
+            unread[record.key] += max(0, connection.n_bytes - record.n_bytes)
+        return {
+            key: f"{n} bytes wait, of all its connections"
+            for key, n in unread.items()
+            if key and n > self._caps.unread_bytes_of_key_max
+        }
+
+    def _forget(self, seen: set[Peer], now: Seconds) -> None:
+        """Forget the connections that have ended."""
+        books = self._books
+        for peer in books.connections.keys() - seen:
+            descriptor = books.connections.pop(peer).descriptor
+            if descriptor is None:
+                continue
+            books.speaking.pop(descriptor, None)
+            # What another has said by the same descriptor was taken for the last words
+            # of the one before.
+            follower = connections.at(descriptor, self._port)
+            if follower is not None:
+                self._record(follower, now).n_bytes = follower.n_bytes
+
+    def _look_at_newcomers(self, seconds: Seconds) -> None:
+        if self._newcomers is None:
+            return
+        n = 0
+        while self._newcomers.poll(0):
+            self._newcomers.recv_multipart()
+            n += 1
+        welcome = {
+            record.peer[0]
+            for record in self._books.connections.values()
+            if record.key and not self._is_suspended(record.key)
+        } - self._books.barred.keys()
+        told = self._siege.look(self._port, n, seconds, welcome=welcome)
+        if told is not None:
+            self._warn(told)
 
     def _look_at_rates(self, seconds: Seconds) -> None:
         """Each key has a bucket that leaks; it must not run over."""
@@ -276,39 +320,38 @@ class KeyGuard:
                 books.levels[key] = level
         books.n_messages.clear()
 
-    def _closed(
-        self, connection: connections.Connection, record: _Record, why: str
-    ) -> None:
+    def _closed(self, record: Record, why: str) -> None:
         """A connection was closed: say so, but never so often as to fill a disk."""
         if record.key:
             self._suspend(record.key, why)
             return
         n = self._books.n_closed = self._books.n_closed + 1
         if n & (n - 1) == 0:
-            text = f"closed a connection of {connection.peer[0]}: {why} (so far {n})"
+            text = f"closed a connection of {record.peer[0]}: {why} (so far {n})"
             self._warn(text)
 
-    def _record(self, connection: connections.Connection, now: Seconds) -> _Record:
-        """Return what is known of a connection; begin anew with a new one."""
-        records = self._books.connections
-        record = records.get(connection.descriptor)
-        if record is None:  # it has said nothing so far
-            record = _Record(peer=connection.peer, since=now)
-        elif record.peer != connection.peer:  # its messages came before this look
-            key = record.key if record.peer is None else ""
-            n_bytes = connection.n_bytes  # as if all had been read
-            record = _Record(key=key, peer=connection.peer, since=now, n_bytes=n_bytes)
-        records[connection.descriptor] = record
+    def _record(self, connection: Connection, now: Seconds) -> Record:
+        """Return what is known of a connection."""
+        known = self._books.connections
+        record = known.get(connection.peer)
+        if record is None:
+            record = known[connection.peer] = Record(peer=connection.peer, since=now)
         return record
 
-    def _age(self, connection: connections.Connection) -> Seconds:
+    def _age(self, connection: Connection) -> Seconds:
         """Sort the oldest first, those never seen last."""
-        record = self._books.connections.get(connection.descriptor)
-        is_known = record is not None and record.peer == connection.peer
-        return record.since if record is not None and is_known else self._now()
+        record = self._books.connections.get(connection.peer)
+        return self._now() if record is None else record.since
+
+    def _unfinished(self, connection: Connection, record: Record) -> str | None:
+        """Return what is wrong with a message that has come in parts so far."""
+        held = connection.n_bytes - connection.n_waiting - record.n_bytes
+        if held <= self._caps.unfinished_bytes_max:
+            return None
+        return f"{held} bytes wait, of a message that does not end"
 
     def _objection(
-        self, connection: connections.Connection, record: _Record, n_of_address: int
+        self, connection: Connection, record: Record, n_of_address: int
     ) -> str | None:
         """Return why this connection must not go on."""
         caps = self._caps

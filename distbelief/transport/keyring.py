@@ -7,8 +7,9 @@ from typing import Literal
 import msgspec
 
 from distbelief.transport.key_files import KeyFiles
-from distbelief.transport.key_guard import Caps, KeyGuard
+from distbelief.transport.key_guard import KeyGuard
 from distbelief.transport.keys import KeyPair
+from distbelief.transport.peers import Caps
 from distbelief.transport.speakers import Speakers
 
 

@@ -102,9 +102,10 @@ def number_of(host: str) -> str:
         return ANYWHERE
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of "a..b"
+        why = error.strerror if isinstance(error, OSError) else "no name of a host"
         raise JobError(
-            f"there is no address of a host {host!r} ({error.strerror}): use its "
+            f"there is no address of a host {host!r} ({why}): use its "
             "number, such as 10.0.0.1 (IPv6 is not supported)"
         ) from None
     return str(found[0][4][0])

@@ -145,7 +145,7 @@ class ZmqTransport:
         self._inbox.maxmsgsize = self._guard.wire_bytes(
             max(HEADER_BYTES_MAX, FRAME_BYTES_MAX)
         )
-        self._inbox.backlog = 1024  # a whole cluster may connect at once
+        self._inbox.backlog = 256  # who finds no place tries again, a second later
         try:
             self._inbox.bind(self._bind)
         except zmq.ZMQError as error:

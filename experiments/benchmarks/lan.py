@@ -1,111 +1,75 @@
-"""Several hosts in one, at a switch: network namespaces with links of a given speed.
+"""What passes the links of four hosts at a switch, 1 Gbit/s each, beside the forecast.
 
-    distbelief-PID-lan-0   distbelief-PID-lan-1   ...        10.78.0.1, 10.78.0.2, ...
-            |                      |
-            +------- switch -------+--- ...                  each link: tc tbf
+    python experiments/benchmarks/lan.py [--only CASE]
 
-Only root may make them. A link can be taken down, and up again.
+Jobs over network namespaces, machines that have joined; only root may make them.
+
+    beyond_CASE    the share by which the links had more than that, both ways, all hosts
+    beyond_worst   that of the worst link
 """
 
-import itertools
-import json
-import os
-import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Final, cast, final
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Final
 
-from experiments.benchmarks.hosts import INTERFACE, Host
-
-
-_BURST_BYTES: Final = 1 << 17
-_QUEUE_BYTES: Final = 1 << 23
-_LANS: Final = itertools.count()
+from experiments.benchmarks import measurement
+from experiments.benchmarks.hosts import obstacle
+from experiments.benchmarks.lan_switch import switched
+from experiments.benchmarks.lan_traffic import Link, links_of
+from experiments.benchmarks.simulated_truth import JOB, SANDBLAST
 
 
-@final
-class Lan:
-    """Hosts at one switch.
-
-    Attributes:
-        hosts: In order of their addresses.
-    """
-
-    def __init__(self, name: str, hosts: Sequence[Host]) -> None:
-        self._name = name
-        self.hosts = hosts
-
-    def cut(self, host: Host) -> None:
-        """Let nothing through to or from this host."""
-        self._set(host, "down")
-
-    def mend(self, host: Host) -> None:
-        """Let everything through again."""
-        self._set(host, "up")
-
-    def n_bytes(self, host: Host) -> tuple[int, int]:
-        """Return how many bytes this host has received, and sent, so far."""
-        command = ["ip", "-n", host.name, "-s", "-j", "link", "show", INTERFACE]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        told = cast(
-            "list[dict[str, dict[str, dict[str, int]]]]", json.loads(done.stdout)
-        )
-        counts = told[0]["stats64"]
-        return counts["rx"]["bytes"], counts["tx"]["bytes"]
-
-    def _set(self, host: Host, state: str) -> None:
-        port = f"port{self.hosts.index(host)}"
-        _do(["ip", "-n", self._name, "link", "set", port, state])
+N_HOSTS: Final = 4
+_OF_LAN: Final = ("replicas = 2", "replicas = 4", "max_steps = 150", "max_steps = 25")
+_SPLIT: Final = ("replicas = 4", "replicas = 2\npartitions = 2")
 
 
-@contextmanager
-def switched(n_hosts: int, *, bits_per_second: float) -> Iterator[Lan]:
-    """Make so many hosts, and take them away afterwards.
-
-    Raises:
-        OSError: a command failed; its words.
-    """
-    base = f"distbelief-{os.getpid()}-lan{next(_LANS)}"
-    switch = f"{base}-switch"
-    names = [f"{base}-{index}" for index in range(n_hosts)]
-    try:
-        _do(["ip", "netns", "add", switch])
-        _do(["ip", "-n", switch, "link", "add", "switch", "type", "bridge"])
-        _do(["ip", "-n", switch, "link", "set", "switch", "up"])
-        hosts = []
-        for index, name in enumerate(names):
-            address = f"10.78.0.{index + 1}"
-            _plug(name, switch, f"port{index}", address, bits_per_second)
-            hosts.append(Host(name, address))
-        yield Lan(switch, hosts)
-    finally:
-        for name in [*names, switch]:
-            with suppress(OSError):
-                _do(["ip", "netns", "del", name])
+def _with(text: str, *changes: str) -> str:
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        text = text.replace(old, new)
+    return text
 
 
-def _plug(
-    name: str, switch: str, port: str, address: str, bits_per_second: float
-) -> None:
-    _do(["ip", "netns", "add", name])
-    _do(
-        [
-            *("ip", "link", "add", INTERFACE, "netns", name),
-            *("type", "veth", "peer", "name", port, "netns", switch),
-        ]
-    )
-    _do(["ip", "-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE])
-    _do(["ip", "-n", name, "link", "set", "lo", "up"])
-    _do(["ip", "-n", name, "link", "set", INTERFACE, "up"])
-    _do(["ip", "-n", switch, "link", "set", port, "master", "switch", "up"])
-    for namespace, device in ((name, INTERFACE), (switch, port)):
-        bucket = ["rate", f"{bits_per_second:.0f}bit", "burst", f"{_BURST_BYTES}"]
-        bucket += ["limit", f"{_QUEUE_BYTES}"]
-        root = ["dev", device, "root", "tbf"]
-        _do(["tc", "-n", namespace, "qdisc", "add", *root, *bucket])
+CASES: Final[Mapping[str, str]] = {
+    "downpour": _with(JOB, *_OF_LAN),
+    "split": _with(JOB, *_OF_LAN, *_SPLIT),
+    "sandblaster": _with(SANDBLAST, *_OF_LAN),
+    "split_sandblaster": _with(SANDBLAST, *_OF_LAN, *_SPLIT),
+}
+"""Jobs over all four."""
 
 
-def _do(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--only", action="append", choices=list(CASES))
+    options = parser.parse_args(arguments)
+    if (why := obstacle()) is not None:
+        raise SystemExit(why)
+    found: dict[str, Sequence[Link]] = {}
+    rows = {}
+    for case in options.only or CASES:
+        with switched(N_HOSTS, bits_per_second=1e9) as lan:
+            found[case] = links_of(lan, CASES[case])
+        for index, link in enumerate(found[case]):
+            rows[f"{case} {index}"] = {
+                "roles": ", ".join(link.roles) or "shards, replica 0, supervisor",
+                "in: foretold": f"{link.foretold_received / 1e6:,.2f} MB",
+                "link": f"{link.received / 1e6:,.2f} MB",
+                "out: foretold": f"{link.foretold_sent / 1e6:,.2f} MB",
+                "link ": f"{link.sent / 1e6:,.2f} MB",
+                "beyond": f"{link.beyond:+.2%}",
+            }
+            print(f"{case} {index}", rows[f"{case} {index}"], flush=True)
+    measurement.show(f"{N_HOSTS} hosts at a switch, 1 Gbit/s each", rows)
+    figures = {f"beyond_{case}": _beyond(links) for case, links in found.items()}
+    worst = max(abs(link.beyond) for links in found.values() for link in links)
+    measurement.conclude("lan", figures | {"beyond_worst": worst})
+
+
+def _beyond(links: Sequence[Link]) -> float:
+    passed = sum(link.received + link.sent for link in links)
+    return passed / sum(x.foretold_received + x.foretold_sent for x in links) - 1.0
+
+
+if __name__ == "__main__":
+    main()

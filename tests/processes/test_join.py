@@ -134,7 +134,49 @@ def listening(
     return train(land.here, *listen, *cluster, *options)
 
 
-def test_replicas_run_on_a_machine_that_joins(land: Land) -> None:
+def test_machines_are_refused_come_leave_and_die(land: Land) -> None:
+    """One job for all of it: to begin one takes most of the time."""
+    options = (*LONG, "--cores", "1")
+    with listening(land, *options, replicas=2) as command:
+        _refused_for_its_imports(land, command)
+        with land.joined(command) as machine:
+            poll(lambda: told(command).count("replica 1: on ") == 1)
+            _goes_on(command)
+            machine.process.send_signal(signal.SIGINT)
+            assert machine.wait() == 130, machine.said
+        poll(lambda: says(command, "replica 1 has left with"))
+        poll(lambda: told(command).count("replica 1 waits for a machine") >= 2)
+        with land.joined(command) as machine:
+            poll(lambda: told(command).count("replica 1: on ") == 2)
+            _goes_on(command)
+            machine.kill()
+            poll(lambda: says(command, "replica 1 lost with it"))
+            _goes_on(command)
+        with land.joined(command) as machine:
+            poll(lambda: told(command).count("replica 1: on ") == 3)
+            _goes_on(command)
+            command.signal(signal.SIGINT)
+            assert command.wait() == 130, command.output
+            assert machine.wait() == 0, machine.said
+    summary = json.loads((command.run / "summary.json").read_text())
+    states = [host["state"] for host in summary["hosts"]]
+    assert sorted(states) == ["gone", "gone", "of no use", "ready"]
+
+
+def _refused_for_its_imports(land: Land, command: Command) -> None:
+    with land.joined(command, allow="experiments.speech") as machine:
+        assert machine.wait() == 1, machine.said
+    assert "--allow-import tiny" in machine.said
+    assert says(command, "cannot take part: [model] 'tiny:net'")
+
+
+def _goes_on(command: Command) -> None:
+    before = command.samples()
+    poll(lambda: command.samples() > before + 500)
+
+
+@pytest.mark.soak
+def test_a_job_ends_and_so_does_the_machine_that_joined(land: Land) -> None:
     start = listening(land, "--hosts", "1", "--cores", "1", replicas=2)
     with start as command, land.joined(command) as machine:
         assert command.wait() == 0, command.output
@@ -145,24 +187,8 @@ def test_replicas_run_on_a_machine_that_joins(land: Land) -> None:
     assert not command.pids("replica-1")
 
 
-def test_a_machine_dies_and_who_comes_late_is_used(land: Land) -> None:
-    with listening(land, *LONG, "--hosts", "1", "--cores", "1", replicas=2) as command:
-        with land.joined(command) as machine:
-            poll(command.is_training)
-            machine.kill()
-            poll(lambda: says(command, "replica 1 lost with it"), seconds=30)
-            poll(lambda: says(command, "replica 1 waits for a machine"), seconds=30)
-            before = command.samples()
-            poll(lambda: command.samples() > before + 500)
-        with land.joined(command):
-            poll(lambda: told(command).count("replica 1: on ") == 2)
-            before = command.samples()
-            poll(lambda: command.samples() > before + 500)
-            command.signal(signal.SIGINT)
-            assert command.wait() == 130, command.output
-
-
-def test_a_machine_that_leaves_is_left_in_good_order(land: Land) -> None:
+@pytest.mark.soak
+def test_nothing_is_lost_where_a_machine_leaves(land: Land) -> None:
     with listening(land, *LONG, "--hosts", "1", "--cores", "1", replicas=2) as command:
         with land.joined(command) as machine:
             poll(command.is_training)
@@ -170,22 +196,10 @@ def test_a_machine_that_leaves_is_left_in_good_order(land: Land) -> None:
             machine.process.send_signal(signal.SIGINT)
             assert machine.wait() == 130, machine.said
         poll(lambda: says(command, "replica 1 has left with"))
-        poll(lambda: says(command, "replica 1 waits for a machine"))
-        command.signal(signal.SIGINT)
-        assert command.wait() == 130, command.output
-    summary = json.loads((command.run / "summary.json").read_text())
-    assert summary["pushes_lost"] == 0
-    assert [host["state"] for host in summary["hosts"]] == ["gone"]
-
-
-def test_a_machine_calls_only_what_its_user_allows(land: Land) -> None:
-    with listening(land, *LONG, "--cores", "1", replicas=2) as command:
-        with land.joined(command, allow="experiments.speech") as machine:
-            assert machine.wait() == 1, machine.said
-        assert "--allow-import tiny" in machine.said
-        assert says(command, "cannot take part: [model] 'tiny:net'")
         KeyFiles(land.here / "keys").revoke("host")
         with land.joined(command) as machine:
             poll(lambda: "does not let this machine in" in machine.said)
         command.signal(signal.SIGINT)
         assert command.wait() == 130, command.output
+    summary = json.loads((command.run / "summary.json").read_text())
+    assert summary["pushes_lost"] == 0

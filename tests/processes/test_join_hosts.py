@@ -12,7 +12,7 @@ import pytest
 
 from distbelief.transport.key_files import Allowed, KeyFiles
 from experiments.benchmarks.hosts import Host, obstacle
-from experiments.benchmarks.lan import Lan, switched
+from experiments.benchmarks.lan_switch import Lan, switched
 from tests.processes.commands import COMMAND, JOB, MODULE, Command, poll
 from tests.processes.test_sandblaster import JOB as BATCH_JOB
 
@@ -21,10 +21,11 @@ pytestmark = [
     pytest.mark.soak,
     pytest.mark.root,
     pytest.mark.processes,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
 ]
 
 N_HOSTS = 4
+SECONDS_MAX = 500.0  # on a machine that has other things to do
 LONG = ("--set", "stop.epochs=1000000")
 
 
@@ -129,7 +130,7 @@ def test_a_job_runs_on_four_hosts(
 ) -> None:
     with job_at(tmp_path, text) as job:
         job.start(*options)
-        assert job.command.wait(seconds=200) == 0, job.command.output
+        assert job.command.wait(seconds=SECONDS_MAX) == 0, job.command.output
         assert len(re.findall(r": on \S+ \(host-", job.command.output)) == N_HOSTS - 1
         for machine in job.machines:
             assert machine.wait(20) == 0

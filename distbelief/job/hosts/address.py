@@ -38,13 +38,13 @@ class JobAddress:
         Raises:
             JobError: it is no such address.
         """
-        parts = urlsplit(text)
-        query = parse_qs(parts.query)
         try:
-            port = parts.port
-        except ValueError:
-            port = None
-        if parts.scheme != "tcp" or not parts.hostname or not port:
+            parts = urlsplit(text)
+            scheme, host, port = parts.scheme, parts.hostname, parts.port
+            query = parse_qs(parts.query)
+        except ValueError:  # brackets that do not close, a port that is no number, ...
+            scheme, host, port, query = "", None, None, {}
+        if scheme != "tcp" or not host or not port or not text.isascii():
             raise JobError(
                 f"{text!r} is no address of a job: `distbelief train JOB.toml --listen "
                 "tcp://HOST:PORT --keys DIR` prints it; it looks like "
@@ -52,7 +52,7 @@ class JobAddress:
             )
         key = public_key(query["key"][0]) if "key" in query else ""
         token = query.get("token", [""])[0]
-        return cls(host=parts.hostname, port=port, key=key, token=token)
+        return cls(host=host, port=port, key=key, token=token)
 
     @override
     def __str__(self) -> str:

@@ -9,12 +9,20 @@ user had it below his.
 
 import os
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 import msgspec
 
 from distbelief.errors import JobError
 from distbelief.job.process import Spec
+
+
+_UNREADABLE: Final = (
+    msgspec.MsgspecError,
+    UnicodeDecodeError,
+    RecursionError,
+    KeyError,
+)
 
 
 class Brief(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +62,7 @@ def read_brief(content: bytes) -> Brief:
     """
     try:
         return msgspec.json.decode(content, type=Brief)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise JobError(
             f"what the supervisor says of its job cannot be read: {error!s:.200}. Use "
             "the same version of distbelief on both machines"
@@ -71,7 +79,7 @@ def moved_here(job: msgspec.Raw, directory: Path) -> msgspec.Raw:
         tables = msgspec.json.decode(bytes(job), type=dict[str, object])
         source = msgspec.convert(tables["source"], type=dict[str, object])
         paths = msgspec.convert(source["import_paths"], type=list[str])
-    except (msgspec.MsgspecError, KeyError) as error:
+    except _UNREADABLE as error:
         raise JobError(f"the supervisor sent no job: {error!s:.200}") from None
     # The innermost directory first: it may lie within the other.
     bases = sorted((path.rstrip("/") for path in paths), key=len, reverse=True)

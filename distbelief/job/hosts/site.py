@@ -6,6 +6,7 @@ DIRECTORY/RUN/snapshots/          of shards that ran here
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
@@ -63,7 +64,7 @@ class HostSite:
         """
         self.clear()
         told = read_brief(brief)
-        directory = _free(self._config.directory)
+        directory = _made(self._config.directory)
         memory = self._memory = FileMemory.make()
         plan = None
         if told.plan is not None:
@@ -84,10 +85,6 @@ class HostSite:
         # In a directory that only its user may enter: the run's token is in it.
         self._spec.write_bytes(msgspec.json.encode(spec))
         logs = directory / "logs"
-        try:
-            logs.mkdir(parents=True)
-        except OSError as error:
-            raise files.explained(error, logs, doing="make") from error
         self._launcher.serve(spec=self._spec, log_of=lambda name: logs / f"{name}.log")
 
     def verdict(self) -> str | None:
@@ -135,10 +132,16 @@ class HostLauncher:
         return self._launcher.events()
 
 
-def _free(directory: Path) -> Path:
-    """Return the next numbered directory that is not there yet."""
-    for number in range(1, N_SIBLINGS_MAX):
-        candidate = directory / str(number)
-        if not candidate.exists():
-            return candidate
+def _made(directory: Path) -> Path:
+    """Return the next numbered directory that was not there yet, with one for logs."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for number in range(1, N_SIBLINGS_MAX):
+            candidate = directory / str(number)
+            with suppress(FileExistsError):  # perhaps made just now, by another join
+                candidate.mkdir()
+                (candidate / "logs").mkdir()
+                return candidate
+    except OSError as error:
+        raise files.explained(error, directory, doing="make a directory in") from error
     raise JobError(f"{directory} has {N_SIBLINGS_MAX} runs: remove some")

@@ -355,7 +355,7 @@ def test_a_job_as_run_keeps_where_it_came_from(tmp_path: Path) -> None:
 
 
 def test_json_that_is_no_job_is_refused() -> None:
-    for text in (b"", b"[]", b"{}", b'{"model": 1}'):
+    for text in (b"", b"[]", b"{}", b'{"model": 1}', b'{"\xd8": 1}'):
         with pytest.raises(JobFileError):
             job_from_json(text)
 

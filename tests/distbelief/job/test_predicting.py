@@ -1,6 +1,8 @@
 """Prediction in one process, and what is refused; by machines: `tests/processes`."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,12 @@ from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
+import distbelief
 from distbelief.cli import app
 from distbelief.errors import JobError, StorageError
 from distbelief.job import predicting
 from distbelief.job.predicting import predict
+from distbelief.job.rehearsal import Rehearsal
 from distbelief.job.run_directory import RunDirectory
 
 
@@ -215,3 +219,28 @@ def test_the_command_line_tells_a_mistake_in_a_sentence(
     failed = CliRunner().invoke(app, ["predict", str(tmp_path), words[2]])
     assert failed.exit_code == 2
     assert "is not a run directory" in failed.stderr
+
+
+def test_sigterm_leaves_no_folder_behind(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM ended it at once; its folder, inputs and all, stayed in /tmp."""
+    outlook = distbelief.plan(
+        net(), torch.zeros(8, 5), loss="cross_entropy", machines=(2,)
+    )
+    outlook.save(run.plan_file)
+    inputs_at(tmp_path / "in.npy")
+    folders: list[Path] = []
+
+    def end(rehearsal: Rehearsal, *, n_machines: int) -> None:
+        assert n_machines <= 2
+        folders.append(Path(rehearsal.folder))
+        assert (folders[0] / "inputs.npy").is_file()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(predicting, "rehearse", end)
+    with pytest.raises(SystemExit) as caught:
+        predict(run.path, tmp_path / "in.npy")
+    assert caught.value.code == 143
+    assert not folders[0].exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

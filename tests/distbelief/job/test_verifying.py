@@ -1,17 +1,22 @@
 """What `--verify` compares, and how; with processes: `tests/processes/test_verify`."""
 
+import os
+import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 from torch import nn
 
+import distbelief
 from distbelief.errors import JobError
 from distbelief.graph.building import Builder
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
 from distbelief.job import verifying
+from distbelief.job.rehearsal import Rehearsal
 from distbelief.job.verified import Agreement, Link, Verified
 
 
@@ -102,7 +107,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
 def test_words_are_drawn_from_all_that_every_table_has() -> None:
     """They were all word 0, so that a plan of a split table was hardly looked at."""
     known = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3))
-    hidden = nn.Sequential(nn.Embedding(7, 4, max_norm=1.0), nn.Flatten())
+    hidden = nn.Sequential(nn.Embedding(7, 4, scale_grad_by_freq=True), nn.Flatten())
     for module, words in ((known, set(range(7))), (hidden, {0})):
         graph = append_loss(
             capture(module, [InputSpec(shape=(3,), n_values=7)]), "cross_entropy"
@@ -115,3 +120,29 @@ def test_words_are_drawn_from_all_that_every_table_has() -> None:
 
 def test_sums_of_nothing_are_zero() -> None:
     assert verifying._distance(torch.zeros(0), torch.zeros(0)) == 0.0
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def test_sigterm_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended a verification at once; the folder with all weights stayed in /tmp."""
+    outlook = distbelief.plan(
+        net(), torch.zeros(8, 4), loss="cross_entropy", machines=(2,)
+    )
+    folders: list[Path] = []
+
+    def end(rehearsal: Rehearsal, *, n_machines: int) -> None:
+        assert n_machines <= 2
+        folders.append(Path(rehearsal.folder))
+        assert (folders[0] / "w.safetensors").is_file()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(verifying, "rehearse", end)
+    with pytest.raises(SystemExit) as caught:
+        verifying.verify(
+            outlook, factory=f"{__name__}:net", loss="cross_entropy", n_cores=2
+        )
+    assert caught.value.code == 143
+    assert not folders[0].exists()

@@ -14,12 +14,19 @@ from hypothesis import given, settings, strategies as st
 
 from distbelief.errors import TransportError
 from distbelief.messages import Alive, PushBlock, Save
-from distbelief.transport.connections import connections, cut
+from distbelief.transport.connections import (
+    Connection,
+    at,
+    connections,
+    cut,
+    cut_descriptor,
+)
 from distbelief.transport.guard import REFUSED
 from distbelief.transport.key_files import Allowed, KeyFiles
-from distbelief.transport.key_guard import Caps
+from distbelief.transport.key_guard import KeyGuard
 from distbelief.transport.keyring import Keyring
 from distbelief.transport.keys import KeyPair
+from distbelief.transport.peers import Caps
 from distbelief.transport.places import Place
 from distbelief.transport.zmq_transport import ZmqTransport
 from distbelief.vectors import BLOCK_BYTES
@@ -205,14 +212,14 @@ def test_bytes_are_counted_as_the_kernel_does(
 ) -> None:
     """Else what is forgiven, or charged too much, grows with every message."""
     (before,) = connections(port_of(server))
-    n_before = server._guard._books.connections[before.descriptor].n_bytes  # type: ignore[attr-defined]
+    n_before = server._guard._books.connections[before.peer].n_bytes  # type: ignore[attr-defined]
     for size in (0, 1, 150, 200, 210, 230, 1000, BLOCK_BYTES // 4):
         values = np.zeros(size, np.float32)
         block = PushBlock(sequence=1, shard_incarnation=1, block_index=0, values=values)
         worker.send("supervisor", block)
         take(server, 1)
     (after,) = connections(port_of(server))
-    n_after = server._guard._books.connections[before.descriptor].n_bytes  # type: ignore[attr-defined]
+    n_after = server._guard._books.connections[before.peer].n_bytes  # type: ignore[attr-defined]
     assert n_after - n_before == after.n_bytes - before.n_bytes
     assert 0 < before.n_bytes - n_before < 1000  # the handshake
 
@@ -425,6 +432,82 @@ def test_a_message_of_too_many_parts_is_ended_before_it_is_whole(world: World) -
     assert works(server, worker)
 
 
+def test_what_a_key_sends_by_many_connections_is_counted_together(
+    world: World,
+) -> None:
+    """64 connections, each with a little less than one may have: 16 GiB."""
+    caps = Caps(unread_bytes_of_key_max=4 * MEBIBYTE, watch_seconds=0.01)
+    server, worker = world.server(caps=caps), world.worker()
+    worker.connect("supervisor", 1, server.endpoint)
+    assert works(server, worker)
+    pair = KeyPair.new()
+    world.allow(pair.public, "hostile")
+    links = [world.stranger(server, pair) for _ in range(3)]
+    for link in links:
+        world.lost(link, server)
+        link.send(words("worker-2"))
+    take(server, 3)
+    for link in links:
+        link.send_multipart([bytes(MEBIBYTE)] * 64, copy=False)
+    wait(server, until=lambda: any("of all its" in text for text in world.log))
+    assert works(server, worker)
+
+
+def test_who_only_begins_messages_does_not_come_back_at_once(world: World) -> None:
+    """It has said no whole word, so its key is not known; its address is."""
+    caps = Caps(unfinished_bytes_max=2 * MEBIBYTE, watch_seconds=0.01)
+    server, worker = world.server(caps=caps), world.worker()
+    worker.connect("supervisor", 1, server.endpoint)
+    assert works(server, worker)
+    link = world.member(server)
+    watch = world.lost(link, server)
+    link.send_multipart([bytes(MEBIBYTE)] * 512, copy=False)
+
+    def is_cut() -> bool:
+        assert not list(server.receive())
+        return watch.poll(0) > 0
+
+    wait(server, until=is_cut)
+    assert any("a message that does not end" in text for text in world.log)
+    wait(server, until=lambda: any("somebody there" in text for text in world.log))
+    assert works(server, worker)  # from the same address, but here already
+
+
+def test_heartbeats_are_not_held_against_anybody(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ's own are bytes that no message has: 8 MiB of them after some days."""
+    now, n_bytes = 0.0, 0
+    ring = Keyring(directory=str(world.server_files.directory), role="server")
+    speakers = ring.guard(log=lambda _level, _text: None)._speakers
+    pair = world.server_files.pair()
+    guard = KeyGuard(pair, speakers, warn=world.log.append, now=lambda: now)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    world.stack.callback(context.destroy, linger=0)
+    inbox = context.socket(zmq.PULL)
+    guard.listen(inbox)
+
+    def connections_of(_port: int) -> list[Connection]:
+        peer = ("10.0.0.1", 4000)
+        return [Connection(peer=peer, n_bytes=n_bytes, n_waiting=0)]
+
+    where = "distbelief.transport.connections.connections"
+    monkeypatch.setattr(where, connections_of)
+    for _ in range(400):
+        now += 1000.0
+        n_bytes += 500 * 60
+        guard.watch(1)
+    assert n_bytes > Caps().unfinished_bytes_max
+    assert world.log == []
+    n_bytes += Caps().unfinished_bytes_max + 128_000
+    now += 1.0
+    guard.watch(1)
+    assert "of a message that does not end" in world.log[0]
+    assert guard._newcomers is not None
+    guard._newcomers.close(0)
+    inbox.close(0)
+
+
 def test_a_key_that_sends_too_much_is_kept_out(world: World) -> None:
     caps = Caps(messages_per_second_max=10, burst_messages_max=100, watch_seconds=0.01)
     server = world.server(caps=caps)
@@ -559,12 +642,12 @@ def test_only_connections_to_the_port_are_cut(
     port = port_of(server)
     (one,) = connections(port)
     assert one.peer[0] == "127.0.0.1"
-    assert not cut(port, one.descriptor, ("127.0.0.1", 1))
-    assert not cut(port + 1, one.descriptor)
-    assert not cut(port, 0)
-    assert not cut(port, 10**6)
+    assert cut(port, {("127.0.0.1", 1)}) == cut(port + 1, {one.peer}) == 0
+    assert not cut_descriptor(port, 0)
+    assert not cut_descriptor(port, 10**6)
+    assert at(0, port) is None
     assert works(server, worker)
-    assert cut(port, one.descriptor, one.peer)
+    assert cut(port, {one.peer}) == 1
 
     def comes_through() -> bool:
         # What is sent before ZeroMQ has noticed the cut is lost, however much it is.

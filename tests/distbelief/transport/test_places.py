@@ -61,7 +61,7 @@ def test_anywhere_is_where_the_supervisor_was_found() -> None:
 def test_users_may_name_hosts() -> None:
     assert number_of("localhost") == number_of("127.0.0.1") == "127.0.0.1"
     assert number_of("*") == "0.0.0.0"
-    for host in ("no.such.host.invalid", "::1"):
+    for host in ("no.such.host.invalid", "::1", "a..b"):
         with pytest.raises(JobError, match=f"no address of a host '{host}'"):
             number_of(host)
 

@@ -30,7 +30,11 @@ def test_half_of_it_will_do() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "tcp://h", "h:1", "http://h:1", "tcp://:1", "tcp://h:99999"]
+    "text",
+    [
+        *("", "tcp://h", "h:1", "http://h:1", "tcp://:1", "tcp://h:99999"),
+        *("tcp://h[:1", "tcp://h]:1", "tcp://1[]0:7", "tcp://h:1?token=\udcc9"),  # fuzz
+    ],
 )
 def test_what_is_no_address_is_named(text: str) -> None:
     with pytest.raises(JobError, match="is no address of a job"):

@@ -64,7 +64,9 @@ def test_what_is_no_brief_is_refused(content: bytes) -> None:
         read_brief(content)
 
 
-@pytest.mark.parametrize("job", [b"1", b"{}", b'{"source":{"import_paths":[1]}}'])
+@pytest.mark.parametrize(
+    "job", [b"1", b"{}", b'{"source":{"import_paths":[1]}}', b'{"\xd8":1}']
+)
 def test_what_is_no_job_is_refused(job: bytes) -> None:
     with pytest.raises(JobError, match="sent no job"):
         moved_here(msgspec.Raw(job), Path())

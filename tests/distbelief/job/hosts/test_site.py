@@ -66,6 +66,20 @@ def told(site: HostSite, code: Path) -> str | None:
     return site.verdict()
 
 
+def test_two_machines_may_join_from_the_same_folder(
+    code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both looked for the next free number, and the second to make it was refused."""
+    monkeypatch.setattr(Path, "exists", lambda _: False)  # as if both looked at once
+    sites = [site_of(code, "letters") for _ in range(2)]
+    brief = write_brief(spec_of(*FACTORIES), plan=None)
+    for site in sites:
+        site.furnish(brief)
+        site.clear()
+    made = {path.name for path in (code / "joined").iterdir()}
+    assert made == {"1", "2"}
+
+
 def test_what_roles_read_is_of_this_machine(code: Path) -> None:
     site = site_of(code, "letters")
     told(site, code)

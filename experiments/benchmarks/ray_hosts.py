@@ -1,0 +1,202 @@
+"""A job on machines that a Ray cluster lends, beside the same on this one alone.
+
+    python experiments/benchmarks/ray_hosts.py [--rounds 2] [--steps 400] [--job FILE]
+
+needs the extra `ray`. The cluster is made here (`ray.cluster_utils`): a head without
+cores, and nodes of a core each. The job has two replicas. `local` starts both as
+processes of this machine; on `ray` one of them is at a node. Turns alternate.
+
+    start_over_local         seconds from the command to the first samples, over local
+    throughput_over_local    samples a second while it trains, over local
+    ended_well               1 if a job goes on, and ends with exit code 0, though the
+                             node of its replica is removed in mid-run
+    away_seconds             until that replica trains again, at another node
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, Final, cast, final
+
+from experiments.benchmarks import measurement
+from experiments.benchmarks.simulated_truth import JOB
+
+
+SECONDS_MAX: Final = 300.0
+TICK_SECONDS: Final = 0.02
+ON_RAY: Final = ("--on", "ray", "--hosts", "1", "--cores", "1", "--hosts-seconds", "60")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """One run.
+
+    Attributes:
+        start_seconds: From the command to the first samples.
+        rate: Samples a second from then on.
+        exit_code: Of the command.
+        away_seconds: From a node's end to the replica's next life; None: none ended.
+        said: By the command.
+    """
+
+    start_seconds: float
+    rate: float
+    exit_code: int
+    away_seconds: float | None
+    said: str
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    try:
+        from ray.cluster_utils import Cluster  # noqa: PLC0415 -- an extra
+    except ImportError as error:
+        raise SystemExit(f"{error}: pip install 'distbelief[ray]'") from None
+    found: dict[str, list[Course]] = {"local": [], "ray": []}
+    head = {"num_cpus": 0, "include_dashboard": False}
+    cluster = cast("Any", Cluster)(initialize_head=True, head_node_args=head)
+    try:
+        nodes = [cluster.add_node(num_cpus=1)]
+        cluster.wait_for_nodes()
+        for name in measurement.turns(tuple(found), n_rounds=options.rounds):
+            words = ON_RAY if name == "ray" else ()
+            found[name].append(_run(options, words, cluster.address))
+            _tell(name, found[name][-1])
+
+        def remove() -> None:
+            cluster.remove_node(nodes.pop())
+            cluster.add_node(num_cpus=1)
+
+        lost = _run(options, ON_RAY, cluster.address, attack=remove)
+        _tell("a node removed", lost)
+    finally:
+        cluster.shutdown()
+    report(found, lost)
+
+
+def report(found: dict[str, list[Course]], lost: Course) -> None:
+    """Print all, and the figures as the last line."""
+    starts = {name: [c.start_seconds for c in found[name]] for name in found}
+    rates = {name: [c.rate for c in found[name]] for name in found}
+    rows = {
+        name: {
+            "start, s": measurement.Spread.of(starts[name]).show(),
+            "samples/s": measurement.Spread.of(rates[name]).show(0),
+        }
+        for name in found
+    }
+    measurement.show("Two replicas", rows)
+    measurement.conclude(
+        "ray_hosts",
+        {
+            "start_over_local": median(starts["ray"]) / median(starts["local"]),
+            "throughput_over_local": median(rates["ray"]) / median(rates["local"]),
+            "ended_well": float(lost.exit_code == 0 and lost.away_seconds is not None),
+            "away_seconds": lost.away_seconds or float("nan"),
+        },
+    )
+
+
+def _run(
+    options: argparse.Namespace,
+    words: Sequence[str],
+    address: str,
+    *,
+    attack: Callable[[], None] | None = None,
+) -> Course:
+    with _started(options, words, address) as (process, run):
+        begun = time.monotonic()
+        views: list[tuple[float, int]] = []  # when, samples
+        attacked = back = None
+        pid_before = 0
+        while process.poll() is None and time.monotonic() < begun + SECONDS_MAX:
+            time.sleep(TICK_SECONDS)
+            now, samples, pid = time.monotonic(), *_look(run)
+            if samples and (not views or samples != views[-1][1]):
+                views.append((now, samples))
+            if attack is not None and attacked is None and len(views) > 3:
+                attack()
+                attacked, pid_before = time.monotonic(), pid
+            elif attacked and back is None and pid not in {0, pid_before}:
+                back = now
+        said, _ = process.communicate()
+    if len(views) < 2:
+        raise SystemExit(f"the job ended with {process.returncode}: {said}")
+    (first_at, first), (last_at, last) = views[0], views[-1]
+    return Course(
+        start_seconds=first_at - begun,
+        rate=(last - first) / (last_at - first_at),
+        exit_code=process.returncode,
+        away_seconds=None if attacked is None or back is None else back - attacked,
+        said=said,
+    )
+
+
+@contextmanager
+def _started(
+    options: argparse.Namespace, words: Sequence[str], address: str
+) -> Iterator[tuple["subprocess.Popen[str]", Path]]:
+    with TemporaryDirectory(prefix="distbelief-ray-") as folder:
+        job = Path(folder) / "job.toml"
+        text = JOB if options.job is None else options.job.read_text()
+        job.write_text(text)
+        run = Path(folder) / "run"
+        command = [sys.executable, "-c", "from distbelief.cli import main; main()"]
+        command += ["train", str(job), *words, "--set", "cluster.replicas=2"]
+        command += ["--set", f"algorithm.max_steps={options.steps}"]
+        command += ["--set", f"output.directory={run}"]
+        command += ["--set", "output.report_every=250 ms"]
+        process = subprocess.Popen(
+            command,
+            env=os.environ | {"RAY_ADDRESS": address},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            yield process, run
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+
+def _look(run: Path) -> tuple[int, int]:
+    """Return the samples of a run so far, and the process of replica 1."""
+    try:
+        status = json.loads((run / "status.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        return 0, 0
+    view = status["view"]
+    pids = [role["pid"] for role in view["roles"] if role["name"] == "replica-1"]
+    return int(view["samples"]), pids[0] or 0 if pids else 0
+
+
+def _tell(name: str, course: Course) -> None:
+    print(
+        f"{name}: start {course.start_seconds:.1f} s, {course.rate:,.0f} samples/s, "
+        f"exit code {course.exit_code}, away {course.away_seconds}",
+        flush=True,
+    )
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=400, help="of a replica")
+    parser.add_argument("--job", type=Path, help="a job file of your own")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""How bytes for a decoder are found: by mutations of our own, or by atheris.
+
+Each engine calls `try_` with bytes, so often as it is told to. Memory is bounded while
+it does, so that what believes a size that it reads fails, and is found.
+"""
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Final, final
+
+from experiments.fuzz.mutating import N_BYTES_MAX, Mutator, numbers
+from experiments.fuzz.targets import Decoder
+from experiments.fuzz.watching import Watch
+
+
+MEMORY_BYTES_MAX: Final = 1 << 30
+"""Beyond what the process has at the beginning."""
+
+N_FINDINGS_MAX: Final = 8
+N_WARM: Final = 2000  # what is imported and compiled at first is no finding
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Trial:
+    """One decoder under trial.
+
+    Attributes:
+        decoder: That.
+        watch: Of what none may do.
+        n: Executions so far.
+        n_taken: Of them, of bytes that were taken.
+        findings: What went wrong, each with the bytes.
+    """
+
+    decoder: Decoder
+    watch: Watch
+    n: int = 0
+    n_taken: int = 0
+    findings: list[str] = field(default_factory=list)
+
+    def try_(self, data: bytes) -> bool:
+        """Let the decoder read; return whether it took that."""
+        self.n += 1
+        taken = False
+        try:
+            taken = self.decoder.takes(data)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            self._find(f"{type(error).__name__}: {error!s:.200}", data)
+        if self.watch.seen and self.n > N_WARM:
+            self._find("; ".join(self.watch.seen), data)
+        self.watch.seen.clear()
+        self.n_taken += taken
+        return taken
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no point in going on."""
+        return len(self.findings) >= N_FINDINGS_MAX
+
+    def _find(self, what: str, data: bytes) -> None:
+        self.findings.append(f"{what} by {data[:400]!r}")
+
+
+def bound_memory() -> None:
+    """Let this process have no more than so much beyond what it has."""
+    n_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    n_bytes = n_pages * resource.getpagesize() + MEMORY_BYTES_MAX
+    resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
+
+
+def mutate(trial: Trial, *, n: int, seed: int) -> float:
+    """Try so many mutations; return the seconds of processor that took."""
+    for data in trial.decoder.seeds:
+        assert trial.try_(data), f"{trial.decoder.what}: {data!r} is no seed"
+    mutator = Mutator(trial.decoder.seeds, draw=numbers(seed))
+    begun = time.process_time()
+    with trial.watch.on():
+        while trial.n < n and not trial.is_over:
+            if trial.try_(mutator.next()):
+                mutator.accepted()
+    return time.process_time() - begun
+
+
+def fuzz(
+    trial: Trial, folder: Path, *, n: int, seed: int, ended: Callable[[float], None]
+) -> None:
+    """Let atheris try so many; it ends the process.
+
+    Args:
+        trial: What is tried.
+        folder: For what it finds worth keeping; empty.
+        n: Executions.
+        seed: Of its chance.
+        ended: Told how long it took.
+    """
+    atheris = import_module("atheris")  # not everybody has it
+    for index, data in enumerate(trial.decoder.seeds):
+        (folder / f"seed-{index}").write_bytes(data)
+    begun = time.process_time()
+
+    def once(data: bytes) -> None:
+        with trial.watch.on():
+            trial.try_(data)
+        if trial.n == n or trial.is_over:
+            ended(time.process_time() - begun)
+            sys.stdout.flush()
+            os._exit(0)
+
+    words = (f"-runs={2 * n}", f"-seed={seed + 1}", f"-max_len={N_BYTES_MAX}")
+    atheris.Setup([sys.argv[0], *words, "-verbosity=0", str(folder)], once)
+    atheris.Fuzz()

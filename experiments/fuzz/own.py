@@ -1,0 +1,205 @@
+"""What reads what this user, or this program, wrote on this machine.
+
+address   of a job            server   of a standing server    allowed  the allow-list
+secret    a key file          facts    of a shard's snapshot   metrics  lines of a run
+status    of a running job    cut      which snapshots are in use
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from distbelief.job.cuts import Cut, newest_cut
+from distbelief.job.hosts.address import JobAddress
+from distbelief.job.metrics import Measurement, measurements_in
+from distbelief.job.run_directory import RunDirectory, Status
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.snapshots import (
+    ShardIdentity,
+    ShardState,
+    restore,
+    take,
+)
+from distbelief.parameter_server.steps import Steps
+from distbelief.parameter_server.update_rules import SGD
+from distbelief.server import ServerAddress
+from distbelief.transport.key_files import entries_in, pair_in
+from experiments.fuzz.mutating import numbers
+from experiments.fuzz.samples import Sampler
+from experiments.fuzz.targets import Decoder, Open, plain
+
+
+N_SAMPLES: Final = 8
+_PATH: Final = Path("file")
+_KEY: Final = "5f" * 32
+_MEMORY: Final = Path("/dev/shm")
+
+
+def _text(what: str, read: Callable[[str], object], *words: str) -> Decoder:
+    def decode(data: bytes) -> None:
+        read(data.decode("utf-8", "surrogateescape"))
+
+    return Decoder(what=what, seeds=tuple(map(str.encode, words)), decode=decode)
+
+
+def _address() -> Decoder:
+    def read(text: str) -> None:
+        address = JobAddress.parse(text)
+        assert JobAddress.parse(str(address)).port == address.port
+
+    token = "tcp://10.0.0.1:7700?token=abc"
+    return _text("a job's address", read, f"tcp://lab-3.example:7700?key={_KEY}", token)
+
+
+def _server() -> Decoder:
+    return _text(
+        "a server's address",
+        ServerAddress.parse,
+        f"tcp://10.0.0.1:7700?key={_KEY}&run=abc&shards=2&copies=1",
+        "tcp://127.0.0.1:41000?token=abc&shards=2&copies=2&memory=%2Fdev%2Fshm%2Fx",
+    )
+
+
+def _facts() -> Decoder:
+    """The words of a snapshot; its arrays are safetensors' to read."""
+    tensors = [TensorSpec(name="w", shape=(70, 2), kind="parameter")]
+    layout = Layout.of(tensors, n_shards=1)
+    identity = ShardIdentity(index=0, layout=layout, rule=SGD(learning_rate=0.1))
+    size = layout.shard_size(0)
+    state = ShardState(
+        incarnation=2,
+        clock=41,
+        values=np.zeros(size, np.float32),
+        state={},
+        clients=(),
+        steps=Steps(41),
+    )
+    snapshot = take("00007", state, identity=identity)
+    words = dict(snapshot.facts)
+    clients = '{"replica-0":{"incarnation":3,"watermark":20,"applied":20,"samples":640,'
+    clients += '"staleness":2}}'
+
+    def read(data: bytes) -> None:
+        pairs = [line.partition(b"\x1f") for line in data.split(b"\x1e")]
+        facts = {a.decode("utf-8", "replace"): b for a, _, b in pairs}
+        told = {name: text.decode("utf-8", "replace") for name, text in facts.items()}
+        other = replace(snapshot, facts=told)
+        restore(other, identity=identity, incarnation=9)
+
+    def written(facts: Mapping[str, str]) -> bytes:
+        lines = [f"{name}\x1f{text}".encode() for name, text in facts.items()]
+        return b"\x1e".join(lines)
+
+    seeds = (written(words), written(words | {"clients": clients}))
+    return Decoder(what="words of a snapshot", seeds=seeds, decode=read)
+
+
+def _json(*values: object) -> tuple[bytes, ...]:
+    return tuple(map(msgspec.json.encode, values))
+
+
+@contextmanager
+def _in_file(
+    what: str,
+    seeds: tuple[bytes, ...],
+    place: Callable[[Path], Path],
+    read: Callable[[Path], object],
+) -> Iterator[Decoder]:
+    """Write the bytes to a file, and read it as the program does.
+
+    Args:
+        what: In words.
+        seeds: Legal contents.
+        place: Makes what is around the file in a directory; returns its path.
+        read: Reads what is in that directory.
+    """
+    base = _MEMORY if _MEMORY.is_dir() else None
+    with TemporaryDirectory(dir=base) as folder:
+        path = place(Path(folder))
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+        def decode(data: bytes) -> None:
+            os.pwrite(file, data, 0)
+            os.ftruncate(file, len(data))
+            read(Path(folder))
+
+        yield Decoder(what=what, seeds=seeds, decode=decode)
+        os.close(file)
+
+
+def _allowed() -> Decoder:
+    entry = f"{_KEY} worker,host lab-3\n# nobody else\n".encode()
+    return Decoder(
+        what="an allow-list",
+        seeds=(entry, entry * 3),
+        decode=partial(entries_in, path=_PATH),
+    )
+
+
+def _secret() -> Decoder:
+    seed = f"{_KEY}\n".encode()
+    return Decoder(
+        what="a key file", seeds=(seed,), decode=partial(pair_in, path=_PATH)
+    )
+
+
+def _metrics() -> Decoder:
+    lines = tuple(line + b"\n" for line in _json(*_samples_of(Measurement)))
+    return Decoder(what="lines of metrics.jsonl", seeds=lines, decode=measurements_in)
+
+
+def _status() -> Open:
+    return lambda: _in_file(
+        "status.json",
+        _json(*_samples_of(Status)),
+        lambda folder: folder / "status.json",
+        lambda folder: RunDirectory(folder, lock=None).read_status(),
+    )
+
+
+def _cut() -> Open:
+    def place(folder: Path) -> Path:
+        (folder / "snapshots").mkdir()
+        return folder / "snapshots" / "cut.json"
+
+    return lambda: _in_file(
+        "cut.json",
+        _json(*_samples_of(Cut)),
+        place,
+        lambda folder: newest_cut(RunDirectory(folder, lock=None)),
+    )
+
+
+def _samples_of(kind: type) -> list[object]:
+    """Return some that JSON can say: it knows neither infinity nor NaN."""
+    sampler = Sampler(numbers(0))
+    found: list[object] = []
+    while len(found) < N_SAMPLES:
+        value = sampler.of(kind)
+        with suppress(msgspec.ValidationError):
+            msgspec.json.decode(msgspec.json.encode(value), type=kind)
+            found.append(value)
+    return found
+
+
+DECODERS: Final[Mapping[str, Open]] = MappingProxyType(
+    {
+        "address": plain(_address),
+        "server": plain(_server),
+        "facts": plain(_facts),
+        "allowed": plain(_allowed),
+        "secret": plain(_secret),
+        "metrics": plain(_metrics),
+        "status": _status(),
+        "cut": _cut(),
+    }
+)
