@@ -28,6 +28,7 @@ from distbelief.runtime.task import (
 )
 from sandblaster.building import build_coordinator, build_replica
 from sandblaster.config import SandblasterSettings
+from sandblaster.coordination.shares import NAMES as SHARES
 from sandblaster.names import COORDINATOR
 from sandblaster.reasons import Reason
 from sandblaster.replicas.machines import build_machine
@@ -57,6 +58,7 @@ class SandblasterAlgorithm:
         "step_length",
         "wasted",
         "backups",
+        *(f"{name}_share" for name in SHARES),
     )
     ends_by_itself: Final = True
 

@@ -2,6 +2,9 @@
 
 from typing import Final
 
+import msgspec
+import numpy as np
+
 from distbelief.data.subset import DataShard
 from distbelief.downpour.replica import ModelReplica
 from distbelief.downpour.settings import DownpourSettings
@@ -11,7 +14,7 @@ from distbelief.parameter_server.client import ParameterClient
 from distbelief.parameter_server.copies import copies_of_all
 from distbelief.roles import Role
 from distbelief.runtime import trial
-from distbelief.runtime.common_roles import build_client
+from distbelief.runtime.common_roles import build_client, layout_of
 from distbelief.runtime.local_model import LocalModel
 from distbelief.runtime.task import BuildContext, build_loss, build_model
 from sandblaster.config import SandblasterSettings
@@ -41,6 +44,7 @@ def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> 
             f"{n_examples} samples: use fewer, or leave batch_size out, for all of them"
         )
     shards, _ = copies_of_all(context.n_shards, 1)
+    rounding = float(np.finfo(layout_of(context).dtype).eps) / 2.0
     return Coordinator(
         CoordinatorConfig(
             cutting=config.cutting(
@@ -51,7 +55,7 @@ def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> 
             n_warm=0 if config.warm_start is None else context.n_replicas,
             await_begin=context.await_begin,
         ),
-        method=config.chosen(),
+        method=msgspec.structs.replace(config.chosen(), rounding=rounding),
         shards=shards,
         n_examples=n_examples,
     )
@@ -73,7 +77,7 @@ def build_replica(
         loss=summed(build_loss(task)),
         names=names,
         clip_norm=None,
-        always_check=True,
+        always_check=False,  # sums are looked at instead, once for each set
         seed=(config.seed, 0),
     )
     n_examples = len(dataset)

@@ -168,6 +168,7 @@ class Coordinator:
             "reason": -1.0
             if self.result is None
             else float(list(Reason).index(self.result.reason)),
+            **figures.shares.counters(),
         }
 
     @property
@@ -328,6 +329,7 @@ class Coordinator:
         if self._wait is None:
             actions += self._writing.if_marked(course)
         had_dealing = course.dealing is not None
+        course.now = now
         answered = Answered(now=now, answers=orders.answers, versions=orders.versions)
         try:
             if self._wishes.stop and not self._ending:

@@ -39,6 +39,27 @@ class Copy:
 
 
 @final
+@dataclass(slots=True)
+class Spent:
+    """What one replica has spent its time with, in one evaluation.
+
+    Attributes:
+        computing: Sets.
+        fetching: Before the first of them: parameters had to come.
+        staging: Before the others: a sum had to be pushed, or a set to be dealt.
+    """
+
+    computing: Seconds = 0.0
+    fetching: Seconds = 0.0
+    staging: Seconds = 0.0
+
+    @property
+    def total(self) -> Seconds:
+        """All that; whatever else there was, it waited."""
+        return self.computing + self.fetching + self.staging
+
+
+@final
 @dataclass(slots=True, kw_only=True, eq=False)
 class Member:
     """One replica.
@@ -52,6 +73,7 @@ class Member:
         known: Of what it is known to know.
         sent_at: When it was told, for the first or another time.
         asked_at: Since when it owes an answer, if it does.
+        joined_at: When it came.
         heard_at: When it spoke last.
         progress_at: When it began what it is computing, as far as one can tell.
         copies: Its tries, by attempt, in the order in which it computes them.
@@ -61,6 +83,7 @@ class Member:
         lag: By which the first set of an evaluation is later than its computing takes:
             parameters have to come first. None before the first.
         turnaround: From an assignment to word of it; None before the first.
+        spent: Its time, in the present evaluation.
     """
 
     name: Address
@@ -68,6 +91,7 @@ class Member:
     version: int
     known: int
     heard_at: Seconds
+    joined_at: Seconds
     life: int = 0
     number: int = 0
     sent_at: Seconds = 0.0
@@ -80,6 +104,7 @@ class Member:
     seconds_per_example: float | None = None
     lag: float | None = None
     turnaround: float | None = None
+    spent: Spent = field(default_factory=Spent)
 
     @property
     def outstanding(self) -> list[Copy]:
@@ -91,9 +116,13 @@ class Member:
         pace = result.seconds / max(result.n_examples, 1)
         if 0.0 < pace < math.inf:
             self.seconds_per_example = _average(self.seconds_per_example, pace)
-            if not self.n_sets:
-                lag = max(0.0, elapsed - result.seconds)
-                self.lag = _average(self.lag, lag)
+            before = max(0.0, elapsed - result.seconds)
+            self.spent.computing += result.seconds
+            if self.n_sets:
+                self.spent.staging += before
+            else:
+                self.spent.fetching += before
+                self.lag = _average(self.lag, before)
         self.n_sets += 1
 
 
@@ -149,6 +178,7 @@ class Crew:
         for member in self:
             member.copies.clear()
             member.n_computed = member.n_sets = 0
+            member.spent = Spent()
 
     # ---------------------------------------------------------------------- messages
 
@@ -172,6 +202,7 @@ class Crew:
                 version=account.version,
                 known=account.version,
                 heard_at=now,
+                joined_at=now,
             )
             self._members[event.sender] = member
             return member

@@ -4,6 +4,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import final
 
+from distbelief.roles import Seconds
+from sandblaster.coordination.shares import Shares
 from sandblaster.requests import Iterated
 
 
@@ -19,6 +21,8 @@ class Figures:
         n_wasted: Examples computed in vain.
         n_backups: Second copies dealt.
         n_evaluations: Begun.
+        shares: Of the replicas' time.
+        save_again_at: When a snapshot may be taken.
     """
 
     iterated: Iterated | None = None
@@ -27,6 +31,8 @@ class Figures:
     n_wasted: int = 0
     n_backups: int = 0
     n_evaluations: int = 0
+    shares: Shares = field(default_factory=Shares)
+    save_again_at: Seconds = 0.0
 
     @property
     def iteration(self) -> int:

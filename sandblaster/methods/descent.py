@@ -28,10 +28,11 @@ from sandblaster.methods.stopping import (
     Method,
     bound_reached,
     lost_in_rounding,
+    noise,
     small_gradient,
     small_improvement,
 )
-from sandblaster.methods.trials import DIRECTION, Line, Searched, Trial
+from sandblaster.methods.trials import DIRECTION, Line, Searched, Start, Trial
 from sandblaster.reasons import Reason
 from sandblaster.requests import Iterated, Result, Steps, perform, told_to_stop
 
@@ -158,7 +159,7 @@ class DescentRun:
             searched = yield from self._search(present)
             present = _counted(present, searched)
             if searched.trial is None:
-                expected = min(expected, -present.slope * present.step)
+                expected = min(expected, _expected(present, searched))
                 reason = self._verdict_on_failure(present, expected)
                 if reason is not None:
                     return self._result(present, reason)
@@ -214,11 +215,15 @@ class DescentRun:
     def _search(self, present: Present) -> Steps[Searched]:
         if not present.slope < 0.0:  # or NaN: no descent direction
             return Searched(trial=None, satisfied=False, n_evaluations=0)
-        start = Sample(0.0, present.loss, present.slope)
+        method, loss = self.method, present.loss
+        start = Start(
+            sample=Sample(0.0, loss, present.slope),
+            step=present.step,
+            noise=noise(method, loss, loss_at_start=present.loss_at_start),
+        )
         return (
             yield from self.line.search(
                 start,
-                step=present.step,
                 n_trials_max=self.method.n_evaluations_max - present.n_evaluations,
                 measure=self.descent.measure,
             )
@@ -245,9 +250,8 @@ class DescentRun:
             return bound
         if self.descent.remembers:
             return None
-        if lost_in_rounding(
-            present.loss, expected, loss_at_start=present.loss_at_start
-        ):
+        loss, at_start = present.loss, present.loss_at_start
+        if lost_in_rounding(self.method, loss, expected, loss_at_start=at_start):
             return Reason.CONVERGED_ROUNDING
         return Reason.LINE_SEARCH_FAILED
 
@@ -324,6 +328,13 @@ def result_at(present: Present, reason: Reason, *, state: str) -> Result:
         gradient_norm=present.gradient_norm,
         state=state,
     )
+
+
+def _expected(present: Present, searched: Searched) -> float:
+    """Return what a search that failed could have improved the loss by."""
+    if searched.by_slopes is not None:
+        return searched.by_slopes
+    return -present.slope * present.step if present.slope < 0.0 else math.inf
 
 
 def _counted(present: Present, searched: Searched) -> Present:

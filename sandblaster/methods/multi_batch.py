@@ -17,6 +17,7 @@ enough. Losses of different batches say nothing about progress, so no test is ma
 them: `value_tolerance` is not used; `gradient_tolerance` is for the batch's gradient.
 """
 
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -43,6 +44,7 @@ from sandblaster.methods.stopping import (
     check,
     check_decrease,
     check_history,
+    noise as noise_of,
     small_gradient,
 )
 from sandblaster.methods.trials import DIRECTION, GRADIENT, PARAMETERS, TRIAL, Trial
@@ -202,14 +204,23 @@ class _Run:
             tail_loss, _ = yield from self._at(TRIAL, tail, gradient=_TRIAL_TAIL)
             present = _counted(present)
             loss = mean_loss(((rest, rest_loss), (tail, tail_loss)))
-            enough = self.method.sufficient_decrease * step * present.slope
-            if loss <= present.loss + enough:
+            expected, noise = -step * present.slope, self._noise(present)
+            is_lost = expected <= noise  # shorter steps improve it by less
+            least = noise if is_lost else self.method.sufficient_decrease * expected
+            if loss <= present.loss - least:
                 moved = yield from self._move(present, step, tail_loss)
                 present = _counted(present)
                 if moved is not None:
                     return moved, step
+            if is_lost and math.isfinite(loss):
+                break
             step *= 0.5
         return None
+
+    def _noise(self, present: Present) -> float:
+        """Return by how much losses may differ that would be equal but for rounding."""
+        at_start = present.loss_at_start
+        return noise_of(self.method, present.loss, loss_at_start=at_start)
 
     def _move(
         self, present: Present, step: float, head_loss: float

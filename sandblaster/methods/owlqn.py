@@ -42,6 +42,7 @@ from sandblaster.methods.trials import (
     TRIAL_GRADIENTS,
     Measure,
     Searched,
+    Start,
     Trial,
 )
 from sandblaster.requests import Result, Steps
@@ -146,14 +147,16 @@ class WithinOrthant:
         )
 
     def search(
-        self, start: Sample, *, step: float, n_trials_max: int, measure: Measure
+        self, start: Start, *, n_trials_max: int, measure: Measure
     ) -> Steps[Searched]:
-        """Halve the step until F has fallen enough."""
+        """Halve the step until F has fallen enough, or could not be seen to fall."""
+        begin, noise, step = start.sample.value, start.noise, start.step
         gradient = TRIAL_GRADIENTS[0]
         move = (Term(1.0, TRIAL), Term(-1.0, PARAMETERS))
         before: tuple[Command, ...] = ()
-        n_trials = min(_N_TRIALS_MAX, n_trials_max)
-        for n_evaluations in range(1, n_trials + 1):
+        n_evaluations = 0
+        while n_evaluations < min(_N_TRIALS_MAX, n_trials_max):
+            n_evaluations += 1
             value, norm, square, (slope, *scalars) = yield from self._at(
                 TRIAL,
                 gradient=gradient,
@@ -165,9 +168,10 @@ class WithinOrthant:
                     *measure(gradient),
                 ),
             )
-            sample = Sample(step, value, slope)
-            bound = start.value + self.sufficient_decrease * min(slope, 0.0)
-            if sample.finite and value <= bound:
+            sample, expected = Sample(step, value, slope), -min(slope, 0.0)
+            is_lost = expected <= noise  # shorter steps improve it by less
+            least = noise if is_lost else self.sufficient_decrease * expected
+            if sample.finite and value <= begin - least:
                 trial = Trial(
                     sample=sample,
                     gradient=gradient,
@@ -178,9 +182,11 @@ class WithinOrthant:
                 return Searched(
                     trial=trial, satisfied=True, n_evaluations=n_evaluations
                 )
+            if sample.finite and is_lost:
+                break
             step *= 0.5
             before = self.make_trial(step)
-        return Searched(trial=None, satisfied=False, n_evaluations=n_trials)
+        return Searched(trial=None, satisfied=False, n_evaluations=n_evaluations)
 
     def _at(
         self,

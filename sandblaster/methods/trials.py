@@ -56,12 +56,37 @@ class Trial:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a search begins.
+
+    Attributes:
+        sample: Loss and slope there.
+        step: To try first.
+        noise: By how much losses may differ that would be equal but for rounding.
+    """
+
+    sample: Sample
+    step: float
+    noise: float
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """The end of a search: the trial to accept, if any is better than the start."""
+    """The end of a search: the trial to accept, if any is better than the start.
+
+    Attributes:
+        trial: It.
+        satisfied: It is all that was asked of a step.
+        n_evaluations: Of the search.
+        by_slopes: What the last trial would improve the loss by if slopes were asked,
+            which are content with it, and values cannot tell; None if it is not so.
+    """
 
     trial: Trial | None
-    satisfied: bool  # all that was asked of a step
+    satisfied: bool
     n_evaluations: int
+    by_slopes: float | None = None
 
 
 class Line(Protocol):
@@ -85,13 +110,12 @@ class Line(Protocol):
         ...
 
     def search(
-        self, start: Sample, *, step: float, n_trials_max: int, measure: Measure
+        self, start: Start, *, n_trials_max: int, measure: Measure
     ) -> Steps[Searched]:
         """Search from "parameters"; at the end "trial" is what was found.
 
         Args:
-            start: Loss and slope there.
-            step: To try first; "trial" holds that point already.
+            start: What is known there; "trial" holds the point of the first step.
             n_trials_max: How many steps may be tried.
             measure: What to do with a trial besides.
         """
@@ -141,13 +165,14 @@ class Straight:
         )
 
     def search(
-        self, start: Sample, *, step: float, n_trials_max: int, measure: Measure
+        self, start: Start, *, n_trials_max: int, measure: Measure
     ) -> Steps[Searched]:
         """Search for a step that satisfies the strong Wolfe conditions."""
         wolfe = replace(
             self.wolfe, n_trials_max=min(self.wolfe.n_trials_max, n_trials_max)
         )
-        steps = more_thuente(start, step=step, wolfe=wolfe)
+        begin, noise = start.sample, start.noise
+        steps = more_thuente(begin, step=start.step, wolfe=wolfe, noise=noise)
         step = next(steps)
         before: tuple[Command, ...] = ()
         best: Trial | None = None
@@ -170,6 +195,8 @@ class Straight:
                 satisfied = end.value.satisfied
                 break
             before = self.make_trial(step)
+        by_slopes = _by_slopes(begin, trial.sample, noise) if satisfied else None
+        satisfied = satisfied and trial.sample.value <= begin.value
         if satisfied:
             best = trial  # a lower one before it may have been too short a step
         elif best is not None and best is not trial:
@@ -179,12 +206,23 @@ class Straight:
                 *measure(best.gradient),
             )
             best = _trial(best.sample, best.gradient, scalars)
-        return Searched(trial=best, satisfied=satisfied, n_evaluations=n_evaluations)
+        return Searched(
+            trial=best,
+            satisfied=satisfied,
+            n_evaluations=n_evaluations,
+            by_slopes=by_slopes,
+        )
 
 
-def _better(sample: Sample, best: Trial | None, *, start: Sample) -> bool:
-    """Whether this is the best so far, and better than where the search began."""
-    least = start.value if best is None else best.sample.value
+def _by_slopes(start: Sample, sample: Sample, noise: float) -> float | None:
+    """Return what a step improves the loss by, if that is less than values can tell."""
+    steadied = sample.steadied(start, noise)
+    return None if steadied is sample else start.value - steadied.value
+
+
+def _better(sample: Sample, best: Trial | None, *, start: Start) -> bool:
+    """Whether this is the best so far, and seen to be better than the start."""
+    least = start.sample.value - start.noise if best is None else best.sample.value
     return sample.finite and sample.value < least
 
 

@@ -161,7 +161,7 @@ class Foreman:
         current = self._current
         if current is not None and has_opened and self._began_at is None:
             self._began_at = now
-        if current is not None and current.attempt in self._tries:
+        if current is not None and current in self._tries:
             if leader.is_complete:
                 actions += self._computed(current, leader, now)
         elif current is not None:

@@ -13,6 +13,7 @@ from typing import final
 import torch
 
 from distbelief.data.subset import Indices
+from distbelief.downpour.norms import is_finite
 from distbelief.downpour.steps import Attempt, Batch, Trainer
 from distbelief.parameter_server.client import Installed
 
@@ -34,11 +35,13 @@ class PortionOutcome:
     Attributes:
         loss: Sum over its examples; NaN if that or the gradient is not finite.
         blame: Which sample is to blame for that, if one is.
+        is_of_set: Of which portion of the set that is cannot be told.
         total: Of the set, if this was its last portion.
     """
 
     loss: float
     blame: str | None = None
+    is_of_set: bool = False
     total: SetSum | None = None
 
 
@@ -101,4 +104,7 @@ class PortionSums:
             values[index] = values[index].clone()
         total = SetSum(tuple(model.accrued), values)
         model.drop_accrued()
+        gradients = (tensor for tensor in total.gradients if tensor is not None)
+        if not is_finite(dict(enumerate(gradients))):
+            return PortionOutcome(loss=math.nan, is_of_set=True)
         return PortionOutcome(loss=outcome.loss, total=total)

@@ -323,10 +323,11 @@ class SandblasterReplica:
         one.computed(result, seconds=event.seconds)
         if self._computing_for == self._tries.key:
             self._tries.n_computed += stop - start
-        if one.attempt not in self._tries or not one.is_computed:
+        if one not in self._tries or not one.is_computed:
             return []
         actions: list[Action] = []
         if not one.is_finite:
+            start = one.portions[0][0] if result.is_of_set else start
             blame = result.blame or "look at the model and its loss there"
             text = f"loss or gradient of positions {start} to {stop - 1} of the data is"
             actions.append(Report(text=f"{text} not finite: {blame}", level="warning"))

@@ -104,8 +104,9 @@ class Tries:
     def __iter__(self) -> Iterator[Try]:
         return iter(self._tries.values())
 
-    def __contains__(self, attempt: int) -> bool:
-        return attempt in self._tries
+    def __contains__(self, one: Try) -> bool:
+        # Each epoch counts attempts from 1: of another, the same number is another try.
+        return self._tries.get(one.attempt) is one
 
     def told(self, message: Assignment) -> bool:
         """Take an assignment; return whether it says anything new.

@@ -97,10 +97,10 @@ def test_sets_are_as_large_as_balance_allows() -> None:
 
     assert set_size(1_000_000, 2) == 4096  # large enough for any push
     assert set_size(20_000, 4) == 1024
-    assert set_size(20_000, 4, portion=100) == 1000
+    assert set_size(20_000, 4, portion=100) == 1200
     assert set_size(1000, 4) == 256  # one portion is the least
     assert set_size(1000, 4, portion=10) == 60
-    assert set_size(1_000_000, 2, batch_size=20_000) == 1024
+    assert set_size(1_000_000, 2, batch_size=20_000) == 2048
     assert set_size(1_000_000, 2, portions_per_set=3) == 768
 
 

@@ -450,7 +450,7 @@ class Run:
             loss=summed(scene.loss),
             names=trial.Names(model="test:module", loss="logistic", data="data.train"),
             clip_norm=None,
-            always_check=True,
+            always_check=False,
             seed=(3, 0),
         )
         replica = SandblasterReplica(

@@ -187,5 +187,5 @@ def test_improvements_are_measured_by_the_loss_and_by_its_beginning() -> None:
     assert not small_improvement(method, 100.0, 99.8, loss_at_start=1e4)
     assert small_improvement(method, 1e-6, 0.0, loss_at_start=1.0)
     assert not small_improvement(method, 1e-6, 0.0, loss_at_start=1e-6)
-    assert lost_in_rounding(1.0, 1e-16, loss_at_start=5.0)
-    assert not lost_in_rounding(1e-20, 1e-20, loss_at_start=1e-18)
+    assert lost_in_rounding(method, 1.0, 1e-16, loss_at_start=5.0)
+    assert not lost_in_rounding(method, 1e-20, 1e-20, loss_at_start=1e-18)

@@ -192,6 +192,23 @@ def test_a_set_that_is_not_wanted_any_more_is_given_up_at_once() -> None:
     assert bench.report() == []
 
 
+def test_a_set_of_another_epoch_is_another_one_whatever_its_number() -> None:
+    """Of 170 seeds three hung: a new coordinator counts attempts from 1 again.
+
+    The machines went on with the set of the coordinator that was gone, and waited for
+    the version of its parameters for ever.
+    """
+    bench = Bench()
+    bench.foreman.take(assignment(1, (0, 1, 0)))
+    bench.report()
+    bench.gather()
+    bench.foreman.take(assignment(1, (2, 1, 0), epoch=2))
+    (gather,) = gathers(bench.report())
+    order = gather.order
+    assert order is not None
+    assert (order.epoch, order.attempt, order.start) == (2, 1, 8)
+
+
 def test_a_granted_set_that_is_not_named_any_more_is_not_asked_for_again() -> None:
     bench = Bench()
     bench.foreman.take(assignment(1, (0, 1, 0)))

@@ -104,7 +104,7 @@ class Bench:
                 loss=summed(loss),
                 names=trial.Names(model="Net", loss="mse", data="data.train"),
                 clip_norm=None,
-                always_check=True,
+                always_check=False,
                 seed=(0, 0),
             ),
             samples=Samples(N_SAMPLES),
