@@ -98,19 +98,20 @@ def chaos(
     gives the same run, event by event. With --real, all of that is done to processes
     of this machine, and to their messages, by the same schedule.
 
-    Exit code: 0 the job came to its end, 1 it failed, 2 a mistake in what you gave.
+    Exit code: 0 the job came to its end, 1 it failed, 2 a mistake in what you gave,
+    130 it was interrupted.
     """
     with told(show_traceback=show_traceback):
         from distbelief.forecast import command  # noqa: PLC0415 -- torch
 
-        succeeded = command.chaos(
+        exit_code = command.chaos(
             _named(job_file, "chaos"),
             seed=seed,
             real=real,
             overrides=tuple(overrides or ()),
             as_json=as_json,
         )
-    raise typer.Exit(0 if succeeded else FAILED)
+    raise typer.Exit(exit_code)
 
 
 def _named(job_file: Path | None, command: str) -> Path:

@@ -82,25 +82,26 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
                 "ParameterServer(...).address, or the line that `distbelief serve` "
                 "prints"
             )
-        parts = urlsplit(text)
-        query = parse_qs(parts.query)
         try:
-            port = parts.port
+            parts = urlsplit(text)
+            query = parse_qs(parts.query)
+            port, scheme, netloc = parts.port, parts.scheme, parts.netloc
             key = public_key(query["key"][0]) if "key" in query else ""
             token = query["run" if key else "token"][0]
             n_shards = int(query["shards"][0])
             shard_copies = int(query.get("copies", ["1"])[0])
         except (KeyError, ValueError, JobError):
             port, key, token, n_shards, shard_copies = None, "", "", 0, 0
+            scheme, netloc, query = "", "", {}
         makes_sense = 1 <= n_shards <= SHARDS_MAX and 1 <= shard_copies <= COPIES_MAX
-        if parts.scheme != "tcp" or not port or not makes_sense:
+        if scheme != "tcp" or not port or not makes_sense:
             raise JobError(
                 f"{text!r} is no address of a parameter server: use "
                 "ParameterServer(...).address, which looks like "
                 "tcp://127.0.0.1:41000?token=…&shards=2"
             )
         return cls(
-            endpoint=f"tcp://{parts.netloc}",
+            endpoint=f"tcp://{netloc}",
             token=token,
             key=key,
             n_shards=n_shards,

@@ -146,9 +146,10 @@ def real_side(job: Job, *, blows: Sequence[Blow] = (), horizon: Seconds = 1.0) -
         views[:] = [view]
         return attacker.watch(view)
 
+    attacker = Attacker(lambda _: blows, horizon=horizon)
     with (
         tempfile.TemporaryDirectory(prefix="distbelief-real-") as folder,
-        Attacker(blows, horizon=horizon) as attacker,
+        attacker.turns,
     ):
         output = msgspec.structs.replace(
             _reporting(job).output, directory=str(Path(folder) / "run")

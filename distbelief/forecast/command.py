@@ -22,6 +22,7 @@ from distbelief.forecast.simulating import Forecast, Wish, fulfil
 from distbelief.forecast.staging import Staging
 from distbelief.forecast.waiting import Waiting
 from distbelief.job.jobfile import load_job
+from distbelief.job.signals import ended_by_sigterm
 
 
 WIDTH: Final = 200
@@ -36,7 +37,8 @@ def simulate(wish: Wish, *, as_json: bool) -> bool:
     """
     console = _console()
     aside = Console(stderr=True, highlight=False) if as_json else console
-    forecast = fulfil(wish, console=aside)
+    with ended_by_sigterm():  # so that temporary files are gone
+        forecast = fulfil(wish, console=aside)
     if as_json:
         text = forecast_as_json(
             forecast.job,
@@ -90,8 +92,8 @@ def chaos(
     real: bool,
     overrides: Sequence[str],
     as_json: bool,
-) -> bool:
-    """Do what `distbelief chaos` does; return whether the job came to its end.
+) -> int:
+    """Do what `distbelief chaos` does; return its exit code.
 
     Raises:
         JobError: the job cannot be run.
@@ -102,13 +104,17 @@ def chaos(
     if real:
         story = break_really(job, seed=seed, console=aside)
     else:
-        with Staging() as staging, Waiting(aside, n_runs=1) as waiting:
+        with (
+            ended_by_sigterm(),
+            Staging() as staging,
+            Waiting(aside, n_runs=1) as waiting,
+        ):
             waiting.say("Trying model and data")
             staged = staging.stage(job)
             waiting.begin(f"{job.name}, seed {seed}")
             story = break_virtually(staged, seed=seed, tell=waiting.tell)
     _show(story, console, as_json=as_json)
-    return story.error is None
+    return story.exit_code
 
 
 def _show(story: Story, console: Console, *, as_json: bool) -> None:

@@ -1,6 +1,7 @@
 """One run of a job, by what its supervisor tells: be it in virtual time or for real."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final, final
 
 import msgspec
@@ -62,13 +63,15 @@ def side_of(view: SupervisorView, job: Job, *, error: str | None) -> Side:
 def steady_rate(history: Sequence[Point]) -> float | None:
     """Return samples per second between the first tenth of the samples and the last.
 
-    How long processes take to start and to end is no matter of steps. None if the run
-    was too short for that.
+    How long processes take to start and to end is no matter of steps. Only points count
+    at which there were more samples than before: those of a batch come all at once.
+    None if the run was too short for that.
     """
     if not history:
         return None
     total = history[-1].samples
-    inner = [p for p in history if EDGE * total <= p.samples <= (1 - EDGE) * total]
+    rising = [now for last, now in pairwise(history) if now.samples > last.samples]
+    inner = [p for p in rising if EDGE * total <= p.samples <= (1 - EDGE) * total]
     if len(inner) < N_POINTS_MIN or inner[-1].seconds <= inner[0].seconds:
         return None
     seconds = inner[-1].seconds - inner[0].seconds

@@ -36,6 +36,9 @@ _PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 _names: Final[dict[type, Sequence[str] | None]] = {}
 """The fields that a type declares, looked up once."""
 
+_dtypes: Final[dict[object, str]] = {}
+"""What each type of numbers is called, which numpy makes up anew each time."""
+
 _WITH_ARRAYS = {
     kind
     for kind in get_args(Message)
@@ -49,9 +52,17 @@ def event_text(event: Event) -> str:
 
 
 def message_text(message: Message) -> str:
-    """Return a message as text."""
-    text = brief(message) if type(message) in _WITH_ARRAYS else repr(message)
-    return _cut(text)
+    """Return a message as text: as `brief` would, in less time."""
+    kind = type(message)
+    if kind not in _WITH_ARRAYS:
+        return _cut(repr(message))
+    fields = []
+    for name in kind.__struct_fields__:
+        value = getattr(message, name)
+        plain = type(value) in _PLAIN
+        text = _cut(repr(value)) if plain else brief(value, depth=1)
+        fields.append(f"{name}={text}")
+    return _cut(f"{kind.__name__}({', '.join(fields)})")
 
 
 def crc(array: Vector) -> int:
@@ -63,13 +74,15 @@ def brief(value: object, *, depth: int = 0) -> str:
     """Return a short text of `value` that depends on its content alone."""
     if type(value) in _PLAIN:
         return _cut(repr(value))
+    if type(value) is np.ndarray:  # as is frequent
+        return _cut(_array_text(value))
     match value:
         case np.generic():  # first, for numpy's float64 is a float as well
             text = repr(value.item())
         case None | bool() | int() | float() | str() | bytes():
             text = repr(value)
         case np.ndarray():
-            text = f"{value.dtype}{list(value.shape)}:{crc(value):08x}"
+            text = _array_text(value)
         case BaseException():
             text = f"{type(value).__name__}({str(value)!r})"
         case _ if depth >= DEPTH_MAX:
@@ -77,6 +90,14 @@ def brief(value: object, *, depth: int = 0) -> str:
         case _:
             text = _brief_composite(value, depth + 1)
     return _cut(text)
+
+
+def _array_text(array: Vector) -> str:
+    dtype = array.dtype
+    name = _dtypes.get(dtype)
+    if name is None:
+        name = _dtypes[dtype] = str(dtype)
+    return f"{name}{list(array.shape)}:{crc(array):08x}"
 
 
 def _content(event: Event) -> str:

@@ -55,10 +55,19 @@ class Ours:
         return (seen[last] - seen[first]) / (last - first)
 
 
-def job(tables: dict[str, dict[str, object]], *, watch: Watch | None = None) -> Ours:
+def job(
+    tables: dict[str, dict[str, object]],
+    *,
+    watch: Watch | None = None,
+    snapshot_every: str = "30 s",
+) -> Ours:
     """Run a job with these tables besides the usual."""
     with TemporaryDirectory() as folder:
-        output = {"directory": f"{folder}/run", "report_every": "100 ms"}
+        output = {
+            "directory": f"{folder}/run",
+            "report_every": "100 ms",
+            "snapshot_every": snapshot_every,
+        }
         text = toml_text.write({**tables, "output": output})
         run = train(parse_job(text, path="sandblaster.toml"), show=False, watch=watch)
         lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")

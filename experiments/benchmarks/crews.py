@@ -79,6 +79,7 @@ class Crew:
         self.cpu_seconds: list[float] = []  # of a step, all processes together
         self.others: list[float] = []  # processors that others kept busy, per turn
         self.n_bytes = 0  # at the end of some turn
+        self.told: list[list[float]] = []  # by each process, of the last turn's steps
         self._hands = hands
         self._log = folder / f"{name}.log"
         self._processes: list[subprocess.Popen[str]] = []
@@ -108,18 +109,27 @@ class Crew:
         """Seconds of a step, over turns."""
         return Spread.of(self.seconds)
 
-    def turn(self, *, seconds: float) -> list[float]:
-        """Take steps for about so long, two at least; return the seconds of each."""
-        usual = self.seconds[-1] if self.seconds else median(self._steps(2))
-        n_steps = max(2, round(seconds / usual))
+    def turn(self, *, seconds: float, first_core: int | None = None) -> list[float]:
+        """Take steps for about so long, two at least; return the seconds of each.
+
+        Args:
+            seconds: How long.
+            first_core: Where the first process computes, which has a core to itself;
+                the second on the next one, and so on. None: wherever there is room.
+        """
+        if first_core is not None:
+            self._bind(first_core)
         pids = measurement.families(process.pid for process in self._processes)
         used, busy = measurement.cpu_seconds(pids), measurement.busy_seconds()
         began = time.monotonic()
-        steps = self._steps(n_steps)
+        self.told = [[] for _ in self._processes]
+        steps = self._steps(2)
+        n_more = round(seconds / median(steps)) - len(steps)
+        steps += self._steps(n_more) if n_more > 0 else []
         taken = measurement.cpu_seconds(pids) - used
         busy = measurement.busy_seconds() - busy
         self.others.append(max(busy - taken, 0.0) / (time.monotonic() - began))
-        self.cpu_seconds.append(taken / n_steps)
+        self.cpu_seconds.append(taken / len(steps))
         self.n_bytes = max(self.n_bytes, measurement.shared_out_bytes(pids))
         self.seconds.append(median(steps))
         return steps
@@ -133,12 +143,23 @@ class Crew:
             "others": f"{max(self.others):.2f}",
         }
 
+    def _bind(self, first_core: int) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        for index, (hand, process) in enumerate(
+            zip(self._hands, self._processes, strict=True)
+        ):
+            if hand.n_threads == 1:
+                core = cores[(first_core + index) % len(cores)]
+                for pid in measurement.family(process.pid):
+                    measurement.bind(pid, core)
+
     def _steps(self, n_steps: int) -> list[float]:
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(f"{n_steps}\n")
             process.stdin.flush()
         told = [json.loads(self._hear(process)) for process in self._processes]
+        self.told = [a + b for a, b in zip(self.told, told, strict=True)]
         return [max(each) for each in zip(*told, strict=True)]
 
     def _hear(self, process: "subprocess.Popen[str]", wanted: str = "") -> str:

@@ -16,6 +16,7 @@ from distbelief.partition.profiling.host import Network, here
 from distbelief.partition.profiling.measuring import profiled
 from distbelief.partition.profiling.profile import (
     Figures,
+    Profile,
     Slices,
     add,
     load,
@@ -130,10 +131,25 @@ def order_here(workload: Workload, between: Network, *, stages: bool = False) ->
         between: What lies between machines.
         stages: Whether to try these too.
     """
+    profile = profiled(workload.graph(), batch=workload.batch_size)
+    return order_by(profile, workload, between, stages=stages)
+
+
+def order_by(
+    profile: Profile, workload: Workload, between: Network, *, stages: bool = False
+) -> Order:
+    """Return what is to be planned, by a profile of machines like this one.
+
+    Args:
+        profile: Of the net's layers.
+        workload: The net and the batch.
+        between: What lies between machines.
+        stages: Whether to try these too.
+    """
     graph, batch = workload.graph(), workload.batch_size
     cluster, single = here(N_MACHINES, network=between), single_sample(graph)
     by_arithmetic = AnalyticCosts(cluster, batch=batch, single=single)
-    costs = ProfiledCosts(profiled(graph, batch=batch), machines=by_arithmetic)
+    costs = ProfiledCosts(profile, machines=by_arithmetic)
 
     def fewer(n_samples: int) -> FewerSamples:
         part = AnalyticCosts(cluster, batch=n_samples, single=single)

@@ -64,6 +64,13 @@ def families(pids: Iterable[int]) -> list[int]:
     return sorted({member for pid in pids for member in family(pid)})
 
 
+def bind(pid: int, core: int) -> None:
+    """Let all threads of a process run on this core only, those to come included."""
+    for thread in (_PROC / str(pid) / "task").iterdir():
+        with suppress(OSError):  # it has just ended
+            os.sched_setaffinity(int(thread.name), {core})
+
+
 def cpu_seconds(pids: Iterable[int]) -> float:
     """Return the processor time that these processes have taken so far."""
     ticks = 0

@@ -1,6 +1,6 @@
 """What two machines of one core each buy, and what else two cores could do.
 
-    python experiments/benchmarks/model_parallel.py [--rounds 4] [--seconds 6] [--small]
+    python experiments/benchmarks/model_parallel.py [--rounds 3] [--seconds 2] [--small]
         [--parts speech_bs64 speech_bs256 image 1gbit 100mbit] [--folder DIR]
 
 A step is forward and backward of one batch, without fetch and push. Contestants, all
@@ -20,6 +20,14 @@ For these the planner is told what a message takes there, and may choose stages.
     speech_bs64, speech_bs256, image   1 machine, or torch if it is faster, / 2 machines
     speech_bs256_over_two_threads      2 threads / 2 machines
     speech_..._over_dtensor            dtensor / 2 machines
+    ..._apart                          half of side by side / 2 machines: 1 if talking,
+                                       and waiting for each other, cost nothing
+
+One core may be faster than the other, and all become slower and faster in the course of
+minutes. So each process with one thread has a core to itself, whoever it belongs to;
+who has one process only computes on each core in turn, and the mean of both counts.
+"2 machines" has a turn between any two others, and each is divided by those beside it;
+of the rounds the median counts.
 
 A part at a time, each with the figures that it has, where a machine is lent for a few
 minutes only: with a folder, what was measured of layers is kept for the other parts.
@@ -27,12 +35,14 @@ minutes only: with a folder, what was measured of layers is kept for the other p
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
+from statistics import mean, median
 from tempfile import TemporaryDirectory
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 import msgspec
 import torch
@@ -50,6 +60,7 @@ from experiments.benchmarks.machines import (
     plan_of,
     replica,
 )
+from experiments.benchmarks.measurement import Spread
 from experiments.benchmarks.ways import N_MACHINES, Way, by_places, on_one_machine
 from experiments.benchmarks.workload import NetName, Workload
 
@@ -62,8 +73,26 @@ LINKS: Final = {"1gbit": 1e9, "100mbit": 1e8}
 IMAGE: Final = "image"
 PARTS: Final = (*SPEECH, IMAGE, *LINKS)
 ONE: Final = ("torch", "1 machine")
+APART: Final = "side by side"
 TWO: Final = "2 machines"
 N_RANKS: Final = 2
+
+
+@final
+class Turn(NamedTuple):
+    """One turn.
+
+    Attributes:
+        name: Whose.
+        round: Of all turns.
+        core: Of the first process.
+        seconds: Of a step.
+    """
+
+    name: str
+    round: int
+    core: int
+    seconds: float = 0.0
 
 
 @final
@@ -122,15 +151,54 @@ class Contest:
         self.crews["dtensor"] = Crew("dtensor", hands, self._folder)
 
     def hold(self, title: str, options: argparse.Namespace) -> dict[str, float]:
-        """Let all take turns; return the seconds of a step of each."""
+        """Let all take turns; return by how many times each is slower than `TWO`."""
+        taken: list[Turn] = []
         with ExitStack() as stack:
             for crew in self.crews.values():
                 stack.enter_context(crew)
-            for name in measurement.turns(list(self.crews), n_rounds=options.rounds):
-                self.crews[name].turn(seconds=options.seconds)
+            for turn in turns(list(self.crews), n_rounds=options.rounds):
+                crew = self.crews[turn.name]
+                crew.turn(seconds=options.seconds, first_core=turn.core)
+                taken.append(turn._replace(seconds=crew.seconds[-1]))
+        found = ratios(taken)
         rows = {name: crew.row() for name, crew in self.crews.items()}
+        for name, values in found.items():
+            rows[name]["/ 2 machines"] = Spread.of(values).show(2)
         measurement.show(f"{title}, load {measurement.load():.1f}", rows)
-        return {name: crew.step.median for name, crew in self.crews.items()}
+        return {name: median(values) for name, values in found.items()}
+
+
+def turns(names: Sequence[str], *, n_rounds: int) -> Iterator[Turn]:
+    """Yield whose turn it is: `TWO` between any two others, at both ends too.
+
+    Processes change cores: in a round, who has one only; in every other one, the rest.
+    """
+    for index in range(n_rounds):
+        core = index % 2
+        yield Turn(TWO, index, core)
+        others = [
+            Turn(name, index, other)
+            for name in names
+            if name != TWO
+            for other in ((0, 1) if name in ONE else (core,))
+        ]
+        for turn in others if index % 2 == 0 else reversed(others):
+            yield turn
+            yield Turn(TWO, index, core)
+
+
+def ratios(taken: Sequence[Turn]) -> dict[str, list[float]]:
+    """Return, of each round, a step over those of `TWO` just before and just after."""
+    found: dict[str, list[float]] = {}
+    for _, group in groupby(taken, key=lambda turn: turn.round):
+        row = list(group)  # TWO, another, TWO, another, ..., TWO
+        beside: dict[str, list[float]] = {}
+        for before, turn, after in zip(row[:-2:2], row[1:-1:2], row[2::2], strict=True):
+            two = mean((before.seconds, after.seconds))
+            beside.setdefault(turn.name, []).append(turn.seconds / two)
+        for name, values in beside.items():  # of both cores
+            found.setdefault(name, []).append(mean(values))
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -181,13 +249,13 @@ def _speech(
     contest.machines(TWO, way, order)
     contest.whole("2 threads", n_threads=2)
     contest.dtensor()
-    seconds = contest.hold(f"speech, batch {batch_size}, {how}", options)
+    slower = contest.hold(f"speech, batch {batch_size}, {how}", options)
     key = f"speech_bs{batch_size}"
-    ours = seconds[TWO]
     return {
-        key: min(seconds[name] for name in ONE) / ours,
-        f"{key}_over_two_threads": seconds["2 threads"] / ours,
-        f"{key}_over_dtensor": seconds["dtensor"] / ours,
+        key: min(slower[name] for name in ONE),
+        f"{key}_over_two_threads": slower["2 threads"],
+        f"{key}_over_dtensor": slower["dtensor"],
+        f"{key}_apart": slower[APART] / N_MACHINES,
         **_raw(key, contest),
     }
 
@@ -208,9 +276,12 @@ def _image(
     contest.machines(TWO, way, order)
     planned, how = preferred(order, exactly=True)
     contest.machines("planner", planned, order)
-    seconds = contest.hold(f"image, cut into {name}; planner: {how}", options)
-    ratio = min(seconds[name] for name in ONE) / seconds[TWO]
-    return {"image": ratio, **_raw("image", contest)}
+    slower = contest.hold(f"image, cut into {name}; planner: {how}", options)
+    return {
+        IMAGE: min(slower[name] for name in ONE),
+        f"{IMAGE}_apart": slower[APART] / N_MACHINES,
+        **_raw(IMAGE, contest),
+    }
 
 
 def _linked(link: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
@@ -224,10 +295,9 @@ def _linked(link: str, folder: Path, options: argparse.Namespace) -> dict[str, f
         way, how = preferred(order, exactly=True)
         contest.machines(TWO, way, order)
         contest.dtensor()
-        seconds = contest.hold(f"speech over {link}, {how}", options)
+        slower = contest.hold(f"speech over {link}, {how}", options)
     key = f"speech_{link}"
-    ratio = seconds["dtensor"] / seconds[TWO]
-    return {f"{key}_over_dtensor": ratio, **_raw(key, contest)}
+    return {f"{key}_over_dtensor": slower["dtensor"], **_raw(key, contest)}
 
 
 def _workload(net: NetName, batch_size: int, options: argparse.Namespace) -> Workload:
@@ -238,7 +308,7 @@ def _workload(net: NetName, batch_size: int, options: argparse.Namespace) -> Wor
 def _enter_usual(contest: Contest, order: Order) -> None:
     contest.whole("torch")
     contest.machines("1 machine", on_one_machine(order.graph), order)
-    contest.whole("side by side", n_processes=2)
+    contest.whole(APART, n_processes=2)
 
 
 def _raw(key: str, contest: Contest) -> dict[str, float]:
@@ -247,17 +317,15 @@ def _raw(key: str, contest: Contest) -> dict[str, float]:
     for name, crew in contest.crews.items():
         start = f"{key}_{name.replace(' ', '_')}"
         figures[f"{start}_ms"] = 1e3 * crew.step.median
-        figures[f"{start}_cpu_ms"] = (
-            1e3 * measurement.Spread.of(crew.cpu_seconds).median
-        )
+        figures[f"{start}_cpu_ms"] = 1e3 * Spread.of(crew.cpu_seconds).median
         figures[f"{start}_bytes"] = crew.n_bytes
     return figures
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--folder", type=Path, help="keep there what is measured once")
     parser.add_argument("--small", action="store_true", help="tiny nets, for a look")

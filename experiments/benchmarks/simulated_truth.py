@@ -52,9 +52,11 @@ max_steps = 150
 rule = { name = "adagrad", learning_rate = 0.01 }""",
     """name = "sandblaster"
 loss = "cross_entropy"
-max_iterations = 8
+max_evaluations = 24
+tolerance = 0.0
+value_tolerance = 0.0
 portion = 256""",
-)
+).replace("n_samples = 8192", "n_samples = 4096")
 
 
 HORIZON: Final = 10.0

@@ -3,19 +3,28 @@
 A batch is all the data, and its gradient is summed in the order of its sets, whoever
 has computed them: so what L-BFGS does next, evaluation by evaluation, does not depend
 on how many replicas there are. It learns with eight (`LEARNER`), and how long one
-evaluation takes is found by as many as there are to be, in a few evaluations (`pace`).
+evaluation takes is found by as many as there are to be, in a few evaluations (`pace`):
+from the beginning of the second to that of the last, for at first a cluster meets, and
+waits for time-outs, which do not shrink with it.
 
     learnt   accuracies after 1, 2, 3 ... evaluations, of one seed
     pace     seconds of the large cluster for one of them
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 import msgspec
 
-from distbelief.forecast.staging import Staging
+from distbelief.forecast.staging import StagedJob, Staging
 from distbelief.forecast.watching import Tell
+from distbelief.memory import Memory
+from distbelief.roles import Action, Address, Event, Role, Seconds
+from distbelief.simulation.faults import Fault
+from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.world import Builder
 from experiments.figures.courses import (
     Course,
     Point,
@@ -31,6 +40,7 @@ from experiments.figures.task import N_TRAIN
 
 
 EVALUATIONS: Final = 4
+_COORDINATOR: Final = Address("coordinator")
 _SEED: Final = 0
 _HISTORY: Final = 10.0
 
@@ -86,8 +96,9 @@ def find_pace(entry: Entry, *, staging: Staging, tell: Tell) -> float:
     known = pace(entry)
     if known is None:
         short = msgspec.structs.replace(entry, samples=EVALUATIONS * N_TRAIN)
-        found = run(short, setting=_HISTORY, seed=_SEED, staging=staging, tell=tell)
-        known = round(found.seconds * N_TRAIN / found.samples, 2)
+        host = _Timed(Rig(entry.replicas, entry.haste), [])
+        run(short, setting=_HISTORY, seed=_SEED, staging=staging, tell=tell, host=host)
+        known = round(entry.haste * interval(host.begun), 2)
         keep(_path(entry), known, of=_of(entry))
     return known
 
@@ -97,8 +108,64 @@ def pace(entry: Entry) -> float | None:
     return kept(_path(entry), _of(entry), float)
 
 
+def interval(begun: Sequence[Seconds]) -> Seconds:
+    """Return the mean time between evaluations, the first left out.
+
+    Args:
+        begun: When each began, three at the least.
+    """
+    later = begun[1:EVALUATIONS]
+    return (later[-1] - later[0]) / (len(later) - 1)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """Machines, and when the coordinator on them began its evaluations."""
+
+    rig: Rig
+    begun: list[Seconds]
+
+    def n_needed(self, staged: StagedJob) -> int:
+        return self.rig.n_needed(staged)
+
+    def options(
+        self, staged: StagedJob, *, faults: Sequence[Fault] = ()
+    ) -> ClusterOptions:
+        return self.rig.options(staged, faults=faults)
+
+    def builders(self, staged: StagedJob) -> dict[Address, Builder]:
+        builders = self.rig.builders(staged)
+        build = builders[_COORDINATOR]
+
+        def watched(memory: Memory) -> Role:
+            return _Watched(build(memory), self.begun)
+
+        return builders | {_COORDINATOR: watched}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """A coordinator; notes when it begins an evaluation."""
+
+    role: Role
+    begun: list[Seconds]
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        actions = self.role.handle(event, now)
+        _, counters = self.role.status()
+        if counters.get("evaluations", 0) > len(self.begun):
+            self.begun.append(now)
+        return actions
+
+    def status(self) -> tuple[str, dict[str, float]]:
+        word, counters = self.role.status()
+        return word, dict(counters)
+
+
 def _of(entry: Entry) -> str:
-    return fingerprint(identity(entry, setting=_HISTORY), EVALUATIONS)
+    return fingerprint(identity(entry, setting=_HISTORY), EVALUATIONS, "between")
 
 
 def _path(entry: Entry) -> Path:

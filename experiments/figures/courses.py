@@ -11,7 +11,7 @@ from typing import Final, final
 import msgspec
 
 from distbelief.forecast.staging import Staging
-from distbelief.forecast.virtual_run import run_virtually
+from distbelief.forecast.virtual_run import Host, run_virtually
 from distbelief.forecast.watching import Tell
 from distbelief.job.jobfile import parse_job
 from experiments.figures import task
@@ -125,7 +125,7 @@ def kept_course(entry: Entry, *, setting: float, seed: int) -> Course | None:
     return kept(_path(entry, seed), _identity(entry, setting, seed), Course)
 
 
-def run(
+def run(  # noqa: PLR0913 -- one entry, and options
     entry: Entry,
     *,
     setting: float,
@@ -133,8 +133,12 @@ def run(
     staging: Staging,
     stop_at: float | None = None,
     tell: Tell | None = None,
+    host: Host | None = None,
 ) -> Course:
-    """Run an entry once, whatever is kept; to the end, or to an accuracy held out."""
+    """Run an entry once, whatever is kept; to the end, or to an accuracy held out.
+
+    Its machines are those of `Rig`, unless another `host` is given.
+    """
     begin = warm_start(seed)
     every = entry.every / entry.haste
     text = f"""
@@ -165,7 +169,8 @@ report_every = "{every} s"
 """
     rig = Rig(entry.replicas, entry.haste)
     job = parse_job(text, path="figure.toml")
-    outcome = run_virtually(staging.stage(job), rig, seed=seed, tell=tell).outcome
+    host = rig if host is None else host
+    outcome = run_virtually(staging.stage(job), host, seed=seed, tell=tell).outcome
     begun = outcome.seconds - outcome.training_seconds
     points: list[Point] = []
     for point in outcome.history:

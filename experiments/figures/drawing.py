@@ -95,14 +95,20 @@ def draw_crossings(courses: Sequence[Course], *, target: float) -> None:
             rows = _times(courses, name)
             if not rows:
                 continue
-            x = [machines * factor for machines, _ in rows]
-            middle = [float(np.median(times)) / 3600 for _, times in rows]
-            low = [min(times) / 3600 for _, times in rows]
-            high = [max(times) / 3600 for _, times in rows]
+            x = [machines * factor for machines, _, _ in rows]
+            middle = [float(np.median(times)) / 3600 for _, times, _ in rows]
+            low = [min(times) / 3600 for _, times, _ in rows]
+            high = [max(times) / 3600 for _, times, _ in rows]
             axes.plot(x, middle, "o-", color=colour, label=name)
             axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+            for at, hours, (_, times, n_seeds) in zip(x, middle, rows, strict=True):
+                if len(times) < n_seeds:
+                    _tell_missed(axes, at, hours, n_seeds - len(times))
         axes.set(xlabel=what, ylabel=f"hours to {target:.0%} held out", xscale="log")
         axes.set_yscale("log")
+        axes.set_yticks([0.03, 0.1, 0.3, 1.0])
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     for cores, text in (
         (PAPERS_CORES, "the paper: up to here\nAdagrad is first"),
         (PAPERS_CROSSING_CORES, "the paper: here\nSandblaster may be"),
@@ -116,34 +122,54 @@ def draw_crossings(courses: Sequence[Course], *, target: float) -> None:
             va="top",
             fontsize=7,
         )
-    panels[0].legend(frameon=False)
+    panels[0].legend(frameon=False, title="medians of seeds that get there; -n: do not")
     _save(figure, "figure5.png")
 
 
-def _times(courses: Sequence[Course], name: str) -> list[tuple[int, list[float]]]:
-    """Return machines, and times to the target of the seeds that reached it."""
+def _tell_missed(axes: Axes, x: float, y: float, n_missed: int) -> None:
+    """Write beside a point how many seeds never reached the target."""
+    axes.annotate(
+        f"-{n_missed}",
+        (x, y),
+        xytext=(4, 4),
+        textcoords="offset points",
+        fontsize=8,
+    )
+
+
+def _times(courses: Sequence[Course], name: str) -> list[tuple[int, list[float], int]]:
+    """Return machines, times of the seeds that reached the target, and all seeds."""
     rows: dict[int, list[float]] = defaultdict(list)
+    n_seeds: dict[int, int] = defaultdict(int)
     for course in courses:
-        if course.name == name and course.target_seconds is not None:
-            rows[course.machines].append(course.target_seconds)
-    return sorted(rows.items())
+        if course.name == name:
+            n_seeds[course.machines] += 1
+            if course.target_seconds is not None:
+                rows[course.machines].append(course.target_seconds)
+    return [
+        (machines, times, n_seeds[machines]) for machines, times in sorted(rows.items())
+    ]
 
 
 def _band(
     axes: Axes, courses: Sequence[Course], part: str, label: str, colour: str
 ) -> None:
-    """Draw the median of the seeds, and all between the lowest and the highest."""
-    end = min(course.points[-1].seconds for course in courses)
-    begin = max(course.points[0].seconds for course in courses)
-    grid = np.geomspace(max(begin, 1.0), max(end, 2.0), 60)
+    """Draw the median of the seeds, and all between the lowest and the highest.
+
+    What was measured before anything was learnt has no place on a logarithmic axis.
+    """
+    learnt = [[p for p in course.points if p.seconds > 0] for course in courses]
+    end = min(points[-1].seconds for points in learnt)
+    begin = max(points[0].seconds for points in learnt)
+    grid = np.geomspace(begin, max(end, 2 * begin), 60)
     curves = np.array(
         [
             np.interp(
-                grid,
-                [point.seconds for point in course.points],
-                [getattr(point, part) for point in course.points],
+                np.log(grid),
+                [np.log(point.seconds) for point in points],
+                [getattr(point, part) for point in points],
             )
-            for course in courses
+            for points in learnt
         ]
     )  # (seeds, times)
     hours = grid / 3600

@@ -134,8 +134,9 @@ FIGURE_4: Final = (
     _adaptive(20, 0.005, 0.01, 0.02, 0.04, samples=38_000, stops=False),
     _adaptive(200, 0.0005, 0.001, 0.002, 0.004, samples=96_000, stops=False),
     _batched(2000),
+    _batched(1000),
 )
-"""The paper's, but for its GPU."""
+"""The paper's, but for its GPU; and Sandblaster with half as many replicas as there."""
 
 FIGURE_5: Final = (
     _fixed(5, 0.0025, 0.005, 0.01, 0.02),
@@ -148,7 +149,7 @@ FIGURE_5: Final = (
     FIGURE_4[3],
     _batched(100),
     _batched(300),
-    _batched(1000),
+    FIGURE_4[5],
     FIGURE_4[4],
 )
 """Four of each, as in the paper, which does not name them all."""

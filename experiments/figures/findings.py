@@ -23,6 +23,7 @@ PAPERS_ORDER: Final = (
     "SGD [1]",
     "Downpour [20]",
     "Downpour + Adagrad [20]",
+    "Sandblaster L-BFGS [1000]",  # half of the paper's
     "Sandblaster L-BFGS [2000]",
     "Downpour + Adagrad [200]",
 )

@@ -47,6 +47,8 @@ def test_an_address_is_read_as_written(
         "tcp://127.0.0.1:41000?token=a&shards=two",
         "tcp://127.0.0.1:41000?token=a&shards=2&copies=3",
         "http://127.0.0.1:41000?token=a&shards=1",
+        "tcp://12[7.0.0.1:41000?token=a&shards=1",  # urllib raises at these
+        "tcp://12[]7:41000?token=a&shards=1",
     ],
 )
 def test_what_is_no_address_is_shown_with_what_is_one(text: str) -> None:

@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Final, Self, final
+from typing import Final, final
 
 import msgspec
 import numpy as np
@@ -61,13 +60,14 @@ class _Rule:
 
 @final
 class Detour:
-    """Detours of all roles of a job. A context manager: within it, a thread works.
+    """Detours of all roles of a job, open while it takes `turns`.
 
     Args:
         seed: Of which messages are hit.
         clock: By which blows end.
 
     Attributes:
+        turns: In each, what has come goes on; at their end all links break.
         n_dropped: Messages so far.
         n_doubled: Likewise.
     """
@@ -85,7 +85,7 @@ class Detour:
         self._selector = selectors.DefaultSelector()
         self._links: set[_Link] = set()
         self._new: list[tuple[socket.socket, str, tuple[str, int]]] = []
-        self._turns = Turns(self._turn)
+        self.turns = Turns(self._turn, at_end=self._close_all)
 
     def through(self, name: str, endpoint: str) -> str:
         """Return where `name` is to be found from now on, in place of `endpoint`."""
@@ -108,31 +108,6 @@ class Detour:
         """Let a blow act on messages for so long."""
         with self._lock:
             self._rules.append(_Rule(blow=blow, until=now + seconds))
-
-    def await_turn(self) -> None:
-        """Return once whatever was done to it before acts, and all that came went on.
-
-        Raises:
-            TimeoutError: that does not come about.
-        """
-        self._turns.await_next()
-
-    def __enter__(self) -> Self:
-        """Begin."""
-        self._turns.begin()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End; all links break."""
-        try:
-            self._turns.end()
-        finally:
-            self._close_all()
 
     def _close_all(self) -> None:
         for link in list(self._links):

@@ -7,9 +7,9 @@ it varies from run to run, as the machine does; the blows do not.
 
 import threading
 import time
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Final, Self, final
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, final
 
 from rich.console import Console
 
@@ -25,7 +25,6 @@ from distbelief.forecast.chaos.story import (
     told_lines,
 )
 from distbelief.forecast.chaos.turns import Turns
-from distbelief.job.algorithms import roster_of
 from distbelief.job.sections import Job
 from distbelief.job.training import train
 from distbelief.job.view import SupervisorView
@@ -37,30 +36,38 @@ HORIZON_SECONDS: Final = 30.0
 
 TURN_SECONDS: Final = 0.01
 
+Plot = Callable[[Sequence[str]], Sequence[Blow]]
+"""Given the names of the roles; returns what is done to them, in order of time."""
+
 
 @final
 class Attacker:
-    """Deals the blows of a schedule. A context manager: within it, a thread does so.
+    """Deals the blows of a schedule, while it takes `turns`.
 
     Args:
-        blows: The schedule.
+        plot: Makes the schedule, once it is known who there is: of a replica that is
+            split, only the supervisor knows over how many machines.
         horizon: Seconds that it is laid over, from when training begins.
         detour: Of all messages; without one, none is hit.
+
+    Attributes:
+        turns: In each, what is due is dealt; at their end everything is let go.
+        blows: The schedule, once there is one.
+        view: What the supervisor last knew.
+        lines: What was dealt so far.
     """
 
     def __init__(
-        self,
-        blows: Sequence[Blow],
-        *,
-        horizon: Seconds,
-        detour: Detour | None = None,
+        self, plot: Plot, *, horizon: Seconds, detour: Detour | None = None
     ) -> None:
-        self._due = [b for b in blows if detour is not None or b.kind in PROCESS_KINDS]
+        self._plot = plot
+        self.blows: tuple[Blow, ...] = ()
+        self._due: list[Blow] = []
         self._horizon = horizon
         self._detour = detour
         self._hands = Hands()
         self._lock = threading.Lock()
-        self._turns = Turns(self._attack, every=TURN_SECONDS)
+        self.turns = Turns(self._attack, every=TURN_SECONDS, at_end=self._hands.release)
         self._pids: dict[str, int] = {}
         self._began: Seconds | None = None  # training, by the clock of this process
         self._before: Seconds = 0.0  # of the job, when that was
@@ -70,11 +77,20 @@ class Attacker:
     def watch(self, view: SupervisorView) -> bool:
         """Take note of where processes are; the job is never to be ended."""
         with self._lock:
+            if not self.blows and view.roles:
+                self._begin([role.name for role in view.roles])
             self.view = view
             self._pids = {r.name: r.pid for r in view.roles if r.pid is not None}
             if self._began is None and view.samples:
                 self._began, self._before = time.monotonic(), view.seconds
+            if view.stop_reason is not None:  # who has ended cannot be hit
+                self._due.clear()
         return False
+
+    def _begin(self, roles: Sequence[str]) -> None:
+        self.blows = tuple(self._plot(roles))
+        hits_all = self._detour is not None
+        self._due = [b for b in self.blows if hits_all or b.kind in PROCESS_KINDS]
 
     def _attack(self) -> None:
         now = time.monotonic()
@@ -113,23 +129,6 @@ class Attacker:
                     pid, now=now, seconds=seconds, factor=blow.factor
                 )
 
-    def __enter__(self) -> Self:
-        """Begin."""
-        self._turns.begin()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End, and let everything go."""
-        try:
-            self._turns.end()
-        finally:
-            self._hands.release()
-
 
 def break_really(job: Job, *, seed: int, console: Console) -> Story:
     """Run a job on this machine, and break it by the schedule of a seed.
@@ -142,14 +141,10 @@ def break_really(job: Job, *, seed: int, console: Console) -> Story:
     Raises:
         JobError: the job cannot be run.
     """
-    n_machines = job.cluster.partitions if job.cluster.is_split else None
-    roles = [entry.name for entry in roster_of(job, n_machines=n_machines)]
-    blows = schedule(seed, roles)
     horizon = job.stop.seconds or HORIZON_SECONDS
-    with (
-        Detour(seed) as detour,
-        Attacker(blows, horizon=horizon, detour=detour) as attacker,
-    ):
+    detour = Detour(seed)
+    attacker = Attacker(partial(schedule, seed), horizon=horizon, detour=detour)
+    with detour.turns, attacker.turns:
         run = train(job, show=False, watch=attacker.watch, detours=detour)
     view, summary = attacker.view, run.summary
     console.print(f"everything in {run.directory}", highlight=False, soft_wrap=True)
@@ -159,9 +154,10 @@ def break_really(job: Job, *, seed: int, console: Console) -> Story:
         seed=seed,
         real=True,
         horizon=horizon,
-        blows=blows,
+        blows=attacker.blows,
         lines=in_order(lines),
         error=summary.error,
+        exit_code=run.exit_code,
         samples=summary.samples,
         metric_name=summary.metric_name,
         metric=summary.metric,

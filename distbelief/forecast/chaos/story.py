@@ -35,6 +35,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
         blows: The whole schedule.
         lines: What happened, in order of time.
         error: Why the job failed, if it did.
+        exit_code: Of the command: as of `distbelief train`.
         samples: Trained on.
         metric_name: What `metric` is.
         metric: Held out, at the end.
@@ -56,6 +57,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     blows: tuple[Blow, ...]
     lines: tuple[Line, ...]
     error: str | None
+    exit_code: int
     samples: int
     metric_name: str
     metric: float | None
@@ -121,7 +123,10 @@ def _summary(story: Story) -> list[str]:
     if story.undisturbed_seconds is not None:
         took += f", undisturbed {words.duration(story.undisturbed_seconds)}"
     metric = words.metric(story.metric, story.metric_name)
-    lines = [
+    n_struck = sum(line.what == "blow" for line in story.lines)
+    n_spared = len(story.blows) - n_struck
+    lines = [f"{n_spared} more blows were to fall after its end"] if n_spared else []
+    lines += [
         f"Lost: {', '.join(lost)}; {story.pushes_refused:,} pushes refused as too late",
         f"Done again: {_steps(story)}; started again: {', '.join(again) or 'nobody'}",
         f"Took {took}; {story.samples:,} samples, {story.metric_name} {metric}",

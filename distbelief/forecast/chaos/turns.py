@@ -6,7 +6,8 @@ them, and is raised where they are ended: it must not pass for a job that nobody
 
 import threading
 from collections.abc import Callable
-from typing import Final, final
+from types import TracebackType
+from typing import Final, Self, final
 
 from distbelief.roles import Seconds
 
@@ -14,33 +15,52 @@ from distbelief.roles import Seconds
 AWAITED_SECONDS_MAX: Final = 10.0
 
 
+def _nothing() -> None:
+    pass
+
+
 @final
 class Turns:
-    """Calls `turn`, over and over.
+    """Calls `turn`, over and over. A context manager: within it, a thread does so.
 
     Args:
         turn: What is done in each.
         every: Seconds between two of them; 0 if a turn waits by itself.
+        at_end: What is done after the last, whatever has happened.
     """
 
-    def __init__(self, turn: Callable[[], None], *, every: Seconds = 0.0) -> None:
+    def __init__(
+        self,
+        turn: Callable[[], None],
+        *,
+        every: Seconds = 0.0,
+        at_end: Callable[[], None] = _nothing,
+    ) -> None:
         self._turn = turn
         self._every = every
+        self._at_end = at_end
         self._n_taken = 0
         self._taken = threading.Condition()
         self._ended = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, daemon=True)
 
-    def begin(self) -> None:
+    def __enter__(self) -> Self:
         """Take turns from now on."""
         self._thread.start()
+        return self
 
-    def end(self) -> None:
-        """Take no more; raise what went wrong in one, if anything did."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Take no more; raise what went wrong in one, unless something worse has."""
         self._ended.set()
         self._thread.join()
-        if self._error is not None:
+        self._at_end()
+        if self._error is not None and error is None:
             raise self._error
 
     def await_next(self) -> None:
@@ -60,7 +80,7 @@ class Turns:
         while not self._ended.wait(self._every):
             try:
                 self._turn()
-            except Exception as error:  # noqa: BLE001 -- raised by `end`
+            except Exception as error:  # noqa: BLE001 -- raised at the end
                 self._error = error
                 return
             with self._taken:

@@ -140,6 +140,7 @@ def _story(
         blows=blows,
         lines=in_order(lines),
         error=error,
+        exit_code=0 if error is None else 1,
         samples=view.samples,
         metric_name=view.metric_name,
         metric=view.metric,

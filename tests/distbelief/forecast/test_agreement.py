@@ -31,6 +31,12 @@ def test_the_rate_is_that_of_the_steady_part() -> None:
     assert steady_rate(()) is None
 
 
+def test_batches_that_come_all_at_once_are_timed_from_one_to_another() -> None:
+    """Reports are more frequent: the first in a batch, and the last, say nothing."""
+    history = course(*(100 * (second // 3) for second in range(32)))
+    assert steady_rate(history) == pytest.approx(100 / 3)
+
+
 def a_view(*, rate: int, coordinator: bool = False) -> SupervisorView:
     name = "coordinator" if coordinator else "replica-1"
     return SupervisorView(

@@ -4,9 +4,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -73,6 +74,7 @@ def test_a_job_broken_twice_by_one_seed_breaks_alike() -> None:
         story = break_virtually(staged, seed=3)
         assert break_virtually(staged, seed=3) == story
     assert story.error is None
+    assert story.exit_code == 0
     assert story.undisturbed_seconds is not None
     times = [line.seconds for line in story.lines]
     assert times == sorted(times)
@@ -81,6 +83,10 @@ def test_a_job_broken_twice_by_one_seed_breaks_alike() -> None:
     assert "Lost: " in text
     assert "Done again: " in text
     assert "Exactly the same again: distbelief chaos JOB.toml --seed 3 (trace " in text
+    ended = msgspec.structs.replace(story, lines=story.lines[-1:])
+    told = f"{len(story.blows)} more blows were to fall after its end"
+    assert told not in text
+    assert told in printed(ended)
 
 
 @pytest.mark.untraced
@@ -147,17 +153,36 @@ def test_who_is_gone_cannot_be_hit(victim: int) -> None:
     hands.turn(5.0)
 
 
+def test_the_schedule_is_for_the_roles_that_there_are() -> None:
+    """Once they were guessed from [cluster] partitions, which a `plan` overrides."""
+    seen: list[str] = []
+
+    def plot(roles: Sequence[str]) -> Sequence[Blow]:
+        seen.extend(roles)
+        return schedule(0, roles)
+
+    attacker = Attacker(plot, horizon=1.0)
+    attacker.watch(SupervisorView())
+    assert not attacker.blows
+    names = ("shard-0", "replica-0.0", "replica-0.1")
+    roles = tuple(RoleView(name=name, state="computing") for name in names)
+    attacker.watch(SupervisorView(roles=roles))
+    attacker.watch(SupervisorView(roles=roles))
+    assert seen == list(names)
+    assert {blow.role for blow in attacker.blows} <= set(names)
+
+
 def test_the_attacker_strikes_whom_the_supervisor_knows(victim: int) -> None:
     blows = [
         Blow(kind="kill", role="replica-0", at=0.0),
         Blow(kind="pause", role="shard-0", at=0.0, lasts=0.1),
         Blow(kind="drop", role="shard-0", at=0.0, lasts=0.1, probability=0.5),
     ]
-    attacker = Attacker(blows, horizon=0.1)
+    attacker = Attacker(lambda _: blows, horizon=0.1)
     view = SupervisorView(
         samples=1, roles=(RoleView(name="replica-0", state="computing", pid=victim),)
     )
-    with attacker:
+    with attacker.turns:
         assert not attacker.watch(view)
         await_state(victim, "Z")
         deadline = time.monotonic() + 10.0
@@ -167,3 +192,16 @@ def test_the_attacker_strikes_whom_the_supervisor_knows(victim: int) -> None:
         "kill replica-0",
         "pause shard-0 for 0.0 s: nobody there",
     ]
+
+
+def test_a_job_that_is_over_is_left_alone(victim: int) -> None:
+    """Blows once fell on processes that were gone, and stood below the job's end."""
+    blows = [Blow(kind="kill", role="replica-0", at=0.0)]
+    attacker = Attacker(lambda _: blows, horizon=0.1)
+    role = RoleView(name="replica-0", state="done", pid=victim)
+    with attacker.turns:
+        attacker.watch(SupervisorView(samples=1, roles=(role,), stop_reason="done"))
+        attacker.turns.await_next()
+    assert attacker.blows == tuple(blows)
+    assert not attacker.lines
+    assert state_of(victim) in "SR"

@@ -1,5 +1,6 @@
 """Messages that pass through another process: hit as a whole, or let alone."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
@@ -61,7 +62,8 @@ class Talk:
             for name in ("one", "two")
         )
         self.now = 0.0  # by which blows end
-        self.detour = stack.enter_context(Detour(seed, clock=lambda: self.now))
+        self.detour = Detour(seed, clock=lambda: self.now)
+        stack.enter_context(self.detour.turns)
         endpoint = self.detour.through("two", self.two.endpoint)
         assert self.detour.through("two", self.two.endpoint) == endpoint
         self.one.connect("two", 1, endpoint)
@@ -73,11 +75,11 @@ class Talk:
         probability = 0.0 if kind == "cut off" else 1.0
         blow = Blow(kind=kind, role=role, at=0.0, probability=probability)
         self.detour.strike(blow, now=self.now, seconds=seconds)
-        self.detour.await_turn()
+        self.detour.turns.await_next()
 
     def wait(self, seconds: Seconds) -> None:
         self.now += seconds
-        self.detour.await_turn()
+        self.detour.turns.await_next()
 
     def say(self, number: float) -> None:
         self.one.send("two", Heartbeat(state="up", counters={"n": number}))
@@ -174,7 +176,8 @@ class Listening:
 
 def test_the_supervisor_is_told_of_detours_only() -> None:
     supervisor = Listening()
-    with Detour(0) as detour:
+    detour = Detour(0)
+    with detour.turns:
         role = detour.around(supervisor)
         role.handle(Started(incarnation=1), 0.0)
         join = Join(endpoint="tcp://127.0.0.1:9", host="h", pid=1)
@@ -190,14 +193,34 @@ def test_the_supervisor_is_told_of_detours_only() -> None:
 
 def test_what_fails_in_a_turn_is_raised_at_the_end() -> None:
     """A thread that dies unseen leaves a job that seems to bear every blow."""
+    failed = threading.Event()
+    ended: list[str] = []
 
     def fail() -> None:
+        failed.set()
         raise OSError("no more sockets")
 
-    turns = Turns(fail)
-    turns.begin()
-    with pytest.raises(OSError, match="no more sockets"):
-        turns.end()
+    with (
+        pytest.raises(OSError, match="no more sockets"),
+        Turns(fail, at_end=lambda: ended.append("so")),
+    ):
+        assert failed.wait(60.0)
+    assert ended == ["so"]
+
+
+def test_what_fails_in_a_turn_does_not_hide_what_fails_beside_it() -> None:
+    failed = threading.Event()
+
+    def fail() -> None:
+        failed.set()
+        raise OSError("no more sockets")
+
+    def interrupt() -> None:
+        assert failed.wait(60.0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Turns(fail):
+        interrupt()
 
 
 def test_a_turn_that_never_ends_is_not_waited_for(

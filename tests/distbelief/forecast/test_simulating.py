@@ -1,6 +1,9 @@
 """Jobs in virtual time: figures, sweeps, the command line, and mistakes."""
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from distbelief.cli_errors import MISTAKEN
 from distbelief.errors import JobError
 from distbelief.forecast.outcome import Outcome
 from distbelief.forecast.simulating import Forecast, Wish, fulfil, simulate
+from distbelief.forecast.staging import Staging
 from distbelief.forecast.sweeping import axes_of
 from distbelief.job.sections import Job
 from tests.distbelief.forecast.jobs import SANDBLASTER, TEXT, small, written
@@ -232,19 +236,25 @@ def test_a_cluster_that_cannot_be_is_one_clear_message(
     assert len(result.output.strip().splitlines()) <= 4
 
 
-@pytest.mark.timeout(180)
+SPLIT = ("cluster.replicas=1", "cluster.partitions=2", "stop.samples=40")
+
+
 def digests() -> list[str]:
-    """Return what the traces of two small jobs come to, and how far they learn."""
+    """Return what the traces of three small jobs come to, and how far they learn."""
     found = []
-    for job in (small(), small(text=SANDBLASTER)):
+    for job in (small(), small(text=SANDBLASTER), small(*SPLIT)):
         (variant,) = forecast(job).variants
         (outcome,) = variant.outcomes
         found += [outcome.digest, str(outcome.loss)]
     return found
 
 
+@pytest.mark.timeout(180)
 def test_a_trace_is_the_same_whatever_the_hash_seed() -> None:
-    """The supervisor and all its roles, here and in a fresh process, bit for bit."""
+    """The supervisor and all its roles, here and in a fresh process, bit for bit.
+
+    Downpour, Sandblaster, and a replica that is split over two machines.
+    """
     there = answers("tests.distbelief.forecast.test_simulating", "t.digests()")
     assert there == digests()
 
@@ -291,6 +301,31 @@ def test_chaos_prints_its_timeline(tmp_path: Path) -> None:
     assert "Exactly the same again" in result.output
     as_json = command("chaos", str(tmp_path / "small.toml"), "--seed", "5", "--json")
     assert json.loads(as_json.stdout)["seed"] == 5
+
+
+@pytest.mark.parametrize("name", ["simulate", "chaos"])
+def test_sigterm_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Folders of whoever was ended in the midst of it had piled up in /tmp."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    seen: list[int] = []
+
+    def interrupted(_staging: Staging, _job: Job) -> None:
+        seen.append(len(list(temporary.iterdir())))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)  # the signal ends it
+
+    monkeypatch.setattr(Staging, "stage", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    options = ["--cluster", "rack.toml", "--counted"] if name == "simulate" else []
+    result = command(name, str(written(tmp_path)), *options)
+    assert result.exit_code == 143
+    assert seen == [1]
+    assert not list(temporary.iterdir())
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("name", ["simulate", "chaos"])

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
 
-from distbelief.messages import Failed, Peers
+from distbelief.messages import Failed, Message, Peers
 from distbelief.roles import (
     Action,
     Address,
@@ -19,11 +21,13 @@ from distbelief.roles import (
     Started,
     TimerFired,
 )
-from distbelief.simulation.brief import TEXT_MAX, brief, event_text
+from distbelief.simulation.brief import TEXT_MAX, brief, event_text, message_text
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import random_faults
 from distbelief.simulation.options import ClusterOptions
 from distbelief.simulation.trace import SimulationFailed
+from distbelief.vectors import Vector
+from tests.distbelief.message_strategies import messages
 from tests.distbelief.simulation import test_fabric
 from tests.distbelief.simulation.toys import (
     A,
@@ -168,6 +172,17 @@ def test_arrays_of_other_content_have_other_texts() -> None:
     assert brief(one) != brief(two)
     assert brief(np.float64(0.5)) == "0.5"
     assert brief(np.zeros(0)) == "float64[0]:00000000"
+
+
+@given(messages)
+def test_a_message_with_an_array_is_told_as_any_value(message: Message) -> None:
+    """There is a short way for them: they are most of what is said."""
+    expected = (
+        brief(message)
+        if any(field.type == Vector for field in msgspec.structs.fields(message))
+        else repr(message)
+    )
+    assert message_text(message)[: TEXT_MAX // 2] == expected[: TEXT_MAX // 2]
 
 
 def test_long_texts_are_cut_but_still_told_apart() -> None:

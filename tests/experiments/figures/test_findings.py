@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from experiments.figures.batched import at_pace
+from experiments.figures.batched import at_pace, interval
 from experiments.figures.courses import TARGET
 from experiments.figures.entries import FIGURE_4
 from experiments.figures.findings import (
@@ -80,7 +80,12 @@ def test_the_crossings_name_who_is_first_with_few_cores() -> None:
 
 def test_sandblaster_takes_its_time_from_the_evaluations_it_needs() -> None:
     learnt = course(SANDBLASTER, 8, [0.1, 0.2])
-    found = at_pace(learnt, FIGURE_4[-1], 20.0)
+    found = at_pace(learnt, FIGURE_4[4], 20.0)
     assert found.replicas == 2000
     assert found.points[1].held_out == 0.2
     assert found.points[1].seconds == round(20.0 * 2000 / N_TRAIN, 1)
+
+
+def test_the_pace_is_that_between_evaluations() -> None:
+    """How long 2,000 replicas took to meet was once counted as a part of each."""
+    assert interval([100.0, 140.0, 141.0, 143.0, 150.0]) == 1.5
