@@ -77,6 +77,7 @@ def rehearsal(folder: Path, *, factory: str) -> Rehearsal:
     )
 
 
+@pytest.mark.soak
 @pytest.mark.untraced
 def test_a_machine_that_cannot_begin_ends_all_and_is_told(tmp_path: Path) -> None:
     said = r"(?s)machine \d .*no-plan\.json"

@@ -240,9 +240,18 @@ SPLIT = ("cluster.replicas=1", "cluster.partitions=2", "stop.samples=40")
 
 
 def digests() -> list[str]:
-    """Return what the traces of three small jobs come to, and how far they learn."""
+    """Return what the traces of two small jobs come to, and how far they learn."""
+    return _digests(small(), small(text=SANDBLASTER))
+
+
+def digests_if_split() -> list[str]:
+    """Likewise, of a replica that is split over two machines."""
+    return _digests(small(*SPLIT))
+
+
+def _digests(*jobs: Job) -> list[str]:
     found = []
-    for job in (small(), small(text=SANDBLASTER), small(*SPLIT)):
+    for job in jobs:
         (variant,) = forecast(job).variants
         (outcome,) = variant.outcomes
         found += [outcome.digest, str(outcome.loss)]
@@ -251,12 +260,16 @@ def digests() -> list[str]:
 
 @pytest.mark.timeout(180)
 def test_a_trace_is_the_same_whatever_the_hash_seed() -> None:
-    """The supervisor and all its roles, here and in a fresh process, bit for bit.
-
-    Downpour, Sandblaster, and a replica that is split over two machines.
-    """
+    """The supervisor and all its roles, here and in a fresh process, bit for bit."""
     there = answers("tests.distbelief.forecast.test_simulating", "t.digests()")
     assert there == digests()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(180)
+def test_so_is_that_of_a_split_replica() -> None:
+    module = "tests.distbelief.forecast.test_simulating"
+    assert answers(module, "t.digests_if_split()") == digests_if_split()
 
 
 def test_from_python_it_is_one_name() -> None:

@@ -24,7 +24,7 @@ def test_it_takes_as_many_steps_as_each_line_says(
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_crew_takes_turns_and_a_step_takes_as_long_as_its_slowest(
     tmp_path: Path,
 ) -> None:

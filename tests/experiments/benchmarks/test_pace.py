@@ -45,7 +45,7 @@ def test_how_much_slower_is_said_of_all_that_both_know() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.soak
 def test_layers_are_measured_in_several_processes_at_once(tmp_path: Path) -> None:
     workload = Workload(net="speech", batch_size=4, small=True)
     with Pacemaker(workload, 2, tmp_path) as pacemaker:

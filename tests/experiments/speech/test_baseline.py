@@ -29,7 +29,9 @@ batch_size = 64
 """
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adagrad"])
+@pytest.mark.parametrize(
+    "rule", [pytest.param("sgd", marks=pytest.mark.soak), "adagrad"]
+)
 def test_the_baseline_learns_and_ends_with_json(
     rule: str, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

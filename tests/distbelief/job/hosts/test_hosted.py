@@ -288,4 +288,4 @@ class Machines(RuleBasedStateMachine):
 
 
 TestMachines = Machines.TestCase
-TestMachines.settings = settings(max_examples=8, stateful_step_count=10)
+TestMachines.settings = settings(max_examples=3, stateful_step_count=10)
