@@ -149,7 +149,7 @@ def train(  # noqa: PLR0913 -- options
     with told(show_traceback=show_traceback):
         job_file = _job_file(job_file, resume)
         from distbelief.job.jobfile import load_job  # noqa: PLC0415 -- start quickly
-        from distbelief.job.launcher import Launcher  # noqa: PLC0415
+        from distbelief.job.launcher import Launcher  # noqa: PLC0415 -- start quickly
 
         with Launcher() as launcher:  # it imports torch while we do
             job = load_job(job_file, overrides=overrides or ())
@@ -157,6 +157,7 @@ def train(  # noqa: PLR0913 -- options
 
             hosting = None
             if listen is not None or on is not None:
+                # Only who lets others join needs it.
                 from distbelief.serving_options import hosting_of  # noqa: PLC0415
 
                 hosting = hosting_of(
@@ -201,7 +202,7 @@ def status(
     The figures are those of the job's last second; of a job that has ended, its last.
     """
     with told(show_traceback=show_traceback):
-        from distbelief.job.run_directory import RunDirectory  # noqa: PLC0415
+        from distbelief.job.run_directory import RunDirectory  # noqa: PLC0415 -- torch
 
         run = (
             _newest_run()
@@ -290,7 +291,7 @@ def partition(  # noqa: PLR0913 -- options
                 "experiments.images.model:paper_net --input 3x100x100`"
             )
         from distbelief.partition import command, request  # noqa: PLC0415 -- torch
-        from distbelief.runtime.imports import resolve  # noqa: PLC0415
+        from distbelief.runtime.imports import resolve  # noqa: PLC0415 -- start quickly
 
         here = str(Path.cwd())  # where a function beside the user is found
         sys.path[:0] = [] if here in sys.path else [here]
@@ -312,7 +313,7 @@ def partition(  # noqa: PLR0913 -- options
         )
         trial = None
         if verify:
-            from distbelief.job import verifying  # noqa: PLC0415
+            from distbelief.job import verifying  # noqa: PLC0415 -- start quickly
 
             trial = partial(
                 verifying.verify,
@@ -340,14 +341,14 @@ def _job_file(job_file: Path | None, resume: Path | None) -> Path:
             "there is no job to train: name a job file, as in `distbelief train "
             "speech.toml`, or a run to go on with, as in `--resume runs/speech`"
         )
-    from distbelief.job.run_directory import RunDirectory  # noqa: PLC0415
+    from distbelief.job.run_directory import RunDirectory  # noqa: PLC0415 -- torch
 
     return RunDirectory.open(resume, write=False).job_file
 
 
 def _newest_run() -> "RunDirectory":
     """Return the newest run under runs/: a running one if there is any."""
-    from distbelief.job.run_directory import RunDirectory  # noqa: PLC0415
+    from distbelief.job.run_directory import RunDirectory  # noqa: PLC0415 -- torch
 
     files = sorted(RUNS.glob("*/job.toml"), key=lambda file: file.stat().st_mtime)
     runs = [RunDirectory.open(file.parent, write=False) for file in reversed(files)]
@@ -365,10 +366,10 @@ def _show_status(
     run: "RunDirectory", *, pid: int | None, now: float, as_json: bool
 ) -> None:
     import msgspec  # noqa: PLC0415 -- start quickly
-    from rich.console import Console  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415 -- start quickly
+    from rich.text import Text  # noqa: PLC0415 -- start quickly
 
-    from distbelief.job.screen import Screen  # noqa: PLC0415
+    from distbelief.job.screen import Screen  # noqa: PLC0415 -- start quickly
 
     last = run.read_status()
     age = None if last is None else max(0.0, now - last.written)
@@ -392,7 +393,7 @@ def _remark(
     run: "RunDirectory", last: "Status | None", *, pid: int | None, age: float | None
 ) -> tuple[str, str]:
     """Return in a sentence how far the status is to be trusted, and its style."""
-    from distbelief.job import words  # noqa: PLC0415
+    from distbelief.job import words  # noqa: PLC0415 -- start quickly
 
     old = "" if age is None else words.duration(age)
     if last is not None and last.ended:

@@ -51,7 +51,7 @@ def draw_curve_of(run: RunDirectory, *, title: str) -> None:
         StorageError: it cannot be written.
     """
     # Only now: matplotlib takes a second.
-    from distbelief.job.curve import draw_curve  # noqa: PLC0415
+    from distbelief.job.curve import draw_curve  # noqa: PLC0415 -- seldom
 
     draw_curve(run.curve_file, read_metrics(run.metrics_file), title=title)
 

@@ -83,7 +83,7 @@ def _be_honest(told: Told) -> None:
     """Push and fetch until killed; count that where others can read it."""
     import torch  # noqa: PLC0415 -- attackers have no use for it
 
-    import distbelief  # noqa: PLC0415
+    import distbelief  # noqa: PLC0415 -- likewise
 
     torch.set_num_threads(1)
     net = torch.nn.Linear(512, 512)

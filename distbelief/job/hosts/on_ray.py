@@ -117,8 +117,8 @@ class RayHosts:
         """
         try:
             import ray  # noqa: PLC0415 -- an extra
-            from ray.util import placement_group  # noqa: PLC0415
-            from ray.util.scheduling_strategies import (  # noqa: PLC0415
+            from ray.util import placement_group  # noqa: PLC0415 -- an extra
+            from ray.util.scheduling_strategies import (  # noqa: PLC0415 -- an extra
                 PlacementGroupSchedulingStrategy,
             )
         except ImportError as error:
@@ -156,8 +156,8 @@ class RayHosts:
         """Give back what Ray lent."""
         if self._group is None:
             return
-        import ray  # noqa: PLC0415
-        from ray.util import remove_placement_group  # noqa: PLC0415
+        import ray  # noqa: PLC0415 -- an extra
+        from ray.util import remove_placement_group  # noqa: PLC0415 -- an extra
 
         for actor in self._actors:
             ray.kill(actor)
