@@ -29,10 +29,10 @@ if TYPE_CHECKING:
         StorageError as StorageError,
     )
     from distbelief.forecast.simulating import simulate as simulate
-    from distbelief.job.run import Run as Run
+    from distbelief.job.directory.run import Run as Run
     from distbelief.job.training import train as train
     from distbelief.optimizer import DownpourSGD as DownpourSGD
-    from distbelief.parameter_server.update_rules import (
+    from distbelief.parameter_server.rules.update_rules import (
         SGD as SGD,
         Adagrad as Adagrad,
         Adam as Adam,
@@ -40,24 +40,24 @@ if TYPE_CHECKING:
         RMSprop as RMSprop,
     )
     from distbelief.partition.outlook import plan as plan
-    from distbelief.server import ParameterServer as ParameterServer
+    from distbelief.serving.server import ParameterServer as ParameterServer
 
 _HOMES = {
     "DistBeliefError": "distbelief.errors",
     "JobError": "distbelief.errors",
     "PeerLostError": "distbelief.errors",
     "StorageError": "distbelief.errors",
-    "Run": "distbelief.job.run",
+    "Run": "distbelief.job.directory.run",
     "train": "distbelief.job.training",
     "simulate": "distbelief.forecast.simulating",
     "DownpourSGD": "distbelief.optimizer",
-    "ParameterServer": "distbelief.server",
+    "ParameterServer": "distbelief.serving.server",
     "plan": "distbelief.partition.outlook",
-    "SGD": "distbelief.parameter_server.update_rules",
-    "Adagrad": "distbelief.parameter_server.update_rules",
-    "Adam": "distbelief.parameter_server.update_rules",
-    "Momentum": "distbelief.parameter_server.update_rules",
-    "RMSprop": "distbelief.parameter_server.update_rules",
+    "SGD": "distbelief.parameter_server.rules.update_rules",
+    "Adagrad": "distbelief.parameter_server.rules.update_rules",
+    "Adam": "distbelief.parameter_server.rules.update_rules",
+    "Momentum": "distbelief.parameter_server.rules.update_rules",
+    "RMSprop": "distbelief.parameter_server.rules.update_rules",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 -- derived, so that the two cannot differ

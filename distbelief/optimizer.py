@@ -35,11 +35,11 @@ from distbelief.errors import JobError, PeerLostError
 from distbelief.memory import Memory, PrivateMemory
 from distbelief.messages import Join
 from distbelief.node import Node
-from distbelief.parameter_server.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.copies import copies_of_all
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.copies.copies import copies_of_all
+from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import SUPERVISOR, Computed
-from distbelief.server import ServerAddress, parameter_specs, reach_towards
+from distbelief.serving.server import ServerAddress, parameter_specs, reach_towards
 from distbelief.transport.shared_memory import FileMemory
 
 

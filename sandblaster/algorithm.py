@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Final, final
 
 from distbelief.errors import JobError, LocalProtocolError
-from distbelief.job.sections import ClusterTable
-from distbelief.job.verdicts import Verdict
-from distbelief.parameter_server.update_rules import SGD
+from distbelief.job.configuration.sections import ClusterTable
+from distbelief.job.configuration.verdicts import Verdict
+from distbelief.parameter_server.rules.update_rules import SGD
 from distbelief.roles import Role
 from distbelief.runtime.assembling import Split
 from distbelief.runtime.common_roles import (
@@ -21,8 +21,8 @@ from distbelief.runtime.common_roles import (
     shard_entries,
     shard_names,
 )
-from distbelief.runtime.machine_names import place_of
-from distbelief.runtime.task import (
+from distbelief.runtime.machine.machine_names import place_of
+from distbelief.runtime.task.task import (
     BuildContext,
     RosterEntry,
 )

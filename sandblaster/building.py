@@ -10,13 +10,13 @@ from distbelief.downpour.replica import ModelReplica
 from distbelief.downpour.settings import DownpourSettings
 from distbelief.downpour.steps import Trainer
 from distbelief.errors import JobError
-from distbelief.parameter_server.client import ParameterClient
-from distbelief.parameter_server.copies import copies_of_all
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.copies.copies import copies_of_all
 from distbelief.roles import Role
-from distbelief.runtime import trial
 from distbelief.runtime.common_roles import build_client, layout_of
-from distbelief.runtime.local_model import LocalModel
-from distbelief.runtime.task import BuildContext, build_loss, build_model
+from distbelief.runtime.task import trial
+from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.task import BuildContext, build_loss, build_model
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordination.coordinator import Coordinator
 from sandblaster.coordination.coordinator_config import CoordinatorConfig

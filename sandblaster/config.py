@@ -22,7 +22,7 @@ from typing import Final, Literal, get_args
 import msgspec
 
 from distbelief.downpour.settings import DownpourSettings
-from distbelief.parameter_server.update_rules import UpdateRule
+from distbelief.parameter_server.rules.update_rules import UpdateRule
 from sandblaster.methods.any_method import AnyMethod
 from sandblaster.methods.conjugate_gradient import ConjugateGradient
 from sandblaster.methods.gradient_descent import GradientDescent

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from distbelief.commands import Command, Scalars, VectorName, combine
-from distbelief.parameter_server.algebra import Algebra
-from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
+from distbelief.parameter_server.layout.layout import ElementType, Layout, TensorSpec
+from distbelief.parameter_server.orders.algebra import Algebra
 from distbelief.vectors import Vector
 from sandblaster.requests import (
     Evaluate,

@@ -20,12 +20,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from distbelief.errors import JobError
-from distbelief.job import toml_text
-from distbelief.job.jobfile import parse_job
-from distbelief.job.sections import Job
+from distbelief.job.configuration import toml_text
+from distbelief.job.configuration.jobfile import parse_job
+from distbelief.job.configuration.sections import Job
+from distbelief.job.display.view import SupervisorView
 from distbelief.job.training import train
-from distbelief.job.view import SupervisorView
-from distbelief.runtime.local_model import LocalModel
+from distbelief.runtime.task.local_model import LocalModel
 from sandblaster.calling.plain import plain
 from sandblaster.calling.recipes import recipe_of
 from sandblaster.calling.result import MinimizeResult, interim_result, result_of

@@ -15,7 +15,6 @@ from distbelief.downpour.settings import DownpourSettings
 from distbelief.downpour.steps import Trainer
 from distbelief.errors import LocalProtocolError
 from distbelief.roles import Role
-from distbelief.runtime import trial
 from distbelief.runtime.assembling import Split
 from distbelief.runtime.common_roles import (
     build_client,
@@ -26,9 +25,10 @@ from distbelief.runtime.common_roles import (
     shard_entries,
     shard_names,
 )
-from distbelief.runtime.local_model import LocalModel
-from distbelief.runtime.machine_names import place_of
-from distbelief.runtime.task import (
+from distbelief.runtime.machine.machine_names import place_of
+from distbelief.runtime.task import trial
+from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.task import (
     BuildContext,
     RosterEntry,
     build_loss,

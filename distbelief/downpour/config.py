@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from distbelief.parameter_server.schedules import Constant, Schedule
+from distbelief.parameter_server.rules.schedules import Constant, Schedule
 from distbelief.roles import Seconds
 
 

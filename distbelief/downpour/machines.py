@@ -14,11 +14,11 @@ from distbelief.runtime.assembling import (
     evaluating_machine,
     place_in,
 )
-from distbelief.runtime.course import TrainingCourse
-from distbelief.runtime.leading import Leader
-from distbelief.runtime.machine_names import EVALUATORS, Place
+from distbelief.runtime.machine.course import TrainingCourse
+from distbelief.runtime.machine.leading import Leader
+from distbelief.runtime.machine.machine_names import EVALUATORS, Place
 from distbelief.runtime.replica_parts import replica_parts
-from distbelief.runtime.task import BuildContext
+from distbelief.runtime.task.task import BuildContext
 
 
 def build_machine(

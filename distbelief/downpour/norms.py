@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from distbelief.runtime.portions import Portion
+from distbelief.runtime.machine.portions import Portion
 
 
 Gradients = dict[int, torch.Tensor]

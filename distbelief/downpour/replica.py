@@ -39,7 +39,7 @@ from distbelief.errors import (
     RemoteProtocolError,
 )
 from distbelief.messages import Begin, Finished, Message, Stop
-from distbelief.parameter_server.client import Installed, ParameterClient, Staged
+from distbelief.parameter_server.client.client import Installed, ParameterClient, Staged
 from distbelief.roles import (
     SUPERVISOR,
     Action,

@@ -5,7 +5,7 @@ import math
 import msgspec
 
 from distbelief.downpour.config import DownpourConfig
-from distbelief.parameter_server.update_rules import UpdateRule
+from distbelief.parameter_server.rules.update_rules import UpdateRule
 
 
 class DownpourSettings(

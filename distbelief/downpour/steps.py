@@ -19,10 +19,10 @@ import torch
 from distbelief.data.dataset import Dataset, read_batch
 from distbelief.data.subset import Indices
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.parameter_server.client import Installed, Staged
-from distbelief.runtime import trial
-from distbelief.runtime.local_model import LocalModel
-from distbelief.runtime.losses import Loss
+from distbelief.parameter_server.client.client import Installed, Staged
+from distbelief.runtime.task import trial
+from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.losses import Loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,8 @@ from distbelief.downpour.norms import bad_sample, clip, is_finite, sum_of_square
 from distbelief.downpour.tally import Tally
 from distbelief.errors import LocalProtocolError
 from distbelief.messages import Begin, Evaluate, Progress, Stop
-from distbelief.parameter_server.client import ParameterClient, Staged
-from distbelief.parameter_server.staging import Draft
+from distbelief.parameter_server.client.client import ParameterClient, Staged
+from distbelief.parameter_server.client.staging import Draft
 from distbelief.roles import (
     SUPERVISOR,
     Action,
@@ -40,11 +40,11 @@ from distbelief.roles import (
     Seconds,
     Send,
 )
-from distbelief.runtime.course import Chosen
-from distbelief.runtime.duty import Vote
-from distbelief.runtime.execution import Found, Put
-from distbelief.runtime.leading import Done, Leader, Outgoing
-from distbelief.runtime.portions import Portion
+from distbelief.runtime.execution.execution import Found, Put
+from distbelief.runtime.machine.course import Chosen
+from distbelief.runtime.machine.duty import Vote
+from distbelief.runtime.machine.leading import Done, Leader, Outgoing
+from distbelief.runtime.machine.portions import Portion
 
 
 PUSH: Final = "machine:push"

@@ -11,7 +11,7 @@ from typing import final
 
 from distbelief.errors import LocalProtocolError, PeerLostError
 from distbelief.messages import Heartbeat, Join, Peers, Stop
-from distbelief.parameter_server.client import Installed, ParameterClient, Staged
+from distbelief.parameter_server.client.client import Installed, ParameterClient, Staged
 from distbelief.roles import (
     SUPERVISOR,
     Action,

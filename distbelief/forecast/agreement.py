@@ -27,10 +27,10 @@ from distbelief.forecast.side import Side, side_of
 from distbelief.forecast.staging import StagedJob, Staging
 from distbelief.forecast.virtual_run import run_virtually
 from distbelief.forecast.watching import N_EVENTS_MAX
-from distbelief.job.launcher import Launcher
-from distbelief.job.sections import Job
+from distbelief.job.configuration.sections import Job
+from distbelief.job.display.view import SupervisorView
+from distbelief.job.processes.launcher import Launcher
 from distbelief.job.training import train
-from distbelief.job.view import SupervisorView
 from distbelief.roles import Address, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault, Pause

@@ -21,8 +21,8 @@ from distbelief.forecast.report import (
 from distbelief.forecast.simulating import Forecast, Wish, fulfil
 from distbelief.forecast.staging import Staging
 from distbelief.forecast.waiting import Waiting
-from distbelief.job.jobfile import load_job
-from distbelief.job.signals import ended_by_sigterm
+from distbelief.job.configuration.jobfile import load_job
+from distbelief.job.processes.signals import ended_by_sigterm
 
 
 WIDTH: Final = 200

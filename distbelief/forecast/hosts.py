@@ -18,7 +18,7 @@ from distbelief.forecast.hosting import Hosting
 from distbelief.forecast.measuring import measure
 from distbelief.forecast.rates import Rates, keep, kept
 from distbelief.graph.layer import GraphError
-from distbelief.job.sections import Job
+from distbelief.job.configuration.sections import Job
 from distbelief.partition.profiling.host import HERE, figures, here
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.cluster_file import load_cluster

@@ -30,8 +30,8 @@ from distbelief.forecast.rates import (
 )
 from distbelief.forecast.staging import Staging
 from distbelief.forecast.stopwatch import Piece, Stopwatch, rate_of, warm
-from distbelief.job.jobfile import job_from_json
-from distbelief.job.sections import Job, StopTable
+from distbelief.job.configuration.jobfile import job_from_json
+from distbelief.job.configuration.sections import Job, StopTable
 from distbelief.roles import SUPERVISOR, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.options import ClusterOptions

@@ -12,8 +12,8 @@ from typing import Final, final
 import msgspec
 import numpy as np
 
-from distbelief.job.sections import Job
-from distbelief.job.view import Point, SupervisorView
+from distbelief.job.configuration.sections import Job
+from distbelief.job.display.view import Point, SupervisorView
 from distbelief.roles import Seconds
 
 

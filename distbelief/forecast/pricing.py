@@ -15,10 +15,10 @@ import msgspec
 from distbelief.errors import JobError
 from distbelief.forecast.hosting import Hosting
 from distbelief.forecast.staging import StagedJob, Staging
-from distbelief.job.sections import DataTables, Job
-from distbelief.job.summary import DataFacts
+from distbelief.job.configuration.sections import DataTables, Job
+from distbelief.job.directory.summary import DataFacts
 from distbelief.roles import Address
-from distbelief.runtime.task import DataSpec, ModelSpec
+from distbelief.runtime.task.task import DataSpec, ModelSpec
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.options import ClusterOptions
 from distbelief.simulation.scales import block_bytes_for, scales_for

@@ -29,7 +29,7 @@ import msgspec
 from distbelief import files
 from distbelief.errors import StorageError
 from distbelief.forecast.exchange import Exchange
-from distbelief.job.sections import Job
+from distbelief.job.configuration.sections import Job
 from distbelief.partition.profiling.profile import Host, this_host
 from distbelief.roles import Compute, Cost, Seconds
 from distbelief.simulation.desk import Handling

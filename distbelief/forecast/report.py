@@ -11,8 +11,8 @@ from rich.text import Text
 
 from distbelief.forecast.outcome import Spread, has_target
 from distbelief.forecast.sweeping import Variant
-from distbelief.job import words
-from distbelief.job.sections import Job
+from distbelief.job.configuration.sections import Job
+from distbelief.job.display import words
 
 
 Show = Callable[[float | None], str]

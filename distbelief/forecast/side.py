@@ -6,8 +6,8 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.job.sections import Job
-from distbelief.job.view import Point, SupervisorView
+from distbelief.job.configuration.sections import Job
+from distbelief.job.display.view import Point, SupervisorView
 from distbelief.roles import Seconds
 
 

@@ -27,8 +27,8 @@ from distbelief.forecast.sweeping import (
 from distbelief.forecast.timeline import check_place, write_trace
 from distbelief.forecast.trial import Trial
 from distbelief.forecast.waiting import Waiting
-from distbelief.job.jobfile import load_job
-from distbelief.job.sections import Job
+from distbelief.job.configuration.jobfile import load_job
+from distbelief.job.configuration.sections import Job
 
 
 N_SEEDS_MAX: Final = 1000

@@ -17,18 +17,24 @@ import msgspec
 import torch
 
 from distbelief.data.dataset import Dataset
-from distbelief.job.algorithms import Algorithm, check_cluster, find, load, roster_of
-from distbelief.job.checking import Answer, Question, answer_to
+from distbelief.job.configuration.algorithms import (
+    Algorithm,
+    check_cluster,
+    find,
+    load,
+    roster_of,
+)
+from distbelief.job.configuration.sections import Job
 from distbelief.job.configuring import check_data, supervisor_config
-from distbelief.job.member import Member, MemberConfig, heartbeat_seconds
-from distbelief.job.process import import_from
-from distbelief.job.sections import Job
-from distbelief.job.supervisor import Supervisor
-from distbelief.job.supervisor_config import SupervisorConfig
+from distbelief.job.processes.checking import Answer, Question, answer_to
+from distbelief.job.processes.process import import_from
+from distbelief.job.supervision.member import Member, MemberConfig, heartbeat_seconds
+from distbelief.job.supervision.supervisor import Supervisor
+from distbelief.job.supervision.supervisor_config import SupervisorConfig
 from distbelief.memory import Memory
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import SUPERVISOR, Address, Role
-from distbelief.runtime.task import (
+from distbelief.runtime.task.task import (
     BuildContext,
     DataSpec,
     RosterEntry,

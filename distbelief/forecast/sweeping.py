@@ -14,7 +14,7 @@ import msgspec
 
 from distbelief.errors import JobError
 from distbelief.forecast.outcome import Outcome, Spread, has_target, spreads
-from distbelief.job.sections import Job
+from distbelief.job.configuration.sections import Job
 
 
 N_VARIANTS_MAX: Final = 1000

@@ -8,7 +8,7 @@ from distbelief.forecast.ledger import Ledger
 from distbelief.forecast.outcome import Outcome, reached_at, step_seconds
 from distbelief.forecast.staging import StagedJob
 from distbelief.forecast.watching import N_EVENTS_MAX, Tell, told_until_over, view_of
-from distbelief.job.view import SupervisorView
+from distbelief.job.display.view import SupervisorView
 from distbelief.roles import SUPERVISOR, Address, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault

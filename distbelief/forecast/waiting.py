@@ -7,8 +7,8 @@ from typing import Final, Self, final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from distbelief.job import words
-from distbelief.job.view import SupervisorView
+from distbelief.job.display import words
+from distbelief.job.display.view import SupervisorView
 from distbelief.roles import Seconds
 
 

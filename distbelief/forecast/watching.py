@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Final, cast
 
-from distbelief.job.supervisor import Supervisor
-from distbelief.job.view import SupervisorView
+from distbelief.job.display.view import SupervisorView
+from distbelief.job.supervision.supervisor import Supervisor
 from distbelief.roles import SUPERVISOR
 from distbelief.simulation.cluster import SimulatedCluster
 

@@ -4,12 +4,12 @@ So it is told the same whether the job runs in processes or in virtual time.
 """
 
 from distbelief.errors import JobError
-from distbelief.job.algorithms import fields_of, roster_of, verdict_of
-from distbelief.job.checking import Answer
-from distbelief.job.legacy import Legacy
-from distbelief.job.sections import Job
-from distbelief.job.stop_rules import StopRules
-from distbelief.job.supervisor_config import SupervisorConfig
+from distbelief.job.configuration.algorithms import fields_of, roster_of, verdict_of
+from distbelief.job.configuration.sections import Job
+from distbelief.job.processes.checking import Answer
+from distbelief.job.resuming.legacy import Legacy
+from distbelief.job.supervision.stop_rules import StopRules
+from distbelief.job.supervision.supervisor_config import SupervisorConfig
 
 
 def check_data(job: Job, answer: Answer) -> None:

@@ -24,19 +24,19 @@ from safetensors.torch import load_file
 from distbelief import files
 from distbelief.errors import JobError, StorageError
 from distbelief.graph.layer import GraphError
-from distbelief.job.hand import graph_of
-from distbelief.job.jobfile import load_job
-from distbelief.job.process import import_from
-from distbelief.job.rehearsal import Rehearsal, rehearse
-from distbelief.job.rehearsing import OUTPUT
-from distbelief.job.run_directory import RunDirectory
-from distbelief.job.sections import Job
-from distbelief.job.signals import ended_by_sigterm
-from distbelief.job.trained import check_trained
+from distbelief.job.configuration.jobfile import load_job
+from distbelief.job.configuration.sections import Job
+from distbelief.job.directory.run_directory import RunDirectory
+from distbelief.job.directory.trained import check_trained
+from distbelief.job.processes.process import import_from
+from distbelief.job.processes.signals import ended_by_sigterm
+from distbelief.job.rehearsal.hand import graph_of
+from distbelief.job.rehearsal.rehearsal import Rehearsal, rehearse
+from distbelief.job.rehearsal.rehearsing import OUTPUT
 from distbelief.program.plan import Plan, load
-from distbelief.runtime.checks import check_evaluation
-from distbelief.runtime.samples import Sample
-from distbelief.runtime.task import build_model
+from distbelief.runtime.task.checks import check_evaluation
+from distbelief.runtime.task.samples import Sample
+from distbelief.runtime.task.task import build_model
 
 
 SUFFIXES: Final = (".npy", ".safetensors")

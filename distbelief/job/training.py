@@ -28,37 +28,42 @@ from rich.console import Console
 
 from distbelief import files
 from distbelief.errors import StorageError
-from distbelief.job.checking import Answer
+from distbelief.job.configuration.jobfile import Job, load_job
 from distbelief.job.configuring import check_data, supervisor_config
-from distbelief.job.final_files import draw_curve_of, write_model
-from distbelief.job.hosts.address import JobAddress
-from distbelief.job.hosts.hosting import Hosting
-from distbelief.job.jobfile import Job, load_job
-from distbelief.job.launcher import Launcher
-from distbelief.job.legacy import Legacy
-from distbelief.job.metrics import Measurement, MetricsFile
-from distbelief.job.process import Spec, import_from
-from distbelief.job.progress import Progress
-from distbelief.job.resuming import check_same, take_up
-from distbelief.job.run import Run
-from distbelief.job.run_directory import RunDirectory, Status
-from distbelief.job.signals import EXIT_CODES, REASONS, caught_signals, ended_by_sigterm
-from distbelief.job.store import SnapshotStore
-from distbelief.job.summary import (
+from distbelief.job.directory.final_files import draw_curve_of, write_model
+from distbelief.job.directory.metrics import Measurement, MetricsFile
+from distbelief.job.directory.run import Run
+from distbelief.job.directory.run_directory import RunDirectory, Status
+from distbelief.job.directory.store import SnapshotStore
+from distbelief.job.directory.summary import (
     Summary,
     final_table,
     summarise,
     summary_text,
     write_summary,
 )
-from distbelief.job.supervisor import USER, Supervisor
-from distbelief.job.trying import CHECK, try_out
-from distbelief.job.view import SupervisorView
+from distbelief.job.display.progress import Progress
+from distbelief.job.display.view import SupervisorView
+from distbelief.job.hosts.address import JobAddress
+from distbelief.job.hosts.hosting import Hosting
+from distbelief.job.processes.checking import Answer
+from distbelief.job.processes.launcher import Launcher
+from distbelief.job.processes.process import Spec, import_from
+from distbelief.job.processes.signals import (
+    EXIT_CODES,
+    REASONS,
+    caught_signals,
+    ended_by_sigterm,
+)
+from distbelief.job.processes.trying import CHECK, try_out
+from distbelief.job.resuming.legacy import Legacy
+from distbelief.job.resuming.resuming import check_same, take_up
+from distbelief.job.supervision.supervisor import USER, Supervisor
 from distbelief.messages import Stop
 from distbelief.node import Node
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import SUPERVISOR, Received, Role
-from distbelief.runtime.task import prepare
+from distbelief.runtime.task.task import prepare
 from distbelief.transport.places import LOOPBACK, Place
 from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
@@ -378,7 +383,7 @@ class _Training:
         if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
             # Its import takes most of a second, which Ctrl+C would have to wait for.
             self._may_draw = True
-            name = "distbelief.job.curve"
+            name = "distbelief.job.directory.curve"
             threading.Thread(target=import_module, args=(name,), daemon=True).start()
         if self._launcher.n_ended != self._n_ended:
             self._n_ended = self._launcher.n_ended

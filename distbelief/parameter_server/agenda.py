@@ -26,14 +26,14 @@ Rules:
 from enum import Enum
 from typing import assert_never, final
 
-from distbelief.parameter_server.holding import Holding
-from distbelief.parameter_server.orders import Orders
-from distbelief.parameter_server.pushes import Applying
-from distbelief.parameter_server.saves import Saves
+from distbelief.parameter_server.layout.holding import Holding
+from distbelief.parameter_server.orders.orders import Orders
 from distbelief.parameter_server.service import Service
-from distbelief.parameter_server.snapshots import ShardIdentity, ShardState, take
+from distbelief.parameter_server.serving.pushes import Applying
 from distbelief.parameter_server.standing import Standing
-from distbelief.parameter_server.values import ShardValues
+from distbelief.parameter_server.state.saves import Saves
+from distbelief.parameter_server.state.snapshots import ShardIdentity, ShardState, take
+from distbelief.parameter_server.state.values import ShardValues
 from distbelief.roles import (
     Action,
     Compute,

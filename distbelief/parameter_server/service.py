@@ -19,15 +19,15 @@ from typing import assert_never, final
 
 from distbelief.memory import Memory
 from distbelief.messages import Credit, Fetch, Hello, Push, PushBlock
-from distbelief.parameter_server.clients import Clients
-from distbelief.parameter_server.fetches import Fetches
-from distbelief.parameter_server.forwarding import Forwarding
-from distbelief.parameter_server.leases import Leases
-from distbelief.parameter_server.pushes import Pushes
-from distbelief.parameter_server.replies import Replies
-from distbelief.parameter_server.shard_config import ShardConfig
-from distbelief.parameter_server.slots import Client
-from distbelief.parameter_server.values import ShardValues
+from distbelief.parameter_server.copies.forwarding import Forwarding
+from distbelief.parameter_server.serving.clients import Clients
+from distbelief.parameter_server.serving.fetches import Fetches
+from distbelief.parameter_server.serving.leases import Leases
+from distbelief.parameter_server.serving.pushes import Pushes
+from distbelief.parameter_server.serving.replies import Replies
+from distbelief.parameter_server.state.shard_config import ShardConfig
+from distbelief.parameter_server.state.slots import Client
+from distbelief.parameter_server.state.values import ShardValues
 from distbelief.roles import (
     Action,
     Address,

@@ -69,13 +69,13 @@ from distbelief.messages import (
     Whole,
 )
 from distbelief.parameter_server.agenda import Agenda
-from distbelief.parameter_server.forwarding import TIMER as SECOND_TIMER
-from distbelief.parameter_server.orders import Orders
+from distbelief.parameter_server.copies.forwarding import TIMER as SECOND_TIMER
+from distbelief.parameter_server.orders.orders import Orders
 from distbelief.parameter_server.service import ClientMessage, Service
-from distbelief.parameter_server.shard_config import ShardConfig
-from distbelief.parameter_server.snapshots import ShardState
 from distbelief.parameter_server.standing import Standing
-from distbelief.parameter_server.values import ShardValues
+from distbelief.parameter_server.state.shard_config import ShardConfig
+from distbelief.parameter_server.state.snapshots import ShardState
+from distbelief.parameter_server.state.values import ShardValues
 from distbelief.roles import (
     Action,
     Address,

@@ -30,11 +30,11 @@ from distbelief.messages import (
     StateBlock,
     StateCredit,
 )
-from distbelief.parameter_server.following import Following, Forwarded
+from distbelief.parameter_server.copies.following import Following, Forwarded
 from distbelief.parameter_server.service import Service
-from distbelief.parameter_server.shard_config import ShardConfig
-from distbelief.parameter_server.snapshots import ShardState
-from distbelief.parameter_server.values import ShardValues
+from distbelief.parameter_server.state.shard_config import ShardConfig
+from distbelief.parameter_server.state.snapshots import ShardState
+from distbelief.parameter_server.state.values import ShardValues
 from distbelief.roles import Action, Address, Received, Report, Seconds
 
 

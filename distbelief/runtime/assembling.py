@@ -16,28 +16,33 @@ from torch import nn
 
 from distbelief.errors import LocalProtocolError
 from distbelief.graph.layer import LayerGraph
-from distbelief.parameter_server.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.copies import copies_of_all
-from distbelief.parameter_server.selection import Selection
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.copies.copies import copies_of_all
+from distbelief.parameter_server.layout.selection import Selection
 from distbelief.program.compilation import Compiled, compile_plan
 from distbelief.program.plan import Plan, load
-from distbelief.runtime.capturing import capture_for
 from distbelief.runtime.common_roles import layout_of
-from distbelief.runtime.courier import Courier
-from distbelief.runtime.course import Course, MeasuringCourse
-from distbelief.runtime.dataflow import dataflow
-from distbelief.runtime.duty import Duty
 from distbelief.runtime.evaluator import EvaluatorConfig, held_out
-from distbelief.runtime.execution import Execution, Seed, mean_over_samples
-from distbelief.runtime.inference import inference_of, model_output
-from distbelief.runtime.leading import Leader
-from distbelief.runtime.machine import Machine, MachineConfig
-from distbelief.runtime.machine_names import EVALUATORS, Place, member_names, place_of
-from distbelief.runtime.measuring import Judge, Measuring
-from distbelief.runtime.operations import Dataflow
-from distbelief.runtime.portions import PortionReader, PortionsAhead
-from distbelief.runtime.stepping import Stepping
-from distbelief.runtime.task import (
+from distbelief.runtime.execution.dataflow import dataflow
+from distbelief.runtime.execution.execution import Execution, Seed, mean_over_samples
+from distbelief.runtime.execution.inference import inference_of, model_output
+from distbelief.runtime.execution.operations import Dataflow
+from distbelief.runtime.machine.courier import Courier
+from distbelief.runtime.machine.course import Course, MeasuringCourse
+from distbelief.runtime.machine.duty import Duty
+from distbelief.runtime.machine.leading import Leader
+from distbelief.runtime.machine.machine import Machine, MachineConfig
+from distbelief.runtime.machine.machine_names import (
+    EVALUATORS,
+    Place,
+    member_names,
+    place_of,
+)
+from distbelief.runtime.machine.measuring import Judge, Measuring
+from distbelief.runtime.machine.portions import PortionReader, PortionsAhead
+from distbelief.runtime.machine.stepping import Stepping
+from distbelief.runtime.task.capturing import capture_for
+from distbelief.runtime.task.task import (
     BuildContext,
     TaskSpec,
     build_loss,

@@ -4,18 +4,22 @@ from collections.abc import Callable
 from typing import Literal
 
 from distbelief.errors import LocalProtocolError
-from distbelief.parameter_server.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.copies import copies_of_all, copy_names, shard_of
-from distbelief.parameter_server.initial import shard_values, shard_values_from
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.copies.copies import (
+    copies_of_all,
+    copy_names,
+    shard_of,
+)
+from distbelief.parameter_server.layout.initial import shard_values, shard_values_from
+from distbelief.parameter_server.layout.layout import Layout
+from distbelief.parameter_server.rules.update_rules import UpdateRule
 from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
-from distbelief.parameter_server.update_rules import UpdateRule
 from distbelief.roles import Address, Role
-from distbelief.runtime import trial
 from distbelief.runtime.evaluator import Evaluator, EvaluatorConfig
-from distbelief.runtime.local_model import LocalModel
-from distbelief.runtime.machine_names import EVALUATORS, member_names
-from distbelief.runtime.task import (
+from distbelief.runtime.machine.machine_names import EVALUATORS, member_names
+from distbelief.runtime.task import trial
+from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.task import (
     BuildContext,
     RosterEntry,
     build_loss,
@@ -23,7 +27,7 @@ from distbelief.runtime.task import (
     build_model,
     metric_name,
 )
-from distbelief.runtime.weights import reader
+from distbelief.runtime.task.weights import reader
 from distbelief.vectors import Vector
 
 

@@ -21,7 +21,7 @@ from distbelief.data.dataset import Dataset, read_batch
 from distbelief.data.subset import Indices
 from distbelief.errors import DistBeliefError, JobError, RemoteProtocolError
 from distbelief.messages import Evaluate, Finished, Measured, Message, Stop
-from distbelief.parameter_server.client import Installed, ParameterClient
+from distbelief.parameter_server.client.client import Installed, ParameterClient
 from distbelief.roles import (
     SUPERVISOR,
     Action,
@@ -38,9 +38,9 @@ from distbelief.roles import (
     Started,
     TimerFired,
 )
-from distbelief.runtime import trial
-from distbelief.runtime.local_model import LocalModel
-from distbelief.runtime.losses import Loss, Metric
+from distbelief.runtime.task import trial
+from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.losses import Loss, Metric
 
 
 TORN_RETRY_SECONDS = 1e-3

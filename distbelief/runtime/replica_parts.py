@@ -7,15 +7,15 @@ import torch
 
 from distbelief.data.dataset import Dataset
 from distbelief.errors import JobError
-from distbelief.parameter_server.client import ParameterClient
+from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.runtime.assembling import Split, client_of, dtype_of
 from distbelief.runtime.common_roles import layout_of
-from distbelief.runtime.counting import with_counts
-from distbelief.runtime.dataflow import dataflow
-from distbelief.runtime.machine_names import Place
-from distbelief.runtime.operations import Dataflow
-from distbelief.runtime.portions import PortionReader
-from distbelief.runtime.task import BuildContext
+from distbelief.runtime.execution.counting import with_counts
+from distbelief.runtime.execution.dataflow import dataflow
+from distbelief.runtime.execution.operations import Dataflow
+from distbelief.runtime.machine.machine_names import Place
+from distbelief.runtime.machine.portions import PortionReader
+from distbelief.runtime.task.task import BuildContext
 
 
 @final

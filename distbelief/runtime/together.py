@@ -15,15 +15,15 @@ from torch import nn
 
 from distbelief.graph.region import Region
 from distbelief.program.compilation import Compiled
-from distbelief.runtime.course import micro_sizes
-from distbelief.runtime.dataflow import dataflow
-from distbelief.runtime.execution import (
+from distbelief.runtime.execution.dataflow import dataflow
+from distbelief.runtime.execution.execution import (
     Execution,
     Given,
     Seed,
     mean_over_samples,
 )
-from distbelief.runtime.timetable import Agenda, Timetable
+from distbelief.runtime.execution.timetable import Agenda, Timetable
+from distbelief.runtime.machine.course import micro_sizes
 from distbelief.vectors import Vector
 
 

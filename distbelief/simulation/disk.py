@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distbelief.parameter_server.copies import shard_of
+from distbelief.parameter_server.copies.copies import shard_of
 from distbelief.roles import Address, Snapshot
 from distbelief.simulation.brief import crc
 

@@ -20,8 +20,8 @@ from typing import Final
 
 from distbelief import vectors
 from distbelief.errors import LocalProtocolError
-from distbelief.parameter_server.copies import shard_of
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.copies.copies import shard_of
+from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import Address, Cost, Lane
 from distbelief.vectors import n_blocks
 

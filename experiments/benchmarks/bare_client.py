@@ -15,10 +15,10 @@ from distbelief.downpour.worker import FETCH, INSTALLED, PUSHED, StagedPush, Wor
 from distbelief.memory import Memory, PrivateMemory
 from distbelief.messages import Join
 from distbelief.node import Node
-from distbelief.parameter_server.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import SUPERVISOR, Address, Computed
-from distbelief.server import ServerAddress, parameter_specs
+from distbelief.serving.server import ServerAddress, parameter_specs
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.transport.zmq_transport import ZmqTransport
 

@@ -31,12 +31,12 @@ from distbelief.roles import (
     Started,
     TimerFired,
 )
-from distbelief.runtime.courier import Courier
-from distbelief.runtime.course import Chosen, micro_sizes
-from distbelief.runtime.dataflow import dataflow
-from distbelief.runtime.execution import Execution, Found
-from distbelief.runtime.portions import Portion
-from distbelief.runtime.stepping import Ran, Stepping
+from distbelief.runtime.execution.dataflow import dataflow
+from distbelief.runtime.execution.execution import Execution, Found
+from distbelief.runtime.machine.courier import Courier
+from distbelief.runtime.machine.course import Chosen, micro_sizes
+from distbelief.runtime.machine.portions import Portion
+from distbelief.runtime.machine.stepping import Ran, Stepping
 from experiments.benchmarks import paced
 from experiments.benchmarks.meeting import attached, take_step
 from experiments.benchmarks.workload import Workload

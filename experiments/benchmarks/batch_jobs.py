@@ -5,10 +5,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, final
 
-from distbelief.job import toml_text
-from distbelief.job.jobfile import parse_job
-from distbelief.job.metrics import Measurement, read_metrics
-from distbelief.job.run import Run
+from distbelief.job.configuration import toml_text
+from distbelief.job.configuration.jobfile import parse_job
+from distbelief.job.directory.metrics import Measurement, read_metrics
+from distbelief.job.directory.run import Run
 from distbelief.job.training import Watch, train
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from distbelief.runtime.losses import Loss
+from distbelief.runtime.task.losses import Loss
 from experiments.benchmarks import batch_peers as peers, measurement
 from experiments.benchmarks.batch_jobs import N_REPLICAS, PROBLEMS, job
 from experiments.benchmarks.batch_peers import Outcome

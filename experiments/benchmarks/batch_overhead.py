@@ -24,7 +24,7 @@ from statistics import harmonic_mean
 from tempfile import TemporaryDirectory
 from typing import Final, final
 
-from distbelief.job.view import SupervisorView
+from distbelief.job.display.view import SupervisorView
 from experiments.benchmarks import measurement
 from experiments.benchmarks.batch_jobs import N_REPLICAS, job
 from experiments.benchmarks.crews import Crew, Hand

@@ -19,7 +19,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import TensorDataset
 from typing_extensions import override
 
-from distbelief.runtime.losses import Loss
+from distbelief.runtime.task.losses import Loss
 from sandblaster.calling.tensor_files import TensorPairs
 
 

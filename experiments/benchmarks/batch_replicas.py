@@ -7,8 +7,8 @@ import os
 import signal
 from typing import Final, final
 
+from distbelief.job.display.view import SupervisorView
 from distbelief.job.training import Watch
-from distbelief.job.view import SupervisorView
 from experiments.benchmarks import measurement
 from experiments.benchmarks.batch_jobs import PROBLEMS, Ours, job
 

@@ -35,8 +35,8 @@ import torch
 
 from distbelief.forecast.chaos.hands import Hands
 from distbelief.optimizer import DownpourSGD
-from distbelief.parameter_server.update_rules import SGD
-from distbelief.server import ParameterServer
+from distbelief.parameter_server.rules.update_rules import SGD
+from distbelief.serving.server import ParameterServer
 from experiments.benchmarks import marked_worker
 from experiments.benchmarks.marks import Ledger, MarkedNet, Verdict, judge
 

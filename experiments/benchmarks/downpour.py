@@ -32,7 +32,7 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.job import toml_text
+from distbelief.job.configuration import toml_text
 from experiments.benchmarks import measurement, plain_loop
 from experiments.benchmarks.measurement import Spread
 from experiments.benchmarks.plain_loop import Setting

@@ -25,7 +25,7 @@ from distbelief.roles import (
     Send,
     TimerFired,
 )
-from distbelief.runtime.inbox import Inbox, Label, blocks_of
+from distbelief.runtime.machine.inbox import Inbox, Label, blocks_of
 from distbelief.vectors import Vector
 from experiments.benchmarks import paced
 from experiments.benchmarks.meeting import attached, take_step

@@ -36,7 +36,7 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.server import ServerAddress
+from distbelief.serving.server import ServerAddress
 from distbelief.transport.key_files import Allowed, KeyFiles
 from distbelief.transport.peers import Caps
 from experiments.benchmarks import measurement

@@ -19,7 +19,7 @@ from typing import Final, final
 
 from distbelief.forecast.staging import StagedJob, Staging
 from distbelief.forecast.virtual_run import run_virtually
-from distbelief.job.jobfile import load_job
+from distbelief.job.configuration.jobfile import load_job
 from distbelief.program.cluster import Machine, uniform
 from distbelief.roles import SUPERVISOR, Address
 from distbelief.simulation.faults import Fault

@@ -54,8 +54,8 @@ from typing import Final, final
 import torch
 
 from distbelief.allocator import keep_memory
-from distbelief.parameter_server.update_rules import Adagrad
-from distbelief.server import ParameterServer
+from distbelief.parameter_server.rules.update_rules import Adagrad
+from distbelief.serving.server import ParameterServer
 from experiments.benchmarks import bare_links, measurement, rpc_server
 from experiments.benchmarks.bare_client import BareClient
 from experiments.benchmarks.measurement import Spread

@@ -18,8 +18,8 @@ from distbelief.downpour.algorithm import DOWNPOUR
 from distbelief.downpour.settings import DownpourSettings
 from distbelief.memory import Memory
 from distbelief.messages import Acknowledge, Push
-from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.update_rules import Adagrad
+from distbelief.parameter_server.layout.layout import Layout, TensorSpec
+from distbelief.parameter_server.rules.update_rules import Adagrad
 from distbelief.program.cluster_file import load_cluster
 from distbelief.roles import (
     Action,
@@ -31,8 +31,8 @@ from distbelief.roles import (
     Send,
     Started,
 )
-from distbelief.runtime.local_model import LocalModel
-from distbelief.runtime.task import (
+from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.task import (
     BuildContext,
     DataSpec,
     ModelSpec,

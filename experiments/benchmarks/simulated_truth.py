@@ -18,8 +18,8 @@ from typing import Final, final
 
 from distbelief.forecast.agreement import Agreement, both_ways
 from distbelief.forecast.chaos.schedule import Blow
-from distbelief.job.jobfile import parse_job
-from distbelief.job.sections import Job
+from distbelief.job.configuration.jobfile import parse_job
+from distbelief.job.configuration.sections import Job
 from experiments.benchmarks import measurement
 
 

@@ -13,7 +13,7 @@ import msgspec
 from distbelief.forecast.staging import Staging
 from distbelief.forecast.virtual_run import Host, run_virtually
 from distbelief.forecast.watching import Tell
-from distbelief.job.jobfile import parse_job
+from distbelief.job.configuration.jobfile import parse_job
 from experiments.figures import task
 from experiments.figures.entries import Entry
 from experiments.figures.results import RESULTS, fingerprint, keep, kept, slug

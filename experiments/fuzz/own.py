@@ -18,20 +18,20 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from distbelief.job.cuts import Cut, newest_cut
+from distbelief.job.directory.metrics import Measurement, measurements_in
+from distbelief.job.directory.run_directory import RunDirectory, Status
 from distbelief.job.hosts.address import JobAddress
-from distbelief.job.metrics import Measurement, measurements_in
-from distbelief.job.run_directory import RunDirectory, Status
-from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.snapshots import (
+from distbelief.job.resuming.cuts import Cut, newest_cut
+from distbelief.parameter_server.layout.layout import Layout, TensorSpec
+from distbelief.parameter_server.rules.steps import Steps
+from distbelief.parameter_server.rules.update_rules import SGD
+from distbelief.parameter_server.state.snapshots import (
     ShardIdentity,
     ShardState,
     restore,
     take,
 )
-from distbelief.parameter_server.steps import Steps
-from distbelief.parameter_server.update_rules import SGD
-from distbelief.server import ServerAddress
+from distbelief.serving.server import ServerAddress
 from distbelief.transport.key_files import entries_in, pair_in
 from experiments.fuzz.mutating import numbers
 from experiments.fuzz.samples import Sampler

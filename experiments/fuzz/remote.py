@@ -21,12 +21,12 @@ from torch import nn
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
+from distbelief.job.configuration.jobfile import job_from_json, parse_job
 from distbelief.job.hosts.brief import moved_here, read_brief, write_brief
 from distbelief.job.hosts.documents import Reading
-from distbelief.job.jobfile import job_from_json, parse_job
-from distbelief.job.process import Spec
+from distbelief.job.processes.process import Spec
 from distbelief.messages import Message, Piece
-from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.layout.layout import Layout, TensorSpec
 from distbelief.program.cluster import Machine, uniform
 from distbelief.program.placement import Placement
 from distbelief.program.plan import decode, encode, plan_for

@@ -22,9 +22,9 @@ from torch import nn
 
 from distbelief.data.dataset import Dataset, read_batch
 from distbelief.errors import DistBeliefError
-from distbelief.job.jobfile import load_job
-from distbelief.job.sections import Job
-from distbelief.runtime.task import (
+from distbelief.job.configuration.jobfile import load_job
+from distbelief.job.configuration.sections import Job
+from distbelief.runtime.task.task import (
     build_dataset,
     build_loss,
     build_metric,

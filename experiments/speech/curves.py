@@ -17,8 +17,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from distbelief.job.metrics import Measurement, read_metrics
-from distbelief.job.words import is_share
+from distbelief.job.directory.metrics import Measurement, read_metrics
+from distbelief.job.display.words import is_share
 
 
 _PANELS: Final = ("loss in training", "loss held out", "metric")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from distbelief.errors import JobError
-from distbelief.runtime.imports import call_factory
+from distbelief.runtime.task.imports import call_factory
 from sandblaster.calling.sources import import_path
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from distbelief.errors import JobError, StorageError
-from distbelief.job.run import Run
-from distbelief.job.view import SupervisorView
-from distbelief.runtime.task import build_model
+from distbelief.job.directory.run import Run
+from distbelief.job.display.view import SupervisorView
+from distbelief.runtime.task.task import build_model
 from sandblaster.reasons import Reason
 
 

@@ -31,7 +31,7 @@ from distbelief.messages import (
     Stop,
 )
 from distbelief.roles import Action, Report, Seconds, Send, SetTimer
-from distbelief.runtime.leading import Leader, Outgoing
+from distbelief.runtime.machine.leading import Leader, Outgoing
 from sandblaster.names import COORDINATOR
 from sandblaster.replicas.portion_sums import PortionOutcome, SetSum
 from sandblaster.replicas.replica import N_SETS_HELD, ReplicaConfig

@@ -2,8 +2,8 @@
 
 import torch
 
-from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.selection import Selection
+from distbelief.parameter_server.layout.layout import Layout
+from distbelief.parameter_server.layout.selection import Selection
 from distbelief.roles import Role
 from distbelief.runtime.assembling import (
     Makings,
@@ -13,11 +13,11 @@ from distbelief.runtime.assembling import (
     place_in,
 )
 from distbelief.runtime.common_roles import layout_of
-from distbelief.runtime.leading import Leader
-from distbelief.runtime.machine_names import EVALUATORS, Place, member_names
-from distbelief.runtime.operations import Dataflow
+from distbelief.runtime.execution.operations import Dataflow
+from distbelief.runtime.machine.leading import Leader
+from distbelief.runtime.machine.machine_names import EVALUATORS, Place, member_names
 from distbelief.runtime.replica_parts import replica_parts
-from distbelief.runtime.task import BuildContext
+from distbelief.runtime.task.task import BuildContext
 from sandblaster.config import SandblasterSettings
 from sandblaster.replicas.foreman import Foreman
 from sandblaster.replicas.part_sums import Keeping, PartSums

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final, final
 
-from distbelief.parameter_server.client import Installed, ParameterClient
+from distbelief.parameter_server.client.client import Installed, ParameterClient
 from distbelief.roles import Action, Compute, Cost, Seconds, SetTimer
 from sandblaster.replicas.portion_sums import PortionSums
 from sandblaster.replicas.tries import Tries

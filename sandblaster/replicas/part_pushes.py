@@ -14,7 +14,7 @@ from typing import Final, final
 
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.messages import PushPart
-from distbelief.parameter_server.client import ParameterClient, Staged
+from distbelief.parameter_server.client.client import ParameterClient, Staged
 from distbelief.roles import Action, Compute, Computed, Cost, Seconds
 from sandblaster.replicas.portion_sums import SetSum
 

@@ -20,13 +20,13 @@ import torch
 
 from distbelief.downpour.norms import bad_sample, is_finite
 from distbelief.messages import Begin, Evaluate, PushPart, Stop
-from distbelief.parameter_server.client import ParameterClient
+from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.roles import Action, Computed, Cost, Report, Seconds
-from distbelief.runtime.course import Chosen
-from distbelief.runtime.duty import Vote
-from distbelief.runtime.execution import Found, Put
-from distbelief.runtime.leading import Leader, Outgoing
-from distbelief.runtime.portions import Portion
+from distbelief.runtime.execution.execution import Found, Put
+from distbelief.runtime.machine.course import Chosen
+from distbelief.runtime.machine.duty import Vote
+from distbelief.runtime.machine.leading import Leader, Outgoing
+from distbelief.runtime.machine.portions import Portion
 from sandblaster.replicas.foreman import Foreman
 from sandblaster.replicas.part_pushes import Kept, Key, PartPushes
 from sandblaster.replicas.portion_sums import SetSum
@@ -55,7 +55,7 @@ class Keeping:
 
 @final
 class PartSums:
-    """Sums; see `distbelief.runtime.duty.Duty`.
+    """Sums; see `distbelief.runtime.machine.duty.Duty`.
 
     Args:
         keeping: What the machine keeps.

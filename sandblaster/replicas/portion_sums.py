@@ -15,7 +15,7 @@ import torch
 from distbelief.data.subset import Indices
 from distbelief.downpour.norms import is_finite
 from distbelief.downpour.steps import Attempt, Batch, Trainer
-from distbelief.parameter_server.client import Installed
+from distbelief.parameter_server.client.client import Installed
 
 
 @final

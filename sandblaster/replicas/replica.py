@@ -28,7 +28,7 @@ from distbelief.errors import (
     RemoteProtocolError,
 )
 from distbelief.messages import Assignment, Begin, Finished, Stop
-from distbelief.parameter_server.client import ParameterClient, Staged
+from distbelief.parameter_server.client.client import ParameterClient, Staged
 from distbelief.roles import (
     SUPERVISOR,
     Action,

@@ -4,7 +4,7 @@ from typing import final
 
 from distbelief.errors import RemoteProtocolError
 from distbelief.messages import SetOrder
-from distbelief.runtime.course import Chosen
+from distbelief.runtime.machine.course import Chosen
 from sandblaster.replicas.samples import Samples
 
 

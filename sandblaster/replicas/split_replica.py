@@ -1,7 +1,7 @@
 """One machine of a replica of several, in a Sandblaster job: the role "replica-R.M".
 
-Within it is a machine as any algorithm has them (`distbelief.runtime.machine`), whose
-duty is to sum (`part_sums`). This role hears besides what only Sandblaster says:
+Within it is a machine as any algorithm has them (`distbelief.runtime.machine.machine`),
+whose duty is to sum (`part_sums`). This role hears besides what only Sandblaster says:
 
     coordinator -> leader    Assignment      for its foreman
     leader -> machine        Gather          which set the life is about, too
@@ -26,7 +26,7 @@ from distbelief.roles import (
     Started,
     TimerFired,
 )
-from distbelief.runtime.machine import Machine
+from distbelief.runtime.machine.machine import Machine
 from sandblaster.names import COORDINATOR
 from sandblaster.replicas.foreman import TIMER as FOREMAN_TIMER, Foreman
 from sandblaster.replicas.part_sums import PartSums

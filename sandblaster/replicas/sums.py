@@ -7,7 +7,7 @@ and the shards divide once, at the end.
 
 import torch
 
-from distbelief.runtime.losses import Loss
+from distbelief.runtime.task.losses import Loss
 
 
 def summed(loss: Loss) -> Loss:

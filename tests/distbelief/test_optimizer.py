@@ -11,7 +11,7 @@ from torch import nn
 
 import distbelief
 from distbelief.roles import SUPERVISOR
-from distbelief.server import ServerAddress
+from distbelief.serving.server import ServerAddress
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.elsewhere import answers
 

@@ -28,7 +28,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, cast
 
-from distbelief.job import forkserver, launcher
+from distbelief.job.processes import forkserver, launcher
 
 
 MESSAGE_BYTES_MAX = 1 << 16
@@ -177,9 +177,10 @@ class Subprocesses:
 def main() -> None:
     """Fork commands until the tests are over."""
     link = socket.socket(fileno=int(sys.argv[1]))
-    for module in (*forkserver.MODULES, "distbelief.job.training", "distbelief.cli"):
+    commands = ("distbelief.job.training", "distbelief.cli.app")
+    for module in (*forkserver.MODULES, *commands):
         import_module(module)
-    import_module("distbelief.job.curve")
+    import_module("distbelief.job.directory.curve")
     gc.collect()
     gc.freeze()
     vars(launcher)["subprocess"] = Subprocesses
@@ -216,7 +217,7 @@ def run(request: dict[str, object], *, output: int) -> None:
     for target, descriptor in enumerate((null, output, output)):
         os.dup2(descriptor, target)
     sys.argv = ["distbelief", *cast("list[str]", request["words"])]
-    import_module("distbelief.cli").main()  # which exits
+    import_module("distbelief.cli.app").main()  # which exits
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from torch import nn
 
 import distbelief
 from distbelief.errors import DistBeliefError, JobError, StorageError
-from distbelief.job.jobfile import load_job
-from distbelief.runtime.checks import check
+from distbelief.job.configuration.jobfile import load_job
+from distbelief.runtime.task.checks import check
 from distbelief.transport.shared_memory import FileMemory
 from tests.processes.commands import COMMAND, Command, alive, poll, train
 

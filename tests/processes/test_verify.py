@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.job.rehearsal import Rehearsal, rehearse
-from distbelief.runtime.samples import Sample
-from distbelief.runtime.task import DataSpec, ModelSpec, TaskSpec
+from distbelief.job.rehearsal.rehearsal import Rehearsal, rehearse
+from distbelief.runtime.task.samples import Sample
+from distbelief.runtime.task.task import DataSpec, ModelSpec, TaskSpec
 from tests.processes.commands import COMMAND
 
 

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from distbelief.errors import JobError, JobFileError, LocalProtocolError
-from distbelief.job.algorithms import roster_of
-from distbelief.job.jobfile import Job, parse_job
+from distbelief.job.configuration.algorithms import roster_of
+from distbelief.job.configuration.jobfile import Job, parse_job
 from distbelief.memory import PrivateMemory
-from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.layout.layout import Layout, TensorSpec
 from distbelief.parameter_server.shard import ParameterServerShard
 from distbelief.runtime.evaluator import Evaluator
-from distbelief.runtime.task import BuildContext, DataSpec, ModelSpec, TaskSpec
+from distbelief.runtime.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec
 from sandblaster.algorithm import SANDBLASTER, reason_of
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordination.coordinator import Coordinator

@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from distbelief.errors import JobError
-from distbelief.job.jobfile import parse_job
-from distbelief.job.run import Run
-from distbelief.job.summary import Summary
+from distbelief.job.configuration.jobfile import parse_job
+from distbelief.job.directory.run import Run
+from distbelief.job.directory.summary import Summary
 from sandblaster.calling.result import result_of
 from sandblaster.reasons import Reason
 

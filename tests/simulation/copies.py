@@ -20,13 +20,13 @@ import pytest
 from distbelief import vectors
 from distbelief.memory import Memory
 from distbelief.messages import Acknowledge, Alone, Heartbeat, Save, Whole
-from distbelief.parameter_server import forwarding
-from distbelief.parameter_server.client import ClientConfig
-from distbelief.parameter_server.copies import copy_names
-from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.pairing import Decision, Pairing
+from distbelief.parameter_server.client.client import ClientConfig
+from distbelief.parameter_server.copies import forwarding
+from distbelief.parameter_server.copies.copies import copy_names
+from distbelief.parameter_server.copies.pairing import Decision, Pairing
+from distbelief.parameter_server.layout.layout import Layout
+from distbelief.parameter_server.rules.update_rules import UpdateRule
 from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
-from distbelief.parameter_server.update_rules import UpdateRule
 from distbelief.roles import (
     SUPERVISOR,
     Action,

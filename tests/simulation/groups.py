@@ -19,18 +19,18 @@ from distbelief.messages import (
     Message,
     Stop,
 )
-from distbelief.parameter_server.initial import shard_values
-from distbelief.parameter_server.layout import ElementType, Layout
+from distbelief.parameter_server.layout.initial import shard_values
+from distbelief.parameter_server.layout.layout import ElementType, Layout
 from distbelief.parameter_server.shard import ParameterServerShard
 from distbelief.program.placement import Placement
 from distbelief.program.plan import Plan, Target
 from distbelief.roles import SUPERVISOR, Address, Received, Role
 from distbelief.runtime.assembling import Split
-from distbelief.runtime.capturing import Captured, capture_task
-from distbelief.runtime.local_model import LocalModel
-from distbelief.runtime.machine import Machine as ModelMachine
-from distbelief.runtime.machine_names import member_names
-from distbelief.runtime.task import (
+from distbelief.runtime.machine.machine import Machine as ModelMachine
+from distbelief.runtime.machine.machine_names import member_names
+from distbelief.runtime.task.capturing import Captured, capture_task
+from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.task import (
     BuildContext,
     TaskSpec,
     build_model,

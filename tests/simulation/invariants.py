@@ -25,11 +25,11 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from distbelief.messages import Acknowledge, Leading, Welcome
-from distbelief.parameter_server.client import Installed
-from distbelief.parameter_server.link import Link
-from distbelief.parameter_server.pairing import Pairing
+from distbelief.parameter_server.client.client import Installed
+from distbelief.parameter_server.client.link import Link
+from distbelief.parameter_server.copies.pairing import Pairing
 from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.parameter_server.slots import N_SLOTS
+from distbelief.parameter_server.state.slots import N_SLOTS
 from distbelief.roles import Address, Computed, Role, Send, Started
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.world import Happening

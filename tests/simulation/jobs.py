@@ -8,21 +8,21 @@ from _pytest.mark import ParameterSet
 
 from distbelief.downpour.algorithm import DOWNPOUR
 from distbelief.downpour.settings import DownpourSettings
-from distbelief.job.figures import Before
-from distbelief.job.member import Member, MemberConfig, heartbeat_seconds
-from distbelief.job.sections import StopTable
-from distbelief.job.stop_rules import StopRules
-from distbelief.job.supervisor import USER, Supervisor
-from distbelief.job.supervisor_config import SupervisorConfig
-from distbelief.job.view import SupervisorView
+from distbelief.job.configuration.sections import StopTable
+from distbelief.job.display.view import SupervisorView
+from distbelief.job.supervision.figures import Before
+from distbelief.job.supervision.member import Member, MemberConfig, heartbeat_seconds
+from distbelief.job.supervision.stop_rules import StopRules
+from distbelief.job.supervision.supervisor import USER, Supervisor
+from distbelief.job.supervision.supervisor_config import SupervisorConfig
 from distbelief.memory import Memory
 from distbelief.messages import Stop
-from distbelief.parameter_server.copies import copy_names
-from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.update_rules import Adagrad
+from distbelief.parameter_server.copies.copies import copy_names
+from distbelief.parameter_server.layout.layout import Layout
+from distbelief.parameter_server.rules.update_rules import Adagrad
 from distbelief.roles import SUPERVISOR, Address, Received, Role
-from distbelief.runtime.local_model import LocalModel
-from distbelief.runtime.task import (
+from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.task import (
     BuildContext,
     DataSpec,
     ModelSpec,

@@ -11,9 +11,9 @@ from typing import Final
 import msgspec
 
 from distbelief.messages import Mark, Order, Performed
-from distbelief.parameter_server.collecting import Collecting
-from distbelief.parameter_server.cuts import Cuts
-from distbelief.parameter_server.orders import Orders
+from distbelief.parameter_server.orders.collecting import Collecting
+from distbelief.parameter_server.orders.cuts import Cuts
+from distbelief.parameter_server.orders.orders import Orders
 from distbelief.roles import Action, Received, Seconds
 from sandblaster.coordination.course import Course
 from sandblaster.coordination.crew import Copy

@@ -37,10 +37,10 @@ from distbelief.messages import (
     Seal,
     Task,
 )
-from distbelief.parameter_server.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.layout.layout import Layout
+from distbelief.parameter_server.rules.update_rules import SGD
 from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
-from distbelief.parameter_server.update_rules import SGD
 from distbelief.roles import (
     SUPERVISOR,
     Address,
@@ -51,9 +51,9 @@ from distbelief.roles import (
     Seconds,
     Send,
 )
-from distbelief.runtime import trial
-from distbelief.runtime.local_model import LocalModel
-from distbelief.runtime.losses import Loss
+from distbelief.runtime.task import trial
+from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.losses import Loss
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import (
     CutOff,

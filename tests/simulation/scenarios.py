@@ -21,11 +21,11 @@ from typing_extensions import override
 from distbelief import vectors
 from distbelief.memory import Memory
 from distbelief.messages import Acknowledge, Refused, Save
-from distbelief.parameter_server import forwarding, pairing
-from distbelief.parameter_server.client import ClientConfig, Installed
-from distbelief.parameter_server.copies import copy_names, other_copy
-from distbelief.parameter_server.pairing import Decision
-from distbelief.parameter_server.update_rules import UpdateRule
+from distbelief.parameter_server.client.client import ClientConfig, Installed
+from distbelief.parameter_server.copies import forwarding, pairing
+from distbelief.parameter_server.copies.copies import copy_names, other_copy
+from distbelief.parameter_server.copies.pairing import Decision
+from distbelief.parameter_server.rules.update_rules import UpdateRule
 from distbelief.roles import (
     SUPERVISOR,
     Action,

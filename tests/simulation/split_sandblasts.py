@@ -18,18 +18,18 @@ from torch.nn import functional
 from distbelief.graph.capture import InputSpec
 from distbelief.memory import Memory
 from distbelief.messages import Fold, Open, Order, Performed, Progress, Seal, Task
-from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.selection import Selection
+from distbelief.parameter_server.layout.layout import Layout
+from distbelief.parameter_server.layout.selection import Selection
 from distbelief.parameter_server.shard import ParameterServerShard
 from distbelief.program.plan import Plan, Target
 from distbelief.roles import SUPERVISOR, Address, Compute, Received, Role, Seconds, Send
 from distbelief.runtime.assembling import Split
-from distbelief.runtime.capturing import Captured, capture_task
-from distbelief.runtime.counting import with_counts
-from distbelief.runtime.dataflow import dataflow
-from distbelief.runtime.local_model import LocalModel
-from distbelief.runtime.machine_names import machine_name, place_of
-from distbelief.runtime.task import (
+from distbelief.runtime.execution.counting import with_counts
+from distbelief.runtime.execution.dataflow import dataflow
+from distbelief.runtime.machine.machine_names import machine_name, place_of
+from distbelief.runtime.task.capturing import Captured, capture_task
+from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.task import (
     BuildContext,
     DataSpec,
     ModelSpec,

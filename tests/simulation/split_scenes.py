@@ -12,7 +12,7 @@ import numpy as np
 
 from distbelief.messages import Assignment, PushPart
 from distbelief.roles import Address, Received, Seconds
-from distbelief.runtime.machine_names import machine_name
+from distbelief.runtime.machine.machine_names import machine_name
 from distbelief.simulation.faults import (
     CutOff,
     Kill,

@@ -10,12 +10,12 @@ from typing import Final
 import msgspec
 
 from distbelief.messages import Account, Assignment
-from distbelief.parameter_server.collecting import Collecting
+from distbelief.parameter_server.orders.collecting import Collecting
 from distbelief.roles import Received, Seconds
-from distbelief.runtime.course import Chosen
-from distbelief.runtime.execution import Put
-from distbelief.runtime.leading import Outgoing
-from distbelief.runtime.portions import Portion
+from distbelief.runtime.execution.execution import Put
+from distbelief.runtime.machine.course import Chosen
+from distbelief.runtime.machine.leading import Outgoing
+from distbelief.runtime.machine.portions import Portion
 from sandblaster.coordination.crew import Crew
 from sandblaster.replicas.foreman import Foreman
 from sandblaster.replicas.part_pushes import PartPushes

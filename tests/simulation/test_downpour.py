@@ -23,18 +23,18 @@ from distbelief.downpour.replica import ModelReplica
 from distbelief.downpour.settings import DownpourSettings
 from distbelief.memory import Memory
 from distbelief.messages import Begin, Evaluate, Finished, Measured, Progress, Stop
-from distbelief.parameter_server.initial import shard_values
-from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.parameter_server.update_rules import (
+from distbelief.parameter_server.layout.initial import shard_values
+from distbelief.parameter_server.layout.layout import Layout
+from distbelief.parameter_server.rules.update_rules import (
     SGD,
     Adagrad,
     UpdateRule,
 )
+from distbelief.parameter_server.shard import ParameterServerShard
 from distbelief.roles import SUPERVISOR, Address, Received, Role
-from distbelief.runtime.local_model import LocalModel
-from distbelief.runtime.losses import loss_function
-from distbelief.runtime.task import (
+from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.losses import loss_function
+from distbelief.runtime.task.task import (
     BuildContext,
     DataSpec,
     ModelSpec,

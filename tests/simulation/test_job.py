@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from distbelief.job.sections import StopTable
+from distbelief.job.configuration.sections import StopTable
 from distbelief.roles import SUPERVISOR, Address
 from distbelief.simulation.faults import DiskFull, Drop, Kill, Pause, random_faults
 from tests.simulation.jobs import EXAMPLES, TASK, JobCluster, seeds

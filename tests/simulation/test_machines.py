@@ -11,11 +11,11 @@ from torch import nn
 from distbelief.data.dataset import read_batch
 from distbelief.data.subset import DataShard
 from distbelief.graph.capture import InputSpec
-from distbelief.parameter_server.update_rules import SGD
+from distbelief.parameter_server.rules.update_rules import SGD
 from distbelief.roles import Address
-from distbelief.runtime.course import TrainingCourse
-from distbelief.runtime.machine_names import machine_name
-from distbelief.runtime.task import (
+from distbelief.runtime.machine.course import TrainingCourse
+from distbelief.runtime.machine.machine_names import machine_name
+from distbelief.runtime.task.task import (
     DataSpec,
     ModelSpec,
     TaskSpec,

@@ -7,11 +7,11 @@ import pytest
 from torch import nn
 
 from distbelief.downpour.settings import DownpourSettings
-from distbelief.job.recutting import Recutting
-from distbelief.job.store import SnapshotStore
+from distbelief.job.directory.store import SnapshotStore
+from distbelief.job.resuming.recutting import Recutting
 from distbelief.messages import Save
-from distbelief.parameter_server.layout import Layout
-from distbelief.parameter_server.update_rules import (
+from distbelief.parameter_server.layout.layout import Layout
+from distbelief.parameter_server.rules.update_rules import (
     SGD,
     Adagrad,
     Adam,
@@ -19,7 +19,7 @@ from distbelief.parameter_server.update_rules import (
     UpdateRule,
 )
 from distbelief.roles import SUPERVISOR, Received
-from distbelief.runtime.task import DataSpec, ModelSpec, TaskSpec
+from distbelief.runtime.task.task import DataSpec, ModelSpec, TaskSpec
 from tests.simulation.test_downpour import Cluster, downpour, same
 
 

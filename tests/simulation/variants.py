@@ -26,27 +26,28 @@ from distbelief.messages import (
     PushBlock,
     StateBlock,
 )
-from distbelief.parameter_server import agenda as agenda_module, client as client_module
+from distbelief.parameter_server import agenda as agenda_module
 from distbelief.parameter_server.agenda import Agenda
-from distbelief.parameter_server.clients import Clients
-from distbelief.parameter_server.fetching import Fetching
-from distbelief.parameter_server.following import Following
-from distbelief.parameter_server.forwarding import Forwarding
-from distbelief.parameter_server.leases import Copy, Leases
-from distbelief.parameter_server.pairing import Decision, Pairing
-from distbelief.parameter_server.published import Published
-from distbelief.parameter_server.pushes import Applying, Pushes
-from distbelief.parameter_server.pushing import Pushing
-from distbelief.parameter_server.ranking import Ranking
+from distbelief.parameter_server.client import client as client_module
+from distbelief.parameter_server.client.fetching import Fetching
+from distbelief.parameter_server.client.pushing import Pushing
+from distbelief.parameter_server.client.ranking import Ranking
+from distbelief.parameter_server.copies.following import Following
+from distbelief.parameter_server.copies.forwarding import Forwarding
+from distbelief.parameter_server.copies.pairing import Decision, Pairing
 from distbelief.parameter_server.service import ClientMessage, Service
+from distbelief.parameter_server.serving.clients import Clients
+from distbelief.parameter_server.serving.leases import Copy, Leases
+from distbelief.parameter_server.serving.pushes import Applying, Pushes
 from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.parameter_server.slots import N_SLOTS, Client, Slot
-from distbelief.parameter_server.snapshots import ShardIdentity, ShardState, take
 from distbelief.parameter_server.standing import (
     CopyMessage,
     FromLeader,
     Standing,
 )
+from distbelief.parameter_server.state.published import Published
+from distbelief.parameter_server.state.slots import N_SLOTS, Client, Slot
+from distbelief.parameter_server.state.snapshots import ShardIdentity, ShardState, take
 from distbelief.roles import (
     Action,
     Address,

@@ -20,18 +20,18 @@ import torch
 
 from distbelief.graph.region import Region
 from distbelief.memory import Memory
-from distbelief.parameter_server.client import (
+from distbelief.parameter_server.client.client import (
     ClientConfig,
     Installed,
     ParameterClient,
     Staged,
 )
-from distbelief.parameter_server.holding import Holding
-from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.selection import Selection
+from distbelief.parameter_server.layout.holding import Holding
+from distbelief.parameter_server.layout.layout import Layout, TensorSpec
+from distbelief.parameter_server.layout.selection import Selection
+from distbelief.parameter_server.rules.update_rules import SGD, Adagrad, UpdateRule
 from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
-from distbelief.parameter_server.update_rules import SGD, Adagrad, UpdateRule
-from distbelief.parameter_server.values import ShardValues
+from distbelief.parameter_server.state.values import ShardValues
 from distbelief.roles import (
     Action,
     Address,

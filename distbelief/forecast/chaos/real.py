@@ -25,9 +25,9 @@ from distbelief.forecast.chaos.story import (
     told_lines,
 )
 from distbelief.forecast.chaos.turns import Turns
-from distbelief.job.sections import Job
+from distbelief.job.configuration.sections import Job
+from distbelief.job.display.view import SupervisorView
 from distbelief.job.training import train
-from distbelief.job.view import SupervisorView
 from distbelief.roles import Seconds
 
 

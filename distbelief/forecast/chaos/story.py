@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from distbelief.forecast.chaos.schedule import Blow
-from distbelief.job import words
-from distbelief.job.view import SupervisorView
+from distbelief.job.display import words
+from distbelief.job.display.view import SupervisorView
 from distbelief.roles import Seconds
 
 

@@ -19,7 +19,7 @@ from distbelief.forecast.chaos.story import (
 )
 from distbelief.forecast.staging import StagedJob
 from distbelief.forecast.watching import N_EVENTS_MAX, Tell, told_until_over, view_of
-from distbelief.job.view import SupervisorView
+from distbelief.job.display.view import SupervisorView
 from distbelief.roles import SUPERVISOR, Computed, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import Machine

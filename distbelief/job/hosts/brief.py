@@ -14,7 +14,7 @@ from typing import Final, cast
 import msgspec
 
 from distbelief.errors import JobError
-from distbelief.job.process import Spec
+from distbelief.job.processes.process import Spec
 
 
 _UNREADABLE: Final = (

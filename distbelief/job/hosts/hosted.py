@@ -21,14 +21,14 @@ from dataclasses import replace
 from typing import Final, final
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.job.ending import Stage
+from distbelief.job.display.view import SupervisorView
 from distbelief.job.hosts.documents import piece_of
 from distbelief.job.hosts.host import BRIEF
 from distbelief.job.hosts.housing import Housing
 from distbelief.job.hosts.records import HostedConfig, HostRecord
-from distbelief.job.membership import RoleRecord
-from distbelief.job.supervisor import Supervisor
-from distbelief.job.view import SupervisorView
+from distbelief.job.supervision.ending import Stage
+from distbelief.job.supervision.membership import RoleRecord
+from distbelief.job.supervision.supervisor import Supervisor
 from distbelief.messages import Ask, Finished, HostReport, Offer, Stop
 from distbelief.roles import (
     HOST,

@@ -11,14 +11,14 @@ from typing import Final, final
 import msgspec
 
 from distbelief.errors import DistBeliefError
+from distbelief.job.configuration.sections import Job
 from distbelief.job.hosts.address import JobAddress
 from distbelief.job.hosts.brief import write_brief
 from distbelief.job.hosts.hosted import Hosted
 from distbelief.job.hosts.on_ray import RayHosts, RayWanted
 from distbelief.job.hosts.records import HostedConfig
-from distbelief.job.process import Spec
-from distbelief.job.sections import Job
-from distbelief.job.supervisor import Supervisor
+from distbelief.job.processes.process import Spec
+from distbelief.job.supervision.supervisor import Supervisor
 from distbelief.transport.places import ANYWHERE, LOOPBACK, Place, own_number_towards
 from distbelief.transport.reach import Reach
 

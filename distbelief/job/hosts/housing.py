@@ -2,10 +2,10 @@
 
 from typing import Final, final
 
-from distbelief.job.books import Books
 from distbelief.job.hosts.placing import HERE, Places
 from distbelief.job.hosts.records import HostRecord
-from distbelief.job.membership import Presence, RoleRecord
+from distbelief.job.supervision.books import Books
+from distbelief.job.supervision.membership import Presence, RoleRecord
 from distbelief.roles import (
     SUPERVISOR,
     Action,

@@ -20,8 +20,8 @@ from distbelief.errors import JobError
 from distbelief.job.hosts.address import JobAddress
 from distbelief.job.hosts.host import USER, Host, HostConfig
 from distbelief.job.hosts.site import HostLauncher, HostSite, SiteConfig
-from distbelief.job.launcher import Launcher
-from distbelief.job.signals import EXIT_CODES, REASONS, caught_signals
+from distbelief.job.processes.launcher import Launcher
+from distbelief.job.processes.signals import EXIT_CODES, REASONS, caught_signals
 from distbelief.messages import Stop
 from distbelief.node import Node
 from distbelief.roles import HOST, SUPERVISOR, Received

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Protocol, cast, final
 
 from distbelief.errors import JobError
-from distbelief.job.hosts.allowing import import_paths
-from distbelief.job.sections import Job
+from distbelief.job.configuration.sections import Job
+from distbelief.job.processes.allowing import import_paths
 
 
 @final

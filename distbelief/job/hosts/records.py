@@ -6,8 +6,8 @@ from typing import Final, Self, final
 
 import msgspec
 
-from distbelief.job import words
-from distbelief.job.view import HostView
+from distbelief.job.display import words
+from distbelief.job.display.view import HostView
 from distbelief.messages import Dismiss, Duties, Duty, Offer
 from distbelief.roles import Address, Seconds, Send
 

@@ -23,8 +23,8 @@ from distbelief.messages import (
     PushCredit,
     Welcome,
 )
-from distbelief.parameter_server.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import (
     SUPERVISOR,
     Action,
@@ -39,8 +39,8 @@ from distbelief.roles import (
     SetTimer,
     Started,
 )
-from distbelief.runtime import trial
-from distbelief.runtime.local_model import LocalModel
+from distbelief.runtime.task import trial
+from distbelief.runtime.task.local_model import LocalModel
 from distbelief.vectors import Vector
 from tests.distbelief.runtime.examples import Frames, net
 

@@ -12,13 +12,13 @@ from distbelief.downpour.replica import ModelReplica
 from distbelief.downpour.settings import DownpourSettings
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.memory import PrivateMemory
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.layout.layout import Layout
+from distbelief.parameter_server.rules.update_rules import SGD, Adagrad
 from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.parameter_server.update_rules import SGD, Adagrad
 from distbelief.roles import Compute, Role, Started
 from distbelief.runtime.evaluator import Evaluator
-from distbelief.runtime.local_model import LocalModel
-from distbelief.runtime.task import (
+from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.task import (
     BuildContext,
     DataSpec,
     ModelSpec,

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from distbelief.downpour.config import DownpourConfig
-from distbelief.parameter_server.schedules import InverseTime
+from distbelief.parameter_server.rules.schedules import InverseTime
 
 
 def test_fetches_and_pushes_begin_at_step_0() -> None:

@@ -23,13 +23,13 @@ from distbelief.messages import (
     Stop,
     Taken,
 )
-from distbelief.parameter_server.selection import Selection
+from distbelief.parameter_server.layout.selection import Selection
 from distbelief.roles import SUPERVISOR, Address, Computed, Received, Role, Send
-from distbelief.runtime.course import TrainingCourse
-from distbelief.runtime.dataflow import dataflow
 from distbelief.runtime.evaluator import EvaluatorConfig, held_out
-from distbelief.runtime.machine_names import machine_name
-from distbelief.runtime.task import (
+from distbelief.runtime.execution.dataflow import dataflow
+from distbelief.runtime.machine.course import TrainingCourse
+from distbelief.runtime.machine.machine_names import machine_name
+from distbelief.runtime.task.task import (
     DataSpec,
     ModelSpec,
     TaskSpec,

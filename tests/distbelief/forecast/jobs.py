@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from distbelief.job.jobfile import parse_job
-from distbelief.job.sections import Job
+from distbelief.job.configuration.jobfile import parse_job
+from distbelief.job.configuration.sections import Job
 
 
 TEXT = """

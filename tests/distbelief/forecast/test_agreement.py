@@ -9,7 +9,7 @@ from distbelief.forecast.chaos.schedule import Blow
 from distbelief.forecast.exchange import Exchange
 from distbelief.forecast.rates import Rate, Rates, keep
 from distbelief.forecast.side import side_of, steady_rate
-from distbelief.job.view import Point, RoleView, SupervisorView
+from distbelief.job.display.view import Point, RoleView, SupervisorView
 from tests.distbelief.forecast.jobs import small
 
 

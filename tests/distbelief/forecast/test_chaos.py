@@ -17,7 +17,7 @@ from distbelief.forecast.chaos.schedule import KINDS, Blow, faults_of, schedule
 from distbelief.forecast.chaos.story import Story, shown
 from distbelief.forecast.chaos.virtual import break_virtually
 from distbelief.forecast.staging import Staging
-from distbelief.job.view import RoleView, SupervisorView
+from distbelief.job.display.view import RoleView, SupervisorView
 from distbelief.roles import Address
 from distbelief.simulation.faults import CutOff, Drop, Kill, Pause, Slow
 from tests.distbelief.forecast.jobs import SANDBLASTER, small

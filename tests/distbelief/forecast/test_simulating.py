@@ -11,14 +11,14 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import distbelief
-from distbelief.cli import app
-from distbelief.cli_errors import MISTAKEN
+from distbelief.cli.app import app
+from distbelief.cli.errors import MISTAKEN
 from distbelief.errors import JobError
 from distbelief.forecast.outcome import Outcome
 from distbelief.forecast.simulating import Forecast, Wish, fulfil, simulate
 from distbelief.forecast.staging import Staging
 from distbelief.forecast.sweeping import axes_of
-from distbelief.job.sections import Job
+from distbelief.job.configuration.sections import Job
 from tests.distbelief.forecast.jobs import SANDBLASTER, TEXT, small, written
 from tests.elsewhere import answers
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from distbelief.job.jobfile import Job, parse_job
+from distbelief.job.configuration.jobfile import Job, parse_job
 
 
 SPEECH = """

@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distbelief.job.agreement import SET_ASIDE, agreed_label, set_aside
-from distbelief.job.legacy import read_legacy
-from distbelief.job.membership import Kind
-from distbelief.job.run_directory import RunDirectory, Status
-from distbelief.job.sections import StopTable
-from distbelief.job.stop_rules import StopRules
-from distbelief.job.store import SnapshotStore
-from distbelief.job.supervisor_config import SupervisorConfig
-from distbelief.job.verdicts import Verdict, done
-from distbelief.job.view import SupervisorView
+from distbelief.job.configuration.sections import StopTable
+from distbelief.job.configuration.verdicts import Verdict, done
+from distbelief.job.directory.agreement import SET_ASIDE, agreed_label, set_aside
+from distbelief.job.directory.run_directory import RunDirectory, Status
+from distbelief.job.directory.store import SnapshotStore
+from distbelief.job.display.view import SupervisorView
+from distbelief.job.resuming.legacy import read_legacy
+from distbelief.job.supervision.membership import Kind
+from distbelief.job.supervision.stop_rules import StopRules
+from distbelief.job.supervision.supervisor_config import SupervisorConfig
 from distbelief.messages import (
     Begin,
     Evaluate,
@@ -28,7 +28,7 @@ from distbelief.messages import (
     Stop,
 )
 from distbelief.roles import Action, Halt, Send, Snapshot
-from tests.distbelief.job.test_supervisor import Desk, sent
+from tests.distbelief.job.supervision.test_supervisor import Desk, sent
 
 
 ROSTER: tuple[tuple[str, Kind], ...] = (

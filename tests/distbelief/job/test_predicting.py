@@ -15,12 +15,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import distbelief
-from distbelief.cli import app
+from distbelief.cli.app import app
 from distbelief.errors import JobError, StorageError
 from distbelief.job import predicting
+from distbelief.job.directory.run_directory import RunDirectory
 from distbelief.job.predicting import predict
-from distbelief.job.rehearsal import Rehearsal
-from distbelief.job.run_directory import RunDirectory
+from distbelief.job.rehearsal.rehearsal import Rehearsal
 
 
 HERE = __name__

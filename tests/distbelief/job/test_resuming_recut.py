@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from distbelief.errors import JobError, StorageError
-from distbelief.job.cuts import Cut, making_cut, newest_cut
-from distbelief.job.jobfile import Job
-from distbelief.job.resuming import Resumed, take_up
-from distbelief.job.run_directory import RunDirectory
-from distbelief.job.store import SnapshotStore
-from distbelief.job.summary import DataFacts
-from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.slots import Client
-from distbelief.parameter_server.snapshots import ShardIdentity, ShardState, take
-from distbelief.parameter_server.steps import Steps
-from distbelief.parameter_server.update_rules import Adagrad
+from distbelief.job.configuration.jobfile import Job
+from distbelief.job.directory.run_directory import RunDirectory
+from distbelief.job.directory.store import SnapshotStore
+from distbelief.job.directory.summary import DataFacts
+from distbelief.job.resuming.cuts import Cut, making_cut, newest_cut
+from distbelief.job.resuming.resuming import Resumed, take_up
+from distbelief.parameter_server.layout.layout import Layout, TensorSpec
+from distbelief.parameter_server.rules.steps import Steps
+from distbelief.parameter_server.rules.update_rules import Adagrad
+from distbelief.parameter_server.state.slots import Client
+from distbelief.parameter_server.state.snapshots import ShardIdentity, ShardState, take
 from distbelief.roles import Address
 from tests.distbelief.job.jobs import speech
 

@@ -3,13 +3,13 @@
 import pytest
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.job.membership import Kind, RoleRecord
-from distbelief.job.sections import StopTable
-from distbelief.job.stop_rules import StopRules
-from distbelief.job.supervisor_config import SupervisorConfig
+from distbelief.job.configuration.sections import StopTable
+from distbelief.job.supervision.membership import Kind, RoleRecord
+from distbelief.job.supervision.stop_rules import StopRules
+from distbelief.job.supervision.supervisor_config import SupervisorConfig
 from distbelief.messages import Begin, Failed, Finished, Peers, Progress, Save, Stop
 from distbelief.roles import Address, Launch, Send, Terminate
-from tests.distbelief.job.test_supervisor import Desk, sent
+from tests.distbelief.job.supervision.test_supervisor import Desk, sent
 
 
 ROSTER: tuple[tuple[str, Kind], ...] = (

@@ -13,17 +13,17 @@ from safetensors.torch import load_file
 from typing_extensions import override
 
 from distbelief.errors import StorageError
-from distbelief.job.jobfile import parse_job
-from distbelief.job.launcher import Launcher
-from distbelief.job.run import Run
-from distbelief.job.run_directory import RunDirectory
-from distbelief.job.signals import EXIT_CODES
-from distbelief.job.store import SnapshotStore
-from distbelief.job.summary import final_table, read_summary
+from distbelief.job.configuration.jobfile import parse_job
+from distbelief.job.directory.run import Run
+from distbelief.job.directory.run_directory import RunDirectory
+from distbelief.job.directory.store import SnapshotStore
+from distbelief.job.directory.summary import final_table, read_summary
+from distbelief.job.processes.launcher import Launcher
+from distbelief.job.processes.signals import EXIT_CODES
 from distbelief.job.training import _Training
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import Snapshot
-from distbelief.runtime.local_model import LocalModel
+from distbelief.runtime.task.local_model import LocalModel
 from distbelief.transport.shared_memory import FileMemory
 from tests.distbelief.runtime.examples import net
 

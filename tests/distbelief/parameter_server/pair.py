@@ -15,16 +15,16 @@ import torch
 from distbelief.errors import RemoteProtocolError
 from distbelief.memory import Memory, PrivateMemory
 from distbelief.messages import Message
-from distbelief.parameter_server.client import (
+from distbelief.parameter_server.client.client import (
     ClientConfig,
     Installed,
     ParameterClient,
     Staged,
 )
-from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.selection import Selection
+from distbelief.parameter_server.layout.layout import Layout, TensorSpec
+from distbelief.parameter_server.layout.selection import Selection
+from distbelief.parameter_server.rules.update_rules import SGD, UpdateRule
 from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
-from distbelief.parameter_server.update_rules import SGD, UpdateRule
 from distbelief.roles import (
     Action,
     Address,

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from distbelief.graph.region import Region
 from distbelief.memory import PrivateMemory
 from distbelief.messages import Message, Save
-from distbelief.parameter_server.client import ClientConfig
-from distbelief.parameter_server.layout import TensorSpec
-from distbelief.parameter_server.selection import Selection
+from distbelief.parameter_server.client.client import ClientConfig
+from distbelief.parameter_server.layout.layout import TensorSpec
+from distbelief.parameter_server.layout.selection import Selection
 from distbelief.parameter_server.shard import ParameterServerShard
 from distbelief.roles import Address, PeerJoined, Received, Snapshot
 from tests.distbelief.parameter_server.pair import (

@@ -25,9 +25,9 @@ from distbelief.messages import (
     Refused,
     Welcome,
 )
-from distbelief.parameter_server.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.published import HEADER_BYTES
-from distbelief.parameter_server.slots import slot_views, slots_bytes
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.state.published import HEADER_BYTES
+from distbelief.parameter_server.state.slots import slot_views, slots_bytes
 from distbelief.roles import (
     Action,
     Address,
@@ -41,14 +41,14 @@ from distbelief.roles import (
 )
 from distbelief.simulation.memory import HostMemory, LentMemory
 from distbelief.vectors import Vector
-from tests.distbelief.parameter_server.pair import SHARD, full_of, zeros_of
-from tests.distbelief.parameter_server.test_client import (
+from tests.distbelief.parameter_server.client.test_client import (
     FIRST,
     LAYOUT,
     Alone,
     N,
     sent,
 )
+from tests.distbelief.parameter_server.pair import SHARD, full_of, zeros_of
 
 
 SECOND = Address("shard-0b")

@@ -21,10 +21,10 @@ from distbelief.messages import (
     Save,
     Stop,
 )
-from distbelief.parameter_server.client import ClientConfig
-from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.shard_config import ABSENCE_SECONDS_MAX
-from distbelief.parameter_server.update_rules import SGD
+from distbelief.parameter_server.client.client import ClientConfig
+from distbelief.parameter_server.layout.layout import Layout, TensorSpec
+from distbelief.parameter_server.rules.update_rules import SGD
+from distbelief.parameter_server.state.shard_config import ABSENCE_SECONDS_MAX
 from distbelief.roles import Address, PeerLost
 from tests.distbelief.parameter_server.pair import (
     CLIENT,

@@ -16,13 +16,12 @@ from distbelief.errors import JobError, LocalProtocolError
 from distbelief.graph.region import Region
 from distbelief.memory import PrivateMemory
 from distbelief.messages import Hello, Message, Save
-from distbelief.parameter_server import application, steps
-from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.ranges import Ranges
-from distbelief.parameter_server.schedules import InverseTime
-from distbelief.parameter_server.selection import Selection
-from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.parameter_server.update_rules import (
+from distbelief.parameter_server.layout.layout import Layout, TensorSpec
+from distbelief.parameter_server.layout.ranges import Ranges
+from distbelief.parameter_server.layout.selection import Selection
+from distbelief.parameter_server.rules import steps
+from distbelief.parameter_server.rules.schedules import InverseTime
+from distbelief.parameter_server.rules.update_rules import (
     SGD,
     Adagrad,
     Adam,
@@ -30,6 +29,8 @@ from distbelief.parameter_server.update_rules import (
     RMSprop,
     UpdateRule,
 )
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.parameter_server.state import application
 from distbelief.roles import Address, PeerJoined
 from distbelief.vectors import Vector
 from tests.distbelief.parameter_server.pair import (

@@ -15,11 +15,11 @@ from distbelief.messages import (
     StateBlock,
     Welcome,
 )
-from distbelief.parameter_server import steps
-from distbelief.parameter_server.layout import TensorSpec
-from distbelief.parameter_server.selection import Selection
-from distbelief.parameter_server.slots import slot_views
-from distbelief.parameter_server.update_rules import Adam
+from distbelief.parameter_server.layout.layout import TensorSpec
+from distbelief.parameter_server.layout.selection import Selection
+from distbelief.parameter_server.rules import steps
+from distbelief.parameter_server.rules.update_rules import Adam
+from distbelief.parameter_server.state.slots import slot_views
 from distbelief.roles import Action, Address, Send
 from distbelief.vectors import Vector
 from tests.distbelief.parameter_server.pair import layout_of

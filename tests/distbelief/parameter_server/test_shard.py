@@ -32,11 +32,11 @@ from distbelief.messages import (
     Stop,
     Welcome,
 )
-from distbelief.parameter_server.layout import Layout, TensorSpec
-from distbelief.parameter_server.saves import N_SAVES_MAX
+from distbelief.parameter_server.layout.layout import Layout, TensorSpec
+from distbelief.parameter_server.rules.update_rules import SGD, Adagrad
 from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
-from distbelief.parameter_server.shard_config import ABSENCE_SECONDS_MAX
-from distbelief.parameter_server.update_rules import SGD, Adagrad
+from distbelief.parameter_server.state.saves import N_SAVES_MAX
+from distbelief.parameter_server.state.shard_config import ABSENCE_SECONDS_MAX
 from distbelief.roles import (
     Action,
     Address,

@@ -9,9 +9,9 @@ import numpy as np
 
 from distbelief.memory import Memory, PrivateMemory
 from distbelief.messages import Hello, Lead, Message, Push, PushBlock
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.layout.layout import Layout
+from distbelief.parameter_server.rules.update_rules import SGD, UpdateRule
 from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
-from distbelief.parameter_server.update_rules import SGD, UpdateRule
 from distbelief.roles import (
     SUPERVISOR,
     Action,

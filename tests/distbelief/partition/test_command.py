@@ -9,7 +9,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 from typing_extensions import override
 
-from distbelief.cli import app
+from distbelief.cli.app import app
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
 from distbelief.partition.profiling import probing

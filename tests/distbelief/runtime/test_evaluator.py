@@ -19,12 +19,12 @@ from distbelief.messages import (
     Stop,
     Welcome,
 )
-from distbelief.parameter_server.client import (
+from distbelief.parameter_server.client.client import (
     ClientConfig,
     Installed,
     ParameterClient,
 )
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import (
     SUPERVISOR,
     Address,
@@ -39,8 +39,8 @@ from distbelief.roles import (
     TimerFired,
 )
 from distbelief.runtime.evaluator import Evaluator, EvaluatorConfig
-from distbelief.runtime.local_model import LocalModel
-from distbelief.runtime.losses import METRICS, Metric
+from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.losses import METRICS, Metric
 from tests.distbelief.runtime.examples import Frames, failing_function, net
 
 

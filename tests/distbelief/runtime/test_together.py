@@ -14,9 +14,9 @@ from distbelief.graph.layer import INPUT, GraphError, LayerGraph
 from distbelief.graph.losses import append_loss
 from distbelief.program.compilation import compile_plan
 from distbelief.program.placement import Placement
-from distbelief.runtime.capturing import input_names
-from distbelief.runtime.course import micro_sizes
-from distbelief.runtime.inference import inference_of, model_output
+from distbelief.runtime.execution.inference import inference_of, model_output
+from distbelief.runtime.machine.course import micro_sizes
+from distbelief.runtime.task.capturing import input_names
 from distbelief.runtime.together import Crew, Together
 from tests.distbelief.program.plans import random_plan
 

@@ -9,7 +9,7 @@ from distbelief import vectors
 from distbelief.errors import LocalProtocolError
 from distbelief.memory import Memory
 from distbelief.messages import PushBlock
-from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.layout.layout import Layout, TensorSpec
 from distbelief.roles import Address, Compute, Cost, Lane, Received, Role, Send
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.links import Link

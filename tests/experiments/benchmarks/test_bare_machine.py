@@ -10,7 +10,7 @@ from distbelief.partition.planning import Order
 from distbelief.program.cluster import Cluster, Machine
 from distbelief.program.compilation import compile_plan
 from distbelief.roles import Action, Compute, Computed, Event, Received, Send, Started
-from distbelief.runtime.course import micro_sizes
+from distbelief.runtime.machine.course import micro_sizes
 from experiments.benchmarks.bare_machine import BareMachine
 from experiments.benchmarks.meeting import STEP
 from experiments.benchmarks.ways import Way, ways

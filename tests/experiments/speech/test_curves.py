@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.job.jobfile import load_job
-from distbelief.job.metrics import Measurement, MetricsFile
+from distbelief.job.configuration.jobfile import load_job
+from distbelief.job.directory.metrics import Measurement, MetricsFile
 from experiments.speech import curves
 
 

@@ -21,7 +21,7 @@ from distbelief.messages import (
     Stop,
 )
 from distbelief.roles import Action, Report, Send, SetTimer
-from distbelief.runtime.leading import Leader, Outgoing
+from distbelief.runtime.machine.leading import Leader, Outgoing
 from sandblaster.names import COORDINATOR
 from sandblaster.replicas.foreman import Foreman
 from sandblaster.replicas.replica import ReplicaConfig

@@ -10,12 +10,12 @@ import torch
 
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.messages import PushPart, SetOrder, ShardVersion
-from distbelief.parameter_server.client import ParameterClient, Staged
+from distbelief.parameter_server.client.client import ParameterClient, Staged
 from distbelief.roles import Action, Compute, Computed, Report
-from distbelief.runtime.course import Chosen
-from distbelief.runtime.duty import Vote
-from distbelief.runtime.execution import Found
-from distbelief.runtime.portions import Portion
+from distbelief.runtime.execution.execution import Found
+from distbelief.runtime.machine.course import Chosen
+from distbelief.runtime.machine.duty import Vote
+from distbelief.runtime.machine.portions import Portion
 from sandblaster.replicas.part_pushes import PUSH
 from sandblaster.replicas.part_sums import Keeping, PartSums
 from sandblaster.replicas.samples import Samples

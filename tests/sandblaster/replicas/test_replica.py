@@ -25,8 +25,8 @@ from distbelief.messages import (
     ShardVersion,
     Stop,
 )
-from distbelief.parameter_server.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import (
     SUPERVISOR,
     Action,
@@ -43,9 +43,9 @@ from distbelief.roles import (
     Started,
     TimerFired,
 )
-from distbelief.runtime import trial
-from distbelief.runtime.local_model import LocalModel
-from distbelief.runtime.losses import Loss
+from distbelief.runtime.task import trial
+from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.losses import Loss
 from sandblaster.names import COORDINATOR
 from sandblaster.replicas.replica import N_SETS_HELD, ReplicaConfig, SandblasterReplica
 from sandblaster.replicas.samples import Samples

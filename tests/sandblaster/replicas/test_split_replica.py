@@ -29,8 +29,8 @@ from distbelief.roles import (
     Started,
     TimerFired,
 )
-from distbelief.runtime.local_model import LocalModel
-from distbelief.runtime.task import BuildContext, build_model
+from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.task import BuildContext, build_model
 from sandblaster.names import COORDINATOR
 from sandblaster.replicas.foreman import TIMER
 from sandblaster.replicas.machines import build_machine

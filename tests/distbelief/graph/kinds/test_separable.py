@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from distbelief.graph.kinds import local_product
-from distbelief.runtime.dataflow import SEPARABLE
+from distbelief.runtime.execution.dataflow import SEPARABLE
 
 
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from distbelief.errors import JobError
+from distbelief.job.configuration.jobfile import job_from_json
 from distbelief.job.hosts.brief import moved_here, read_brief, write_brief
-from distbelief.job.jobfile import job_from_json
-from distbelief.job.process import Spec
-from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.job.processes.process import Spec
+from distbelief.parameter_server.layout.layout import Layout, TensorSpec
 from tests.distbelief.job.jobs import speech
 
 

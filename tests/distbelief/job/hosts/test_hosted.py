@@ -7,8 +7,8 @@ from typing_extensions import override
 
 from distbelief.errors import RemoteProtocolError
 from distbelief.job.hosts.host import HostConfig
-from distbelief.job.membership import Kind, Presence
-from distbelief.job.supervisor import USER
+from distbelief.job.supervision.membership import Kind, Presence
+from distbelief.job.supervision.supervisor import USER
 from distbelief.messages import Alive, Ask, Join, Stop
 from distbelief.roles import Address, Received
 from tests.distbelief.job.hosts.town import Machine, Town, config_of

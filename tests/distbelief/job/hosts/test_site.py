@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.job.hosts import preparing
 from distbelief.job.hosts.brief import write_brief
 from distbelief.job.hosts.site import HostSite, SiteConfig
-from distbelief.job.launcher import Launcher
-from distbelief.job.process import read_spec
+from distbelief.job.processes import preparing
+from distbelief.job.processes.launcher import Launcher
+from distbelief.job.processes.process import read_spec
 from distbelief.transport.reach import Reach
 from tests.distbelief.job.hosts.test_brief import spec_of
 

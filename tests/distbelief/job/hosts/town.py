@@ -8,15 +8,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from distbelief.job.configuration.sections import StopTable
 from distbelief.job.hosts.host import PREPARE, USER, Host, HostConfig
 from distbelief.job.hosts.hosted import Hosted
 from distbelief.job.hosts.placing import HERE
 from distbelief.job.hosts.records import HostedConfig
-from distbelief.job.membership import Kind
-from distbelief.job.sections import StopTable
-from distbelief.job.stop_rules import StopRules
-from distbelief.job.supervisor import Supervisor
-from distbelief.job.supervisor_config import SupervisorConfig
+from distbelief.job.supervision.membership import Kind
+from distbelief.job.supervision.stop_rules import StopRules
+from distbelief.job.supervision.supervisor import Supervisor
+from distbelief.job.supervision.supervisor_config import SupervisorConfig
 from distbelief.messages import Finished, Heartbeat, Join, Message, Stop
 from distbelief.roles import (
     SUPERVISOR,

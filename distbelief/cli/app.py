@@ -1,0 +1,411 @@
+"""The command line: `distbelief train JOB.toml`, `distbelief status`.
+
+Rules:
+
+* A mistake is answered by one message on standard error, never by a traceback. Exit
+  codes: 0 done, 1 failed, 2 your mistake, 130 stopped by Ctrl+C.
+* Nothing heavy is imported before it is needed: `--help` and `status` know no torch.
+* `--json` puts JSON, and nothing else, on standard output.
+"""
+
+import datetime as dt
+import os
+import sys
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from distbelief.cli.errors import FAILED, told
+from distbelief.cli.forecast import chaos, simulate
+from distbelief.cli.join import (
+    HereOption,
+    HostsOption,
+    HostsSecondsOption,
+    ListenOption,
+    OnOption,
+    TrainKeysOption,
+    join,
+)
+from distbelief.cli.keys import keys
+from distbelief.cli.options import (
+    BatchOption,
+    ClusterOption,
+    DiffOption,
+    ExactlyOption,
+    ExplainOption,
+    InputOption,
+    JobArgument,
+    JsonOption,
+    LossOption,
+    MachinesOption,
+    ModelArgument,
+    OutOption,
+    PictureOption,
+    PinOption,
+    PredictInputArgument,
+    PredictOutOption,
+    ProfileOption,
+    ResumeOption,
+    RunArgument,
+    SetOption,
+    TimelineOption,
+    TracebackOption,
+    TrainedArgument,
+    VerifyOption,
+    WholeOption,
+)
+from distbelief.cli.serve import InsecureOption, serve
+from distbelief.errors import JobError
+
+
+if TYPE_CHECKING:
+    from distbelief.job.directory.run_directory import RunDirectory, Status
+
+
+STALE_SECONDS: Final = 5.0
+"""A running job writes its status every second; older than this, something is wrong."""
+
+RUNS: Final = Path("runs")
+
+app = typer.Typer(
+    name="distbelief",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Run the command line; the entry point of the program."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:  # noqa: FBT001 -- typer calls it so
+    if wanted:
+        typer.echo(f"distbelief {version('distbelief')}")
+        raise typer.Exit
+
+
+@app.callback()
+def distbelief(
+    *,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            metavar=" ",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version.",
+        ),
+    ] = False,
+) -> None:
+    """Train networks on many processes that may be slow, unequal, or gone.
+
+    [dim]$[/dim] distbelief train experiments/speech/demo.toml
+
+    [dim]$[/dim] distbelief status
+    """
+
+
+@app.command()
+def train(  # noqa: PLR0913 -- options
+    job_file: JobArgument = None,
+    *,
+    overrides: SetOption = None,
+    resume: ResumeOption = None,
+    listen: ListenOption = None,
+    keys: TrainKeysOption = None,
+    insecure: InsecureOption = False,
+    hosts: HostsOption = 0,
+    hosts_seconds: HostsSecondsOption = 600.0,
+    cores: HereOption = None,
+    on: OnOption = None,
+    as_json: JsonOption = False,
+    show_traceback: TracebackOption = False,
+) -> None:
+    """Run a job, in processes of this machine and of those that join it.
+
+    [dim]$[/dim] distbelief train speech.toml
+
+    [dim]$[/dim] distbelief train speech.toml --set cluster.replicas=4
+
+    [dim]$[/dim] distbelief train --resume runs/speech
+
+    [dim]$[/dim] distbelief train speech.toml --listen tcp://0.0.0.0:7700
+    --keys ~/.distbelief/keys --hosts 2
+
+    Ctrl+C ends a job in good order: what is trained is pushed and saved, and the model
+    is written. Everything lands in the run directory that the job file names; if it
+    exists, in the next free one beside it (runs/speech.2).
+
+    Exit code: 0 done, 1 failed, 2 a mistake in what you gave, 130 stopped by Ctrl+C.
+    """
+    with told(show_traceback=show_traceback):
+        job_file = _job_file(job_file, resume)
+        from distbelief.job.configuration.jobfile import load_job  # noqa: PLC0415 -- start quickly
+        from distbelief.job.processes.launcher import Launcher  # noqa: PLC0415 -- start quickly
+
+        with Launcher() as launcher:  # it imports torch while we do
+            job = load_job(job_file, overrides=overrides or ())
+            from distbelief.job import training  # noqa: PLC0415 -- torch
+
+            hosting = None
+            if listen is not None or on is not None:
+                # Only who lets others join needs it.
+                from distbelief.serving.options import hosting_of  # noqa: PLC0415
+
+                hosting = hosting_of(
+                    listen or "tcp://127.0.0.1:0",
+                    keys=keys,
+                    insecure=insecure,
+                    n_hosts=hosts,
+                    hosts_seconds=hosts_seconds,
+                    cores=cores,
+                    on=on,
+                )
+            elif keys is not None or insecure or hosts or cores is not None:
+                raise JobError(
+                    "--keys, --insecure, --hosts and --cores are for a job that other "
+                    "machines may join: say where, as in --listen tcp://0.0.0.0:7700"
+                )
+            run = training.train(
+                job,
+                resume=resume,
+                show=not as_json,
+                json=as_json,
+                launcher=launcher,
+                hosting=hosting,
+            )
+        exit_code = run.exit_code
+    raise typer.Exit(exit_code)
+
+
+@app.command()
+def status(
+    run_directory: RunArgument = None,
+    *,
+    as_json: JsonOption = False,
+    show_traceback: TracebackOption = False,
+) -> None:
+    """Show what every role of a job is doing.
+
+    [dim]$[/dim] distbelief status
+
+    [dim]$[/dim] distbelief status runs/speech --json
+
+    The figures are those of the job's last second; of a job that has ended, its last.
+    """
+    with told(show_traceback=show_traceback):
+        from distbelief.job.directory.run_directory import RunDirectory  # noqa: PLC0415 -- torch
+
+        run = (
+            _newest_run()
+            if run_directory is None
+            else RunDirectory.open(run_directory, write=False)
+        )
+        pid = run.writer_pid()
+        now = dt.datetime.now(tz=dt.UTC).timestamp()
+        _show_status(run, pid=pid, now=now, as_json=as_json)
+
+
+@app.command()
+def predict(
+    run_directory: TrainedArgument,
+    inputs: PredictInputArgument,
+    *,
+    out: PredictOutOption = None,
+    whole: WholeOption = False,
+    as_json: JsonOption = False,
+    show_traceback: TracebackOption = False,
+) -> None:
+    """Compute the outputs of a trained model.
+
+    [dim]$[/dim] distbelief predict runs/digits scans.npy
+
+    A run that split its model over machines predicts with the same plan: one process
+    for each machine, each of which reads only its part of the model.
+    """
+    with told(show_traceback=show_traceback):
+        from distbelief.job import predicting  # noqa: PLC0415 -- torch
+
+        done = predicting.predict(run_directory, inputs, out=out, whole=whole)
+        typer.echo(predicting.as_json(done) if as_json else predicting.text(done))
+
+
+@app.command()
+def partition(  # noqa: PLR0913 -- options
+    model: ModelArgument = None,
+    *,
+    inputs: InputOption = None,
+    batch: BatchOption = 32,
+    loss: LossOption = "",
+    machines: MachinesOption = "1,2,4,8",
+    cluster: ClusterOption = None,
+    profile: ProfileOption = False,
+    pins: PinOption = None,
+    exactly: ExactlyOption = False,
+    explain: ExplainOption = None,
+    out: OutOption = None,
+    picture: PictureOption = None,
+    timeline: TimelineOption = None,
+    verify: VerifyOption = False,
+    diff: DiffOption = None,
+    as_json: JsonOption = False,
+    show_traceback: TracebackOption = False,
+) -> None:
+    """Say what machines would buy: split a model over them, inside layers too.
+
+    [dim]$[/dim] distbelief partition experiments.images.model:paper_net
+    --input 3x100x100 --batch 32 --loss one_vs_all --machines 1,8,32,81
+    --cluster commodity-2012
+
+    [dim]$[/dim] distbelief partition experiments.speech.model:paper_net --input 440
+    --batch 64 --loss cross_entropy --cluster here
+
+    [dim]$[/dim] distbelief partition --diff plan.json other.json
+
+    One row per number of machines: the time of a training step and of what it consists,
+    the memory, how far the plan may be from the best one. The plan of the last row is
+    what --out, --picture, --timeline and --explain are about. The model is made without
+    memory, so it may be larger than this machine.
+
+    Exit code: 0 done, 1 the plan does not fit the machines' memory (or, with --diff,
+    the plans differ), 2 a mistake in what you gave.
+    """
+    with told(show_traceback=show_traceback):
+        if diff is not None:
+            from distbelief.partition import command  # noqa: PLC0415 -- torch
+
+            same = command.compare(diff[0], diff[1], as_json=as_json)
+            raise typer.Exit(0 if same else FAILED)
+        if model is None or not inputs:
+            raise JobError(
+                "there is no model to partition: name the function that makes it and "
+                "the shape of its input, as in `distbelief partition "
+                "experiments.images.model:paper_net --input 3x100x100`"
+            )
+        from distbelief.partition import command, request  # noqa: PLC0415 -- torch
+        from distbelief.runtime.task.imports import resolve  # noqa: PLC0415 -- start quickly
+
+        here = str(Path.cwd())  # where a function beside the user is found
+        sys.path[:0] = [] if here in sys.path else [here]
+        asked = command.Request(
+            model=model,
+            inputs=[request.input_spec(text) for text in inputs],
+            batch=batch,
+            loss=loss,
+            counts=request.counts(machines),
+            cluster=cluster or command.DEFAULT_CLUSTER,
+            pins=request.pins(pins or ()),
+            exactly=exactly,
+            profile=profile,
+            explain=explain or (),
+            out=out,
+            picture=picture,
+            timeline=timeline,
+            as_json=as_json,
+        )
+        trial = None
+        if verify:
+            from distbelief.job.rehearsal import verifying  # noqa: PLC0415 -- start quickly
+
+            trial = partial(
+                verifying.verify,
+                factory=model,
+                loss=loss,
+                n_cores=len(os.sched_getaffinity(0)),
+            )
+        fits = command.run(asked, resolve(model, table="model"), verify=trial)
+    raise typer.Exit(0 if fits else FAILED)
+
+
+app.command()(simulate)
+app.command()(chaos)
+app.command()(serve)
+app.command()(join)
+app.add_typer(keys, name="keys")
+
+
+def _job_file(job_file: Path | None, resume: Path | None) -> Path:
+    """Return the job file, which a run that is resumed brings with it."""
+    if job_file is not None:
+        return job_file
+    if resume is None:
+        raise JobError(
+            "there is no job to train: name a job file, as in `distbelief train "
+            "speech.toml`, or a run to go on with, as in `--resume runs/speech`"
+        )
+    from distbelief.job.directory.run_directory import RunDirectory  # noqa: PLC0415 -- torch
+
+    return RunDirectory.open(resume, write=False).job_file
+
+
+def _newest_run() -> "RunDirectory":
+    """Return the newest run under runs/: a running one if there is any."""
+    from distbelief.job.directory.run_directory import RunDirectory  # noqa: PLC0415 -- torch
+
+    files = sorted(RUNS.glob("*/job.toml"), key=lambda file: file.stat().st_mtime)
+    runs = [RunDirectory.open(file.parent, write=False) for file in reversed(files)]
+    running = (run for run in runs if run.writer_pid() is not None)
+    run = next(running, runs[0] if runs else None)
+    if run is None:
+        raise JobError(
+            f"there is no run in {RUNS.resolve()}: name a run directory, as in "
+            "`distbelief status path/to/run`"
+        )
+    return run
+
+
+def _show_status(
+    run: "RunDirectory", *, pid: int | None, now: float, as_json: bool
+) -> None:
+    import msgspec  # noqa: PLC0415 -- start quickly
+    from rich.console import Console  # noqa: PLC0415 -- start quickly
+    from rich.text import Text  # noqa: PLC0415 -- start quickly
+
+    from distbelief.job.display.screen import Screen  # noqa: PLC0415 -- start quickly
+
+    last = run.read_status()
+    age = None if last is None else max(0.0, now - last.written)
+    if as_json:
+        content = {
+            "directory": str(run.path),
+            "running": pid is not None,
+            "age_seconds": age,
+            "status": last,
+        }
+        typer.echo(msgspec.json.encode(content).decode())
+        return
+    console = Console(highlight=False)
+    if last is not None:
+        console.print(Screen(last.view, name=last.name, whole=True))
+    remark, style = _remark(run, last, pid=pid, age=age)
+    console.print(Text(remark, style), soft_wrap=True)  # it may hold a command
+
+
+def _remark(
+    run: "RunDirectory", last: "Status | None", *, pid: int | None, age: float | None
+) -> tuple[str, str]:
+    """Return in a sentence how far the status is to be trusted, and its style."""
+    from distbelief.job.display import words  # noqa: PLC0415 -- start quickly
+
+    old = "" if age is None else words.duration(age)
+    if last is not None and last.ended:
+        how = f"failed: {last.error}" if last.error else "ended"
+        return f"{run.path}: {how}, {old} ago", "red" if last.error else "dim"
+    if pid is None:
+        seen = "" if last is None else f"; last sign of life {old} ago"
+        text = f"{run.path}: not running, but never ended{seen}"
+        return f"{text}. Go on: distbelief train --resume {run.path}", "yellow"
+    if age is None:
+        return f"{run.path}: starting (process {pid}), no status yet", "dim"
+    if age > STALE_SECONDS:
+        text = f"{run.path}: this is {old} old: process {pid} lives, but is silent"
+        return f"{text}. It may be stopped, or out of memory", "yellow"
+    return f"{run.path}: process {pid}, {old} old", "dim"

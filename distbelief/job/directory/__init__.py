@@ -1,0 +1,1 @@
+"""The run directory: all that a job leaves behind."""

@@ -1,0 +1,1 @@
+"""What a job shows while it runs."""

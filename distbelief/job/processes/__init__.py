@@ -1,0 +1,1 @@
+"""The processes of roles on this machine: forked, tried out, ended."""

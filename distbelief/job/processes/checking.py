@@ -1,0 +1,210 @@
+"""Tries a job out before it starts, in a process of its own, and says what it found.
+
+A mistake in the model or the data is found here once, and told in one message, before
+any role would fail of it. What the supervisor must know of the model (its tensors, not
+their values) and the data comes back as a file; so its own process never holds either.
+"""
+
+import os
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from distbelief import files
+from distbelief.errors import DistBeliefError, JobError, StorageError
+from distbelief.job.configuration.jobfile import job_from_json
+from distbelief.job.configuration.sections import Job
+from distbelief.job.directory.summary import DataFacts, TaskFacts
+from distbelief.job.processes.process import import_from, log
+from distbelief.parameter_server.layout.initial import Initial
+from distbelief.parameter_server.layout.layout import ElementType, Layout, TensorSpec
+from distbelief.runtime.task.capturing import capture_for
+from distbelief.runtime.task.checks import check, check_data, check_evaluation
+from distbelief.runtime.task.imports import place
+from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.recording import recorded_initials
+from distbelief.runtime.task.samples import Sample
+from distbelief.runtime.task.task import build_dataset, build_model, metric_name
+from distbelief.runtime.task.weights import reader
+
+
+ANSWER_BYTES_MAX: Final = 1 << 26
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be tried.
+
+    Attributes:
+        job: As JSON.
+        answer: File for what is found.
+        initial_file: File for the module's initial values, where they are needed.
+        plan: File for the plan, where replicas are split; beside it comes its picture.
+    """
+
+    job: msgspec.Raw
+    answer: str
+    initial_file: str
+    plan: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found.
+
+    Attributes:
+        error: What is wrong with the job; then nothing else counts.
+        is_users: Whether it is the user's to mend.
+        tensors: Of the model.
+        dtype: "float64" if any of them that is trained is so.
+        initials: How each is drawn, if the shards draw.
+        initial_file: Where the initial values are, if they do not.
+        metric_name: By which the model is judged.
+        task: Figures for the summary.
+        n_machines: Of each replica, by whose plan they are split; None if they are not.
+        sample: What the data are like, for that plan.
+    """
+
+    error: str | None = None
+    is_users: bool = False
+    tensors: tuple[TensorSpec, ...] = ()
+    dtype: ElementType = "float32"
+    initials: dict[str, Initial] = {}
+    initial_file: str | None = None
+    metric_name: str = "accuracy"
+    task: TaskFacts = TaskFacts()
+    n_machines: int | None = None
+    sample: Sample | None = None
+
+
+def main(name: str, incarnation: int, path: str) -> int:
+    """Answer the question in this file; return the process's exit status."""
+    question = msgspec.json.decode(Path(path).read_bytes(), type=Question)
+    log(name, incarnation, "info", f"process {os.getpid()} begins")
+    job = job_from_json(bytes(question.job))
+    import_from(job)
+    torch.set_num_threads(job.cluster.threads)
+    try:
+        answer = answer_to(job, question)
+    except DistBeliefError as error:
+        answer = Answer(error=str(error), is_users=isinstance(error, JobError))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code
+        traceback.print_exc()  # to the log
+        text = f"trying out model and data failed: {type(error).__name__}: {error}"
+        answer = Answer(error=f"{text}{place(error)}", is_users=True)
+    files.write(Path(question.answer), msgspec.json.encode(answer))
+    log(name, incarnation, "info", f"ends: {answer.error or 'nothing is wrong'}")
+    return 0
+
+
+def read_answer(path: Path) -> Answer | None:
+    """Return the answer, if there is one."""
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(ANSWER_BYTES_MAX), type=Answer)
+    except FileNotFoundError:
+        return None
+
+
+def answer_to(job: Job, question: Question) -> Answer:
+    """Try model and data out in this process; return what was found.
+
+    Raises:
+        JobError: the job cannot be run.
+    """
+    task = job.task
+    if not job.cluster.is_split:
+        check(task, job.batch_size)
+        return _found(job, question, LocalModel(build_model(task.model)))
+    # The planner brings scipy's solvers and matplotlib, which take as long to import as
+    # half of torch: every job would wait for them, in two processes.
+    from distbelief.job.configuration.plans import draw, plan_for_job  # noqa: PLC0415
+
+    _check_device(job.cluster.device)
+    sample = check_data(task, job.batch_size)
+    captured = capture_for(task, sample)
+    check_evaluation(task, sample)
+    if task.model.initial == "module":
+        check(task, job.batch_size)  # whose values are wanted, has to be built
+        model = LocalModel(build_model(task.model))
+    else:
+        with torch.device("meta"):
+            model = LocalModel(build_model(task.model))
+    answer = _found(job, question, model)
+    kept = Path(question.plan)
+    plan = plan_for_job(job, captured.graph, kept=kept)
+    draw(plan, captured.graph, kept.with_suffix(".png"))
+    n_machines = plan.cluster.n_machines
+    return msgspec.structs.replace(
+        answer,
+        n_machines=n_machines,
+        sample=sample,
+        task=msgspec.structs.replace(answer.task, n_machines=n_machines),
+    )
+
+
+def _initials(job: Job, model: LocalModel) -> Mapping[str, Initial]:
+    """Return how the shards are to draw each tensor."""
+    try:
+        return recorded_initials(job.task.model, list(model.named_tensors()))
+    except JobError:
+        if job.cluster.is_split:
+            raise
+        return model.initials()  # by the types of layers, which are here
+
+
+def _check_device(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise JobError(
+            f"[cluster] device = {device!r}: torch {torch.__version__} sees no GPU on "
+            'this machine: leave device out, or write device = "cpu"'
+        )
+
+
+def _found(job: Job, question: Question, model: LocalModel) -> Answer:
+    """Return what is known of model and data; `model` may be without values."""
+    task = job.task
+    initials: dict[str, Initial] = {}
+    initial_file: str | None = None
+    match task.model.initial:
+        case "seed":
+            initials = dict(_initials(job, model))
+        case "module":
+            initial_file = question.initial_file
+            tensors = {
+                name: tensor.detach() for name, tensor in model.named_tensors().items()
+            }
+            save_file(tensors, initial_file)
+        case path:
+            initial_file = path
+            _check_weights(path, tuple(model.specs()))
+    test = None
+    if task.test is not None:
+        test = DataFacts.of(build_dataset(task.test, table="data.test"))
+    trained = [t for t in model.named_tensors().values() if t.requires_grad]
+    is_double = any(tensor.dtype == torch.float64 for tensor in trained)
+    return Answer(
+        tensors=tuple(model.specs()),
+        dtype="float64" if is_double else "float32",
+        initials=initials,
+        initial_file=initial_file,
+        metric_name=metric_name(task),
+        task=TaskFacts(
+            n_parameters=model.n_parameters,
+            train=DataFacts.of(build_dataset(task.train)),
+            test=test,
+        ),
+    )
+
+
+def _check_weights(path: str, tensors: tuple[TensorSpec, ...]) -> None:
+    """Refuse a file that does not hold the values of these tensors."""
+    try:
+        read = reader(path, Layout.of(tensors, n_shards=1))
+        for tensor in tensors:
+            read(tensor.name, 0, 1 if tensor.n_elements else 0)
+    except StorageError as error:
+        raise JobError(f"[model] initial: {error}") from error

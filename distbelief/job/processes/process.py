@@ -1,0 +1,183 @@
+"""The process of one role: build it, wrap it in a `Member`, and let a node run it.
+
+The program that the fork server runs in a child. All it is told lies in one file, the
+spec; its output is the role's log.
+"""
+
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, final
+
+import msgspec
+import torch
+
+from distbelief.allocator import KEPT_BYTES_MAX, keep_memory
+from distbelief.errors import DistBeliefError
+from distbelief.job.configuration import algorithms
+from distbelief.job.configuration.jobfile import job_from_json
+from distbelief.job.configuration.sections import Job
+from distbelief.job.directory.store import SnapshotStore
+from distbelief.job.processes.allowing import check_allowed
+from distbelief.job.supervision.member import Member, MemberConfig, heartbeat_seconds
+from distbelief.memory import Memory, PrivateMemory
+from distbelief.messages import Failed
+from distbelief.node import Node
+from distbelief.parameter_server.copies.copies import shard_of
+from distbelief.parameter_server.layout.initial import Initial
+from distbelief.parameter_server.layout.layout import Layout, LayoutSpec
+from distbelief.roles import SUPERVISOR, Address, Role, Snapshot
+from distbelief.runtime.task.samples import Sample
+from distbelief.runtime.task.task import BuildContext
+from distbelief.transport.reach import Reach
+from distbelief.transport.shared_memory import FileMemory
+
+
+SPEC_BYTES_MAX: Final = 1 << 26
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """What all role processes of one run are told.
+
+    Attributes:
+        job: The job as JSON (`Job.to_json`).
+        token: Of the run.
+        supervisor: Where the supervisor is to be found.
+        memory: Directory of shared memory; "" if none is shared.
+        snapshots: Directory of snapshots.
+        layout: Of the model's tensors on the shards.
+        initials: How each tensor is drawn, if the shards draw.
+        initial_file: Else the file that has the initial values.
+        plan: By which replicas are split over machines; None if they are not.
+        sample: What the data are like, for that plan.
+        n_train: Training samples.
+        reach: From where these processes can be reached.
+        allowed: Packages and modules that they may import functions from; None: any.
+    """
+
+    job: msgspec.Raw
+    token: str
+    supervisor: str
+    memory: str
+    snapshots: str
+    layout: LayoutSpec
+    initials: dict[str, Initial]
+    initial_file: str | None
+    plan: str | None = None
+    sample: Sample | None = None
+    n_train: int | None = None
+    reach: Reach = Reach()
+    allowed: tuple[str, ...] | None = None
+
+
+@final
+class SharedShelf:
+    """Both copies of a shard keep their snapshots under the shard's one name."""
+
+    def __init__(self, store: SnapshotStore) -> None:
+        self._store = store
+
+    def save(self, role: Address, snapshot: Snapshot) -> None:
+        """Keep it for good."""
+        self._store.save(shard_of(role), snapshot)
+
+    def newest(self, role: Address) -> Snapshot | None:
+        """Return the newest one of either copy."""
+        return self._store.newest(shard_of(role))
+
+
+def read_spec(path: str) -> Spec:
+    """Return the spec in this file."""
+    with Path(path).open("rb") as file:
+        return msgspec.json.decode(file.read(SPEC_BYTES_MAX), type=Spec)
+
+
+def main(name: str, incarnation: int, path: str) -> int:
+    """Be the role `name` until it ends; return the process's exit status."""
+    spec = read_spec(path)
+    job = job_from_json(bytes(spec.job))
+    import_from(job)
+    if spec.allowed is not None:
+        check_allowed(job, spec.allowed)
+    torch.set_num_threads(job.cluster.threads if name.startswith("replica") else 1)
+    driven = name.startswith("shard") and algorithms.coordinator_of(job) is not None
+    if name.startswith("replica") or driven:
+        # Each step's gradients lie where the last one's did; so do the vectors of each
+        # set on a shard. One of Downpour makes none: it would hold more for nothing.
+        keep_memory()
+    else:
+        keep_memory(block_bytes_max=KEPT_BYTES_MAX)
+    memory: Memory = PrivateMemory(host="")
+    if spec.memory:
+        memory = FileMemory(Path(spec.memory))
+    log(name, incarnation, "info", f"process {os.getpid()} begins")
+
+    def report(level: str, text: str) -> None:
+        log(name, incarnation, level, text)
+
+    transport = spec.reach.transport(
+        name=name, incarnation=incarnation, token=spec.token, log=report
+    )
+    with transport:
+        transport.connect(SUPERVISOR, 0, spec.supervisor)
+        config = MemberConfig(
+            name=name,
+            endpoint=transport.endpoint,
+            host=memory.host,
+            pid=os.getpid(),
+            heartbeat_seconds=heartbeat_seconds(name, job.cluster.shard_copies),
+        )
+        member = Member(config, build=lambda: _build(name, job, spec, memory))
+        store = SnapshotStore(
+            Path(spec.snapshots), report=lambda text: report("warning", text)
+        )
+        node = Node(member, transport=transport, log=report, store=SharedShelf(store))
+        error = node.run()
+        if error is not None and not member.told_failure:
+            transport.send(SUPERVISOR, Failed(error=error[:8192], culprit_is_job=False))
+    report("info" if error is None else "error", f"ends: {error or 'as planned'}")
+    return 0 if error is None else 1
+
+
+def import_from(job: Job) -> None:
+    """Let the user's import paths be found, before anything of the same name."""
+    sys.path[:] = dict.fromkeys((*job.import_paths, *sys.path))
+
+
+def log(name: str, incarnation: int, level: str, text: str) -> None:
+    """Write one line to the log of this process, if there is room for it."""
+    now = time.time()  # noqa: TID251 -- the time of day, for people
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+    line = f"{clock}.{int(now % 1 * 1000):03d} {name}#{incarnation} {level}: {text}\n"
+    with suppress(OSError):  # a full disk ends no role; the supervisor tells of it
+        sys.stdout.write(line)
+        sys.stdout.flush()
+
+
+def _build(name: str, job: Job, spec: Spec, memory: Memory) -> Role:
+    algorithm = algorithms.load(algorithms.find(job.algorithm_name))
+    context = BuildContext(
+        task=job.task,
+        layout=Layout(spec.layout),
+        n_replicas=job.cluster.replicas,
+        n_shards=job.cluster.shards,
+        seed=job.evaluation.seed,
+        memory=memory,
+        initials=spec.initials,
+        initial_file=spec.initial_file,
+        evaluation_subset=job.evaluation.subset,
+        threads=job.cluster.threads,
+        shard_copies=job.cluster.shard_copies,
+        plan=spec.plan,
+        sample=spec.sample,
+        device=job.cluster.device,
+        n_train=spec.n_train,
+    )
+    try:
+        return algorithm.build(name, config=job.algorithm, context=context)
+    except DistBeliefError:
+        raise
+    except MemoryError as error:
+        raise DistBeliefError(f"out of memory while building {name}") from error

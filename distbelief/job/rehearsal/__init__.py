@@ -1,0 +1,1 @@
+"""A plan run for real on this host, without parameter servers."""

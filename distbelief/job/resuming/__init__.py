@@ -1,0 +1,1 @@
+"""Going on with a run, on other numbers of shards and replicas too."""

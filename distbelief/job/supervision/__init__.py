@@ -1,0 +1,1 @@
+"""The supervisor: who belongs to a job, who lives, when it ends."""

@@ -1,0 +1,1 @@
+"""The client of all shards: embedded in roles that fetch and push."""

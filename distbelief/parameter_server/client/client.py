@@ -1,0 +1,387 @@
+"""The client of a sharded parameter server: embedded in a role, not a role itself.
+
+    handle / begin_fetch   ->  actions of the role        (one `link` per shard)
+    install / stage        ->  work for the role's compute lane, no state touched
+    installed / staged     ->  the work is done: actions again
+    draft                  ->  what the lane fills piece by piece, instead of stage
+
+    fetch    begin_fetch ... fetch_complete   install ~~> installed     (torn: again)
+    push     can_push                         stage   ~~> staged ... unacknowledged = 0
+
+Rules:
+
+* The role passes on every event (`owns` tells which are for the client) and performs
+  the actions; timers are named "client:...". Nothing here waits: what does not come is
+  asked for again, and a shard that stays silent is given up by `PeerLostError`.
+* A push in flight outlives its shard: it goes to whoever serves next, from where it
+  lies. Lost is only what a shard had acknowledged, and its next life does not know.
+* At most one install and one stage are under way, in one lane; between them the tensors
+  belong to the work.
+* `client_fetches` has the fetches, `client_pushes` the rules of pushes.
+* Shards do not wait for each other: their clocks differ (DB-5).
+* A client that holds only regions of the tensors (`selection`) knows only the shards
+  that hold some of them; "every shard" is every one of those. It may be none.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import assert_never, final
+
+import torch
+
+from distbelief.errors import RemoteProtocolError
+from distbelief.memory import Memory
+from distbelief.parameter_server.client.config import ClientConfig
+from distbelief.parameter_server.client.fetches import ClientFetches
+from distbelief.parameter_server.client.link import TIMER, Link, ShardReply
+from distbelief.parameter_server.client.pushes import ClientPushes
+from distbelief.parameter_server.client.staging import Draft, Installed, Staged
+from distbelief.parameter_server.layout.layout import Layout
+from distbelief.parameter_server.layout.selection import Part, Selection
+from distbelief.parameter_server.state.staleness import Staleness
+from distbelief.roles import (
+    Action,
+    Address,
+    Computed,
+    Event,
+    PeerJoined,
+    PeerLost,
+    Persisted,
+    Received,
+    Seconds,
+    Started,
+    TimerFired,
+)
+
+
+__all__ = ["ClientConfig", "Draft", "Installed", "ParameterClient", "Staged"]
+
+_LIFE_BITS = 32
+"""Sequences and requests of incarnation i begin at i << 32, so that no late answer to
+a former life can be taken for one to this."""
+
+
+@final
+class ParameterClient:
+    """One client of all shards, or of those that hold what it selects."""
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        *,
+        layout: Layout,
+        shards: Sequence[Address],
+        memory: Memory,
+        second_copies: Sequence[Address] = (),
+        selection: Selection | None = None,
+    ) -> None:
+        """Store; `start` acts.
+
+        Args:
+            config: How to talk to them.
+            layout: Where what is to be found; the shards must have the same.
+            shards: Their addresses, shard 0 first.
+            memory: What this client can share with shards of its host.
+            second_copies: Where each shard is also to be found; none if each has one
+                copy only.
+            selection: What this client holds of the tensors; None for everything.
+        """
+        if len(shards) != layout.n_shards:
+            raise ValueError(
+                f"{len(shards)} shards are given, the layout has {layout.n_shards}"
+            )
+        if second_copies and len(second_copies) != len(shards):
+            raise ValueError(
+                f"{len(second_copies)} second copies are given for {len(shards)} "
+                "shards: give none, or one for each"
+            )
+        if selection is not None and selection.fingerprint != layout.fingerprint:
+            raise ValueError(
+                f"the selection is of layout {selection.fingerprint}, the client's is "
+                f"{layout.fingerprint}: select from the same"
+            )
+        self._tensors = layout.tensors if selection is None else selection.tensors
+        self._links: dict[int, Link] = {}  # by index of the shard, in that order
+        self._link_of: dict[Address, Link] = {}
+        for index in range(len(shards)) if selection is None else selection.shards:
+            copies = (shards[index], *second_copies[index : index + 1])
+            part = Part.of(selection, layout, index)
+            link = Link(copies, index, config=config, part=part, memory=memory)
+            self._links[index] = link
+            self._link_of |= dict.fromkeys(copies, link)
+        self._fetches = ClientFetches(self._links)
+        self._pushes = ClientPushes(
+            self._links, tensors=self._tensors, allowed=config.pushes
+        )
+        self._staleness = Staleness()
+
+    # ---------------------------------------------------------------------- events
+
+    def start(self, incarnation: int, now: Seconds) -> list[Action]:
+        """Say Hello to every shard. `incarnation` is that of the role."""
+        actions: list[Action] = []
+        for link in self._links.values():
+            link.fetching.start(incarnation << _LIFE_BITS)
+            link.pushing.start((incarnation << _LIFE_BITS) + 1)
+            actions += [*link.greet(now), *link.wait(now)]
+        return actions
+
+    def owns(self, event: Event) -> bool:
+        """Return whether this event is for the client."""
+        match event:
+            case Received():
+                return event.sender in self._link_of and isinstance(
+                    event.message, ShardReply
+                )
+            case TimerFired():
+                return event.name.startswith(TIMER)
+            case PeerJoined() | PeerLost():
+                return event.peer in self._link_of
+            case Started() | Computed() | Persisted():
+                return False
+            case _:
+                assert_never(event)
+
+    def handle(self, event: Event, now: Seconds) -> list[Action]:
+        """Return the actions that `event` calls for; none if it is not the client's.
+
+        Raises:
+            PeerLostError: a shard has been silent for too long; it is named.
+            JobError: a shard refuses this client for good.
+            RemoteProtocolError: a shard broke the protocol; the event is of no effect.
+        """
+        link = self._link_met(event)
+        if link is None:
+            return []
+        if isinstance(event, Received):
+            actions = self._receive(link, event, now)
+        elif isinstance(event, TimerFired):
+            actions = link.timer(now)
+        else:
+            assert isinstance(event, PeerJoined | PeerLost)
+            actions = link.peer(event, now)
+        if not self._is_working:
+            link.release()
+        return [*actions, *link.wait(now)]
+
+    def _link_met(self, event: Event) -> Link | None:
+        """Return the link that an event is of, if it is of one."""
+        match event:
+            case Received():
+                return self._link_of.get(event.sender)
+            case TimerFired():
+                return self._link_timed(event.name)
+            case PeerJoined() | PeerLost():
+                return self._link_of.get(event.peer)
+            case Started() | Computed() | Persisted():
+                return None
+            case _:
+                assert_never(event)
+
+    def _link_timed(self, name: str) -> Link | None:
+        """Return the link whose timer has this name."""
+        index = name.removeprefix(TIMER)
+        known = index != name and index.isdecimal()
+        return self._links.get(int(index)) if known else None
+
+    def _receive(self, link: Link, event: Received, now: Seconds) -> list[Action]:
+        message = event.message
+        if not isinstance(message, ShardReply):
+            raise RemoteProtocolError(
+                f"{event.sender} sent a client {type(message).__name__}, which shards "
+                "do not send"
+            )
+        return link.receive(event, message, self._staleness, now)
+
+    # --------------------------------------------------------------------- fetches
+
+    @property
+    def ready(self) -> bool:
+        """Has every shard said Welcome, and led since?"""
+        return all(link.welcome for link in self._links.values())
+
+    @property
+    def samples(self) -> int:
+        """Samples of this client in the values of every shard: where to resume."""
+        return min((link.samples for link in self._links.values()), default=0)
+
+    @property
+    def clocks(self) -> tuple[int, ...]:
+        """Per shard, the clock of the values installed last."""
+        return self._fetches.clocks
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """Per shard, its life and the clock of the values installed last."""
+        return self._fetches.versions
+
+    def begin_fetch(self, now: Seconds) -> list[Action]:
+        """Fetch anew from every shard.
+
+        Raises:
+            LocalProtocolError: an install is under way, which reads the last fetch.
+        """
+        return self._fetches.begin(now)
+
+    @property
+    def fetch_complete(self) -> bool:
+        """Can the fetch be installed? From shared memory it can be tried at once."""
+        return self._fetches.complete
+
+    def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Installed]:
+        """Return the work that copies what was fetched into `tensors`.
+
+        Shards that an install before this one has copied from, for the same fetch, are
+        not copied from again.
+
+        Args:
+            tensors: Each (n_elements,), in the order of the layout or the selection.
+
+        Raises:
+            LocalProtocolError: an install is under way.
+        """
+        return self._fetches.install(tensors)
+
+    @property
+    def readable_share(self) -> float:
+        """Part of the shards from which the install under way can copy now."""
+        return self._fetches.readable_share
+
+    def installed(self, outcome: Installed, now: Seconds) -> list[Action]:
+        """Note what an install did.
+
+        If `outcome.torn` names shards, install again: after a millisecond, and once
+        `fetch_complete`. A read that stays torn for `torn_seconds_max` gives way to
+        blocks, which this begins.
+        """
+        actions = self._fetches.installed(outcome, now)
+        self._release()
+        return actions
+
+    # ---------------------------------------------------------------------- pushes
+
+    @property
+    def can_push(self) -> bool:
+        """Has every shard room for a push, and is none being staged?"""
+        return self._pushes.can_push
+
+    @property
+    def unacknowledged(self) -> int:
+        """Pushes that some shard has not acknowledged."""
+        return self._pushes.unacknowledged
+
+    def stage(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        values: Sequence[torch.Tensor],
+        *,
+        fetched_clocks: Sequence[int] | None = None,
+    ) -> Callable[[], Staged]:
+        """Return the work that copies a push into every shard's slot, and checks it.
+
+        Args:
+            gradients: Each (n_elements,), in the order of the layout or the selection:
+                sums of raw gradients (DB-7). None for zeros; those of buffers are not
+                looked at.
+            values: Likewise; of buffers these are pushed, others are not looked at.
+            fetched_clocks: `clocks` when the oldest of these gradients' parameters had
+                been installed; by default those of the last install.
+
+        Raises:
+            LocalProtocolError: not `can_push`.
+        """
+        tensors = self._pushed(gradients, values)
+        return self._pushes.stage(tensors, self._clocks(fetched_clocks))
+
+    def draft(self, *, fetched_clocks: Sequence[int] | None = None) -> Draft:
+        """Return a push that the lane fills tensor by tensor; then call `staged`.
+
+        Args:
+            fetched_clocks: As in `stage`.
+
+        Raises:
+            LocalProtocolError: not `can_push`.
+        """
+        return self._pushes.draft(self._clocks(fetched_clocks))
+
+    def abandon(self) -> None:
+        """Push nothing of what was staged, or drafted; no work touches it any more."""
+        self._pushes.abandon()
+        self._release()
+
+    def _pushed(
+        self, gradients: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        return [
+            gradient if spec.kind == "parameter" else value
+            for spec, gradient, value in zip(
+                self._tensors, gradients, values, strict=True
+            )
+        ]
+
+    def _clocks(self, fetched_clocks: Sequence[int] | None) -> Sequence[int]:
+        return self.clocks if fetched_clocks is None else fetched_clocks
+
+    def staged(
+        self,
+        outcome: Staged,
+        *,
+        n_gradients: int,
+        samples: int,
+        now: Seconds,
+        grant: int = 0,
+    ) -> list[Action]:
+        """Push what was staged, if it is finite; count and name it if not.
+
+        Args:
+            outcome: Of the work.
+            n_gradients: How many gradients were summed.
+            samples: Total of this client over all its lives, these included.
+            now: The time.
+            grant: Of a set of portions, which is folded, not applied; then `samples`
+                are its own.
+        """
+        actions = self._pushes.staged(
+            outcome, n_gradients=n_gradients, samples=samples, grant=grant, now=now
+        )
+        self._release()
+        return actions
+
+    # -------------------------------------------------------------------- figures
+
+    @property
+    def waiting_for(self) -> Address | None:
+        """The first shard without whom the next fetch or push cannot go on, if any."""
+        for link in self._links.values():
+            if not (link.welcome and link.fetching.complete and link.pushing.has_room):
+                return link.address
+        return None
+
+    def counters(self) -> dict[str, float]:
+        """Return figures for the role's status.
+
+        `pushes_sent` counts whole pushes, `pushes_acknowledged` those of them that no
+        shard owes an answer, `pushes_lost` one for each shard that lost one.
+        Bytes are those of blocks and of copies to and from shared memory.
+        """
+        links = self._links.values()
+        staleness = self._staleness.counters()
+        return {
+            "pushes_sent": float(self._pushes.n_pushed),
+            "pushes_acknowledged": float(self._pushes.n_pushed - self.unacknowledged),
+            "pushes_lost": float(sum(link.pushing.n_lost for link in links)),
+            "bytes_in": float(sum(link.fetching.bytes_in for link in links)),
+            "bytes_out": float(sum(link.pushing.bytes_out for link in links)),
+            "torn_reads": float(self._fetches.n_torn),
+            "non_finite": float(self._pushes.n_non_finite),
+            **staleness,
+        }
+
+    def _release(self) -> None:
+        """Let go of memory of former leaders, unless work touches it."""
+        if not self._is_working:
+            for link in self._links.values():
+                link.release()
+
+    @property
+    def _is_working(self) -> bool:
+        return self._fetches.under_way or self._pushes.under_way

@@ -1,0 +1,1 @@
+"""Which shard holds which elements of which tensors, and parts of them."""

@@ -1,0 +1,1 @@
+"""A shard under a coordinator: named vectors, sums of portions, cuts."""

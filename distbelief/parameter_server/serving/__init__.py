@@ -1,0 +1,1 @@
+"""What a shard does for its clients: fetches and pushes."""

@@ -1,0 +1,1 @@
+"""What a shard holds: values, its rule's state, slots of clients, snapshots."""

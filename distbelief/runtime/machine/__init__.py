@@ -1,0 +1,1 @@
+"""The role of one machine of a group: its leader, its steps, its mail."""

@@ -1,0 +1,1 @@
+"""Which model learns what, from which data: found, tried, checked."""

@@ -1,0 +1,219 @@
+"""A model of the user's, as flat tensors that can be fetched into and pushed from.
+
+The tensors of a module keep their memory for life, so that the flat views made here
+once serve every fetch. Gradients are the opposite: backward leaves fresh ones, which
+are handed on as they are ("stolen") and dropped once pushed; nothing of the model's
+size is copied or zeroed that the algorithm does not ask for.
+
+What is shared between modules counts once, under its first name. Parameters that
+require no grad, and buffers, are "buffers" to the shards: averaged, not updated.
+Buffers that the module itself does not save (persistent=False) are none of ours.
+"""
+
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from torch import nn
+
+from distbelief.errors import JobError
+from distbelief.parameter_server.layout.initial import Initial
+from distbelief.parameter_server.layout.layout import TensorSpec
+from distbelief.runtime.task.initials import initials_of
+from distbelief.runtime.task.losses import Loss, Metric
+
+
+FLOPS_PER_PARAMETER = 6.0
+"""Of a step, per parameter and sample: a multiplication and an addition forward, twice
+that backward. Weight sharing (convolutions) makes it more."""
+
+
+@final
+class LocalModel:
+    """A module's tensors by name, its gradient, and what has accrued of it.
+
+    Attributes:
+        module: The user's model; its tensors are this object's from now on.
+        values: Flat views of all tensors, in the order of `specs()`.
+        accrued: Sum of the gradients since `drop_accrued`, flat, in the same order;
+            None where there is none. Always this very list.
+        n_parameters: Elements that are trained.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        tensors = _tensors_of(module)
+        self._names = sorted(tensors)
+        self._tensors = [tensors[name] for name in self._names]
+        for name, tensor in zip(self._names, self._tensors, strict=True):
+            if tensor.is_complex() or tensor.is_sparse:
+                raise JobError(
+                    f"[model] tensor {name!r} is {tensor.dtype} and {tensor.layout}: "
+                    "only dense real tensors can be trained"
+                )
+            # A transposed or expanded tensor has no flat view; a fresh one has.
+            if not tensor.is_contiguous():
+                tensor.data = tensor.detach().clone(
+                    memory_format=torch.contiguous_format
+                )
+        self.values = [tensor.detach().view(-1) for tensor in self._tensors]
+        self._trained = [
+            index for index, tensor in enumerate(self._tensors) if tensor.requires_grad
+        ]
+        self._buffers = _owners_of_buffers(module)
+        self.accrued: list[torch.Tensor | None] = [None] * len(self._tensors)
+        self.n_parameters = sum(self.values[index].numel() for index in self._trained)
+
+    def specs(self) -> list[TensorSpec]:
+        """Return name, shape and kind of every tensor, sorted by name."""
+        trained = set(self._trained)
+        return [
+            TensorSpec(
+                name=name,
+                shape=tuple(tensor.shape),
+                kind="parameter" if index in trained else "buffer",
+            )
+            for index, (name, tensor) in enumerate(
+                zip(self._names, self._tensors, strict=True)
+            )
+        ]
+
+    def initials(self) -> Mapping[str, Initial]:
+        """Return how each tensor is drawn, by its layer's type.
+
+        Raises:
+            JobError: a tensor is neither constant nor of a layer whose rule is known.
+        """
+        return initials_of(self.module, self._names)
+
+    def aliases(self) -> Mapping[str, str]:
+        """Return the other names of shared tensors: name -> the name used here."""
+        names = {id(tensor): name for name, tensor in self.named_tensors().items()}
+        return {
+            name: names[id(tensor)]
+            for name, tensor in _tensors_of(self.module, shared=True).items()
+            if names[id(tensor)] != name
+        }
+
+    def named_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the module's own tensors by name, sorted."""
+        return dict(zip(self._names, self._tensors, strict=True))
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(value.nbytes for value in self.values)
+
+    def flops(self, n_samples: int) -> float:
+        """Return about how many operations a step on so many samples takes."""
+        return FLOPS_PER_PARAMETER * self.n_parameters * n_samples
+
+    @property
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Flat gradients of the last batch; None for buffers and for unused ones."""
+        return [_flat_gradient(tensor) for tensor in self._tensors]
+
+    def gradient(
+        self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss
+    ) -> float:
+        """Leave the gradient of the loss on this batch; return the loss.
+
+        Args:
+            inputs: (n_samples, ...).
+            targets: (n_samples, ...).
+            loss: f(outputs, targets) -> mean over the samples.
+        """
+        for index in self._trained:
+            self._tensors[index].grad = None
+        value = loss(self.module(inputs), targets)
+        value.backward()
+        self._keep_buffers()
+        return float(value.detach())
+
+    def clip(self, norm_max: float) -> None:
+        """Scale the gradient down to this 2-norm if it is longer."""
+        torch.nn.utils.clip_grad_norm_(
+            [self._tensors[index] for index in self._trained], norm_max
+        )
+
+    def is_finite(self) -> bool:
+        """Return whether the gradient has neither NaN nor infinity.
+
+        By its sum: one pass, where looking at each element takes forty times as long.
+        """
+        sums = [gradient.sum() for gradient in self.gradients if gradient is not None]
+        return not sums or bool(torch.stack(sums).sum().isfinite())
+
+    def step(self, rate: float) -> None:
+        """Step by -rate times the gradient."""
+        pairs = [
+            (value, gradient)
+            for value, gradient in zip(self.values, self.gradients, strict=True)
+            if gradient is not None
+        ]
+        if pairs:
+            values, gradients = zip(*pairs, strict=True)
+            torch._foreach_add_(list(values), list(gradients), alpha=-rate)
+
+    def accrue(self) -> None:
+        """Add the gradient to `accrued`; the first since a drop is taken as it is."""
+        for index, gradient in enumerate(self.gradients):
+            if gradient is None:
+                continue
+            accrued = self.accrued[index]
+            if accrued is None:
+                self.accrued[index] = gradient
+            else:
+                accrued.add_(gradient)
+
+    def drop_accrued(self) -> None:
+        """Begin to accrue anew: what there was is pushed, or not wanted."""
+        self.accrued[:] = [None] * len(self.accrued)
+
+    def measure(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        loss: Loss,
+        metric: Metric,
+    ) -> tuple[float, float]:
+        """Return loss and metric on this batch, without training anything."""
+        self.module.eval()
+        with torch.no_grad():
+            outputs = self.module(inputs)
+            return float(loss(outputs, targets)), float(metric(outputs, targets))
+
+    def _keep_buffers(self) -> None:
+        """Put back the tensors of buffers that forward bound anew, with new values."""
+        for owner, name, tensor in self._buffers:
+            bound = owner._buffers[name]  # noqa: SLF001
+            if bound is not tensor and bound is not None:
+                tensor.copy_(bound)
+                owner._buffers[name] = tensor  # noqa: SLF001
+
+
+def _tensors_of(module: nn.Module, *, shared: bool = False) -> dict[str, torch.Tensor]:
+    """Return parameters and saved buffers by name; shared ones once, or by each."""
+    saved = module.state_dict(keep_vars=True).keys()
+    tensors: dict[str, torch.Tensor] = {}
+    tensors.update(module.named_parameters(remove_duplicate=not shared))
+    tensors.update(module.named_buffers(remove_duplicate=not shared))
+    return {name: tensor for name, tensor in tensors.items() if name in saved}
+
+
+def _owners_of_buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    return [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
+
+
+def _flat_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    gradient = tensor.grad
+    if gradient is None:
+        return None
+    if gradient.is_sparse:  # of an Embedding(sparse=True)
+        gradient = gradient.to_dense()
+    return gradient.detach().reshape(-1)

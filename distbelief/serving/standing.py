@@ -1,0 +1,251 @@
+"""A standing parameter server in the foreground: what `distbelief serve` does.
+
+    DIRECTORY/            0700
+      request.json        what is served; the run's token too, so that its address lasts
+      initial.safetensors parameters of the first life
+      snapshots/          to go on from
+      *.log               of the supervisor and every shard
+      lock                held while it runs
+
+The same directory again means: go on. Then the parameters come from its snapshots, the
+address is the one before (if its port is), and what is served must be the same.
+"""
+
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from distbelief import files
+from distbelief.errors import DistBeliefError, JobError
+from distbelief.job.directory.run_directory import RunDirectory
+from distbelief.job.display import words
+from distbelief.job.processes.signals import REASONS, caught_signals
+from distbelief.job.supervision.supervisor import USER, Supervisor
+from distbelief.messages import Stop
+from distbelief.node import Node
+from distbelief.parameter_server.rules.update_rules import UpdateRule
+from distbelief.roles import Received
+from distbelief.serving.server import ServerAddress, parameter_specs
+from distbelief.serving.shards import Ready, Request, serve
+from distbelief.transport.places import ANYWHERE, LOOPBACK, Place, own_number_towards
+from distbelief.transport.reach import Reach
+
+
+TELL_SECONDS: Final = 30.0
+"""Between two lines of progress, if anything has changed."""
+
+_SOMEWHERE: Final = "192.0.2.1"  # RFC 5737: nobody is there; only the route matters
+
+Tell = Callable[[str], None]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the user wants served.
+
+    Attributes:
+        model: Whose present parameters are the initial ones.
+        rule: How shards apply a push.
+        shards: Into how many slices the parameters are cut.
+        shard_copies: How many processes keep each.
+        shared_memory: Whether workers of this machine share memory with them.
+        snapshot_every: Seconds between snapshots.
+        reach: From where the server can be reached.
+    """
+
+    model: torch.nn.Module
+    rule: UpdateRule
+    shards: int
+    shard_copies: int
+    shared_memory: bool
+    snapshot_every: float
+    reach: Reach
+
+
+def stand(wanted: Wanted, directory: Path, *, tell: Tell) -> str | None:
+    """Serve until Ctrl+C or SIGTERM; return what went wrong, if anything did.
+
+    Raises:
+        JobError: what is wanted cannot be, or is not what this directory holds.
+        StorageError: a server runs there already, or the disk does not take it.
+        TransportError: the address cannot be had.
+    """
+    wanted.reach.check()
+    if wanted.reach.keys is not None:
+        wanted.reach.keys.guard(log=lambda _level, _text: None)  # can it be made?
+    with _taken(directory) as run:
+        request = _request(wanted, run, tell=tell)
+        return serve(request, _Terminal(request, tell=tell).watch)
+
+
+def _taken(directory: Path) -> RunDirectory:
+    """Return the directory, which is this process's as long as it is open."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        names = {path.name for path in directory.iterdir()}
+        if "request.json" not in names and names - {"lock", "initial.safetensors"}:
+            raise JobError(
+                f"{directory} holds something else than a parameter server: name a new "
+                "directory (--directory), or one that `distbelief serve` made"
+            )
+        directory.chmod(0o700)
+    except OSError as error:
+        raise files.explained(error, directory, doing="make") from error
+    return RunDirectory.take(directory)
+
+
+def _request(wanted: Wanted, run: RunDirectory, *, tell: Tell) -> Request:
+    """Return what is to be served: as before, if there was anything before."""
+    parameters = list(wanted.model.parameters())
+    specs = tuple(parameter_specs(parameters))
+    initial = run.path.absolute() / "initial.safetensors"
+    request = Request(
+        tensors=specs,
+        initial_file=str(initial),
+        rule=wanted.rule,
+        n_shards=wanted.shards,
+        shard_copies=wanted.shard_copies,
+        shared_memory=wanted.shared_memory,
+        snapshot_every=wanted.snapshot_every,
+        directory=str(run.path.absolute()),
+        token=secrets.token_hex(16),
+        reach=wanted.reach,
+    )
+    file = run.path / "request.json"
+    if file.is_file():
+        before = _read(file)
+        _check_same(request, before, directory=run.path)
+        request = msgspec.structs.replace(request, token=before.token)
+        tell(f"going on with what {run.path} holds")
+    else:
+        values = {
+            spec.name: parameter.detach().contiguous().clone()
+            for spec, parameter in zip(specs, parameters, strict=True)
+        }
+        files.write_by(initial, lambda path: save_file(values, path))
+    files.write(file, msgspec.json.encode(request))
+    return request
+
+
+def _read(file: Path) -> Request:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Request)
+    except OSError as error:
+        raise files.explained(error, file, doing="read") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise JobError(
+            f"{file} is damaged ({error}): the snapshots beside it are whole "
+            "all the same; begin in a new directory"
+        ) from None
+
+
+def _check_same(now: Request, before: Request, *, directory: Path) -> None:
+    for what, was, wanted in (
+        ("model", _shapes(before), _shapes(now)),
+        ("rule", before.rule, now.rule),
+        ("number of shards", before.n_shards, now.n_shards),
+    ):
+        if was != wanted:
+            raise JobError(
+                f"{directory} is of another {what}: it was {was!s:.300}, and now is "
+                f"{wanted!s:.300}. Leave it as it was, or name a new directory "
+                "(--directory)"
+            )
+
+
+def _shapes(request: Request) -> list[tuple[int, ...]]:
+    return [tuple(spec.shape) for spec in request.tensors]
+
+
+@final
+class _Terminal:
+    """Says where the server is and how it goes, and ends it at Ctrl+C."""
+
+    def __init__(self, request: Request, *, tell: Tell) -> None:
+        self._request = request
+        self._tell = tell
+        self._told = 0  # number of the last message
+        self._told_at = time.monotonic()
+        self._n_pushes = 0
+        self._is_ready = False
+
+    def watch(self, node: Node, supervisor: Supervisor, ready: Ready) -> None:
+        """Run the node until it ends."""
+        with caught_signals() as caught:
+
+            def stop(number: signal.Signals) -> None:
+                message = Stop(reason=REASONS[number])
+                node.post(Received(sender=USER, incarnation=0, message=message))
+
+            caught.tell = stop
+            node.run(lambda: self._tick(supervisor, ready))
+        if supervisor.error is None and not supervisor.interrupted:
+            self._tell(f"ended; {self._request.directory} holds what was trained")
+
+    def _tick(self, supervisor: Supervisor, ready: Ready) -> None:
+        now = time.monotonic()
+        view = supervisor.view(now)
+        supervisor.take_records()
+        if not self._is_ready and view.phase == "training":
+            self._is_ready = True
+            for line in self._lines(ready):
+                self._tell(line)
+        for message in view.messages:
+            if message.number > self._told:
+                self._told = message.number
+                self._tell(message.text)
+        n_workers = sum(1 for role in view.roles if role.name.startswith("worker-"))
+        if (
+            now - self._told_at >= TELL_SECONDS
+            and view.pushes_applied != self._n_pushes
+        ):
+            self._told_at, self._n_pushes = now, view.pushes_applied
+            pushes = words.count(view.pushes_applied)
+            self._tell(f"{n_workers} workers, {pushes} pushes applied")
+
+    def _lines(self, ready: Ready) -> list[str]:
+        """Return what a user needs to know to begin."""
+        place = Place.parse(ready.endpoint)
+        host = place.host
+        if host == ANYWHERE:
+            host = _own_number()
+        request = self._request
+        address = ServerAddress(
+            endpoint=f"tcp://{host}:{place.port}",
+            token=ready.token,
+            key=place.key,
+            n_shards=request.n_shards,
+            shard_copies=request.shard_copies,
+            memory="",
+        )
+        lines = []
+        if not request.reach.is_local:
+            lines = [f"workers on other machines: {address}"]
+            if place.host == ANYWHERE:
+                lines.append("(any other address of this machine will do as well)")
+        here = msgspec.structs.replace(address, memory=ready.memory)
+        lines.append(f"workers on this machine: {here}")
+        if request.reach.insecure and not request.reach.is_local:
+            lines.append(
+                "NOT SECURE: whoever hears the network can read all that is trained, "
+                "and change it. Use keys: distbelief keys new"
+            )
+        elif not place.key:
+            lines.append("whoever knows this line can push: keep it to yourself")
+        return lines
+
+
+def _own_number() -> str:
+    try:
+        return own_number_towards(_SOMEWHERE)
+    except DistBeliefError:
+        return LOOPBACK

@@ -1,0 +1,89 @@
+"""`distbelief keys`, as users type it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from distbelief.cli.app import app
+from distbelief.cli.errors import MISTAKEN
+from distbelief.transport.keys import KeyPair
+
+
+OTHER = KeyPair.new().public
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / ".distbelief" / "keys"
+
+
+def keys(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["keys", *arguments], env={"COLUMNS": "100"})
+
+
+def test_from_the_first_key_to_the_last(directory: Path) -> None:
+    key = keys("new").stdout.strip()
+    assert json.loads(keys("show", "--json").stdout) == {
+        "directory": str(directory),
+        "key": key,
+        "next": None,
+        "allowed": [],
+    }
+    assert "nobody is let in so far" in keys("show").stdout
+    assert keys("allow", OTHER, "lab-3").stdout == "lab-3 is let in as worker\n"
+    assert f"{OTHER}  lab-3, as worker" in keys("show").stdout
+    said = keys("allow", OTHER, "lab-3", "--role", "worker", "--role", "server").stdout
+    assert said == "lab-3 is let in as worker and server\n"
+    following = keys("rotate").stdout.split()[0]
+    assert f"{following}  follows it" in keys("show").stdout
+    assert keys("rotate", "--finish").stdout.split()[0] == following
+    assert json.loads(keys("show", "--json").stdout)["key"] == following != key
+    assert keys("revoke", "lab-3").stdout == f"{OTHER} (lab-3) is let in no longer\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["show"], "distbelief keys new"),
+        (["allow", OTHER, "x"], "distbelief keys new"),
+        (["rotate"], "distbelief keys new"),
+        (["revoke", "x"], "distbelief keys new"),
+    ],
+)
+def test_without_a_key_one_is_told_how_to_make_it(
+    arguments: list[str], said: str
+) -> None:
+    result = keys(*arguments)
+    assert result.exit_code == MISTAKEN
+    assert said in result.stderr
+
+
+def test_mistakes_are_named() -> None:
+    key = keys("new").stdout.strip()
+    for arguments, said in [
+        (["new"], "has a key already"),
+        (["allow", "abc", "x"], "no public key"),
+        (["allow", key, "x"], "this machine's own key"),
+        (["allow", OTHER, "two words"], "is no entry"),
+        (["allow", OTHER, "x", "--role", "king"], "is no entry"),
+        (["revoke", "x"], "not allowed anyway"),
+        (["rotate", "--finish"], "begin with"),
+    ]:
+        result = keys(*arguments)
+        assert result.exit_code == MISTAKEN
+        assert said in result.stderr
+
+
+def test_no_secret_is_ever_printed(directory: Path) -> None:
+    said = [keys("new"), keys("allow", OTHER, "x"), keys("rotate")]
+    secrets = [
+        (directory / name).read_text().strip() for name in ("secret.key", "next.key")
+    ]
+    said += [keys("show"), keys("show", "--json"), keys("rotate", "--finish")]
+    (directory / "secret.key").chmod(0o644)
+    said += [keys("show", "--traceback")]
+    for result in said:
+        assert not any(secret in result.output for secret in secrets)

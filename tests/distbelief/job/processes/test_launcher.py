@@ -1,0 +1,187 @@
+"""The launcher and its fork server, with children that do nothing of use."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from distbelief.job.processes import forkserver
+from distbelief.job.processes.launcher import Launcher
+from distbelief.roles import Address, PeerLost
+from tests.processes.commands import alive, poll
+from tests.processes.nursery import Subprocesses
+
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(120)]
+
+ONE, TWO = Address("shard-0"), Address("shard-1")
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    """A launcher whose children fail at once: there is no spec.
+
+    Its fork server is a fork of this process, which has imported all that it needs.
+    """
+    monkeypatch.setattr("distbelief.job.processes.launcher.subprocess", Subprocesses)
+    with Launcher() as launcher:
+        launcher.serve(
+            spec=tmp_path / "none.json", log_of=lambda name: tmp_path / f"{name}.log"
+        )
+        yield launcher
+
+
+def next_losses(launcher: Launcher) -> list[PeerLost]:
+    """Wait until something ends; return what."""
+    losses: list[PeerLost] = []
+    while not losses:
+        ready, _, _ = select.select([launcher.fileno()], [], [], 60.0)
+        assert ready, "nothing happened"
+        losses = [e for e in launcher.events() if isinstance(e, PeerLost)]
+    return losses
+
+
+def test_a_process_that_fails_is_told_once_with_its_log(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    launcher.launch(ONE, 3)
+    (lost,) = next_losses(launcher)
+    assert (lost.peer, lost.incarnation) == (ONE, 3)
+    assert lost.reason == f"ended with status 1 (see {tmp_path / 'shard-0.log'})"
+    assert "none.json" in (tmp_path / "shard-0.log").read_text()
+    assert launcher.n_ended == 1
+    assert launcher.events() == []
+    launcher.terminate(ONE)  # it is gone already: nothing happens
+    launcher.terminate(TWO)  # it never was
+
+
+@pytest.mark.untraced
+def test_a_fork_server_that_dies_takes_its_children_and_is_replaced(
+    launcher: Launcher,
+) -> None:
+    launcher.launch(ONE, 1)
+    next_losses(launcher)
+    server = launcher._server
+    assert server is not None
+    launcher._alive[TWO] = 1  # as if it ran
+    server.kill()
+    (lost,) = next_losses(launcher)
+    assert (lost.peer, lost.incarnation) == (TWO, 1)
+    assert lost.reason == "ended with the process that started it"
+    launcher.launch(ONE, 2)
+    (lost,) = next_losses(launcher)
+    assert (lost.peer, lost.incarnation) == (ONE, 2)
+
+
+def test_closing_twice_is_no_harm(launcher: Launcher) -> None:
+    launcher.close()
+    launcher.close()
+
+
+# --------------------------------------------------------------------- the fork server
+
+
+CHILD = """
+import os, sys, signal, time
+from distbelief.job.processes import forkserver
+
+def child(name, incarnation, spec):
+    print(name, incarnation, spec, sys.stdin.read() == "",
+          signal.getsignal(signal.SIGINT) is signal.SIG_IGN, flush=True)
+    signal.pause()
+
+forkserver._program = lambda _program: child
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+forkserver.ForkServer(requests=0, reports=1).serve()
+"""
+
+
+@pytest.fixture
+def server() -> Iterator["subprocess.Popen[bytes]"]:
+    """A fork server without torch, whose children wait for ever."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
+        yield server
+        server.kill()
+
+
+def ask(server: "subprocess.Popen[bytes]", request: forkserver.Request) -> None:
+    assert server.stdin is not None
+    server.stdin.write(msgspec.json.encode(request) + b"\n")
+    server.stdin.flush()
+
+
+def answer(server: "subprocess.Popen[bytes]") -> forkserver.Report:
+    assert server.stdout is not None
+    decoder: msgspec.json.Decoder[forkserver.Report]
+    decoder = msgspec.json.Decoder(forkserver.Report)
+    return decoder.decode(server.stdout.readline())
+
+
+def start(server: "subprocess.Popen[bytes]", folder: Path, name: str) -> int:
+    """Start a child; return its process once it has written to its log."""
+    log = folder / f"{name}.log"
+    ask(
+        server,
+        forkserver.Start(
+            program="role", name=name, incarnation=2, spec="S", log=str(log)
+        ),
+    )
+    begun = answer(server)
+    assert isinstance(begun, forkserver.Begun)
+    poll(lambda: log.exists() and log.read_text().endswith("\n"))
+    return begun.pid
+
+
+def test_a_child_has_its_own_log_and_does_not_see_ctrl_c(
+    server: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    start(server, tmp_path, "shard-0")
+    assert (tmp_path / "shard-0.log").read_text() == "shard-0 2 S True True\n"
+
+
+def test_children_are_ended_by_name(
+    server: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    one = start(server, tmp_path, "shard-0")
+    two = start(server, tmp_path, "shard-1")
+    ask(server, forkserver.Kill(name="shard-0"))
+    ended = answer(server)
+    assert isinstance(ended, forkserver.Ended)
+    assert (ended.name, ended.incarnation, ended.status) == ("shard-0", 2, -9)
+    assert alive([one, two]) == [two]
+
+
+def test_children_end_when_nobody_asks_any_more(
+    server: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    pids = [start(server, tmp_path, f"shard-{k}") for k in range(3)]
+    assert server.stdin is not None
+    server.stdin.close()
+    assert server.wait(10.0) == 0
+    assert alive(pids) == []
+
+
+def test_children_end_when_the_server_is_told_to(
+    server: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    pids = [start(server, tmp_path, f"shard-{k}") for k in range(2)]
+    server.terminate()
+    assert server.wait(10.0) == 0
+    assert alive(pids) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_children_end_with_the_server_however_it_ends(
+    server: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    pids = [start(server, tmp_path, f"shard-{k}") for k in range(3)]
+    os.kill(server.pid, signal.SIGKILL)
+    poll(lambda: not alive(pids), seconds=10.0)

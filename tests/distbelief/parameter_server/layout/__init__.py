@@ -1,0 +1,1 @@
+"""Tests of distbelief.parameter_server.layout.layout."""

@@ -1,0 +1,138 @@
+"""What a standing server keeps in its directory, and when it does not go on."""
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from distbelief.errors import JobError, StorageError
+from distbelief.parameter_server.rules.update_rules import SGD, Momentum, UpdateRule
+from distbelief.serving import standing
+from distbelief.serving.server import ServerAddress
+from distbelief.serving.shards import Ready, Request
+from distbelief.serving.standing import Wanted, stand
+from distbelief.transport.places import Place
+from distbelief.transport.reach import Reach
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What was to be served, without serving it."""
+    requests: list[Request] = []
+
+    def serve(request: Request, _watch: object) -> None:
+        requests.append(request)
+
+    monkeypatch.setattr(standing, "serve", serve)
+    return requests
+
+
+def wanted(
+    *,
+    model: nn.Module | None = None,
+    rule: UpdateRule | None = None,
+    shards: int = 2,
+    reach: Reach | None = None,
+) -> Wanted:
+    return Wanted(
+        model=model or nn.Linear(3, 2),
+        rule=rule or SGD(learning_rate=0.1),
+        shards=shards,
+        shard_copies=1,
+        shared_memory=True,
+        snapshot_every=30.0,
+        reach=reach or Reach(),
+    )
+
+
+def test_the_same_directory_means_to_go_on(
+    tmp_path: Path, served: list[Request]
+) -> None:
+    said: list[str] = []
+    directory = tmp_path / "runs" / "server"
+    stand(wanted(), directory, tell=said.append)
+    initial = (directory / "initial.safetensors").read_bytes()
+    assert said == []
+    stand(wanted(), directory, tell=said.append)
+    one, other = served
+    assert one.token == other.token != ""
+    assert said == [f"going on with what {directory} holds"]
+    assert (directory / "initial.safetensors").read_bytes() == initial
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (wanted(model=nn.Linear(4, 2)), "another model"),
+        (wanted(rule=Momentum(learning_rate=0.1)), "another rule"),
+        (wanted(shards=3), "another number of shards"),
+    ],
+)
+def test_another_thing_is_not_gone_on_with(
+    tmp_path: Path, served: list[Request], other: Wanted, what: str
+) -> None:
+    stand(wanted(), tmp_path / "server", tell=pytest.fail)
+    with pytest.raises(JobError, match=f"is of {what}: it was"):
+        stand(other, tmp_path / "server", tell=pytest.fail)
+    assert len(served) == 1
+
+
+def test_what_is_not_its_own_is_left_alone(
+    tmp_path: Path, served: list[Request]
+) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(JobError, match="holds something else"):
+        stand(wanted(), tmp_path, tell=pytest.fail)
+    with pytest.raises(StorageError, match="cannot make"):
+        stand(wanted(), tmp_path / "thesis.tex", tell=pytest.fail)
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "request.json").write_text("{")
+    with pytest.raises(JobError, match="is damaged"):
+        stand(wanted(), damaged, tell=pytest.fail)
+    with pytest.raises(JobError, match="distbelief keys new"):
+        stand(wanted(reach=Reach(host="0.0.0.0")), damaged, tell=pytest.fail)
+    assert served == []
+
+
+@pytest.mark.parametrize(
+    ("reach", "place", "said"),
+    [
+        (Reach(), "tcp://127.0.0.1:7", ["this machine", "keep it to yourself"]),
+        (
+            Reach(host="10.0.0.1", insecure=True),
+            "tcp://10.0.0.1:7",
+            ["other machines", "this machine", "NOT SECURE"],
+        ),
+        (
+            Reach(host="10.0.0.1"),
+            f"tcp://10.0.0.1:7?key={'a' * 64}",
+            ["other machines", "this machine"],
+        ),
+        (
+            Reach(host="0.0.0.0"),
+            f"tcp://0.0.0.0:7?key={'a' * 64}",
+            ["other machines", "any other address", "this machine"],
+        ),
+    ],
+)
+def test_a_user_is_told_where_it_is(
+    tmp_path: Path, served: list[Request], reach: Reach, place: str, said: list[str]
+) -> None:
+    stand(wanted(), tmp_path / "server", tell=pytest.fail)
+    (request,) = served
+    request = Request(**{
+        name: getattr(request, name) for name in request.__struct_fields__
+    } | {"reach": reach})  # fmt: skip
+    terminal = standing._Terminal(request, tell=pytest.fail)
+    ready = Ready(endpoint=place, token="t", memory="/dev/shm/x")
+    lines = terminal._lines(ready)
+    assert len(lines) == len(said)
+    assert all(text in line for text, line in zip(said, lines, strict=True))
+    for line in lines:
+        if "tcp://" in line:
+            address = ServerAddress.parse(line.split()[-1])
+            assert address.token == "t"
+            assert address.key == Place.parse(place).key
+            assert bool(address.memory) == ("this machine" in line)
