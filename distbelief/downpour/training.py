@@ -24,11 +24,13 @@ from typing import Final, assert_never, final
 
 import torch
 
+from distbelief.downpour.accruing import Accrued
 from distbelief.downpour.config import DownpourConfig
 from distbelief.downpour.norms import bad_sample, clip, is_finite, sum_of_squares
 from distbelief.downpour.tally import Tally
+from distbelief.downpour.telling import Telling
 from distbelief.errors import LocalProtocolError
-from distbelief.messages import Begin, Evaluate, Progress, Stop
+from distbelief.messages import Begin, Evaluate, Stop
 from distbelief.parameter_server.client.client import ParameterClient, Staged
 from distbelief.parameter_server.client.staging import Draft
 from distbelief.roles import (
@@ -43,7 +45,7 @@ from distbelief.roles import (
 from distbelief.runtime.execution.execution import Found, Put
 from distbelief.runtime.machine.course import Chosen
 from distbelief.runtime.machine.duty import Vote
-from distbelief.runtime.machine.leading import Done, Leader, Outgoing
+from distbelief.runtime.machine.leading import Leader, Outgoing
 from distbelief.runtime.machine.portions import Portion
 
 
@@ -133,18 +135,14 @@ class Training:
         self._votes = n_machines > 1
         self._tally = Tally(config)
         self._begun = not await_begin
-        self._accrued: list[torch.Tensor | None] = [None] * len(sizes)
-        self._owned: set[int] = set()  # accrued sums that are nobody else's memory
-        self._n_accrued = 0
-        self._accrued_clocks: tuple[int, ...] = ()  # when the oldest was computed
-        self._accrued_stop = 0  # samples up to and with the newest
+        self._accrued = Accrued(len(sizes))
         self._pushed = 0  # samples of what was pushed last
         self._clock = 0
         self._begun_at: Seconds = 0.0
         self._step: _Step | None = None
         self._push_due = False
         self._staging = False
-        self._told: _Told = _Told()
+        self._telling = Telling(every=config.progress_seconds)
 
     # ------------------------------------------------------------------------ the life
 
@@ -184,7 +182,7 @@ class Training:
         step, self._step = self._step, None
         if step is not None and step.draft is not None:
             self._client.abandon()
-        self._drop_accrued()
+        self._accrued.drop()
         self._push_due = False
 
     def fetches_at(self, step: int) -> bool:
@@ -205,7 +203,7 @@ class Training:
         config = self._config
         counts = bool(self.values) and chosen.stop > self._pushed
         waits = config.checks_every_gradient or config.clip_norm is not None
-        at_once = counts and not waits and not self._n_accrued
+        at_once = counts and not waits and not self._accrued.n_gradients
         draft = self._client.draft() if at_once and self._client.can_push else None
         gradients: dict[int, torch.Tensor] = {}
         self._step = _Step(
@@ -273,18 +271,10 @@ class Training:
 
     def _accrue(self, step: _Step) -> None:
         rate = self._config.local_rate(step.number, clock=self._clock)
-        for item, gradient in step.gradients.items():
-            if rate is not None:
+        if rate is not None:
+            for item, gradient in step.gradients.items():
                 self.values[item].add_(gradient, alpha=-rate)
-            accrued = self._accrued[item]
-            if accrued is None:
-                self._accrued[item] = gradient
-            elif item in self._owned:
-                accrued.add_(gradient)
-            else:
-                # The first may share memory with another gradient: added to a copy.
-                self._accrued[item] = accrued + gradient
-                self._owned.add(item)
+        self._accrued.add(step.gradients)
         step.gradients.clear()
 
     def closed(
@@ -306,10 +296,7 @@ class Training:
         if step.draft is not None:
             assert result.staged is not None
             return self._staged(result.staged, n_gradients=1, stop=step.stop, now=now)
-        if not self._n_accrued:
-            self._accrued_clocks = self._client.clocks
-        self._n_accrued += 1
-        self._accrued_stop = step.stop
+        self._accrued.count(step.stop, clocks=self._client.clocks)
         rate = self._config.local_rate(step.number, clock=self._clock)
         counters.local_steps += rate is not None
         if self._config.checks_every_gradient:
@@ -329,14 +316,13 @@ class Training:
 
     def work(self, *, final: bool) -> Sequence[Action]:
         """Stage what has accrued, once there is a free slot on every shard."""
-        self._push_due |= final and self._n_accrued > 0
+        self._push_due |= final and self._accrued.n_gradients > 0
         if not (self._push_due and self._client.ready and self._client.can_push):
             return []
         self._push_due, self._staging = False, True
-        # A shard that has restarted since counts from an older clock again.
-        oldest = map(min, self._accrued_clocks, self._client.clocks)
+        oldest = self._accrued.fetched_clocks(self._client.clocks)
         stage = self._client.stage(
-            self._accrued, self.values, fetched_clocks=tuple(oldest)
+            self._accrued.sums, self.values, fetched_clocks=oldest
         )
         n_bytes = 2.0 * sum(value.nbytes for value in self.values)
         return [Compute(name=PUSH, work=stage, cost=Cost(n_bytes=n_bytes))]
@@ -348,8 +334,8 @@ class Training:
         result = event.result
         assert isinstance(result, Staged), result
         self._staging = False
-        n_gradients, stop = self._n_accrued, self._accrued_stop
-        self._drop_accrued()
+        n_gradients, stop = self._accrued.n_gradients, self._accrued.stop
+        self._accrued.drop()
         return self._staged(result, n_gradients=n_gradients, stop=stop, now=now)
 
     def _staged(
@@ -365,11 +351,6 @@ class Training:
         self._tally.counters.gradients_pushed += n_gradients
         self._tally.good()
         return actions
-
-    def _drop_accrued(self) -> None:
-        self._accrued[:] = [None] * len(self._accrued)
-        self._owned.clear()
-        self._n_accrued = 0
 
     # ---------------------------------------------------------------------- the leader
 
@@ -391,27 +372,16 @@ class Training:
         self, leader: Leader, now: Seconds, *, final: bool
     ) -> tuple[Sequence[Action], Outgoing]:
         """Report to the supervisor, unless that was done a moment ago."""
-        done = leader.life_done()
-        told = self._told
-        if told.life != leader.life:
-            told = self._told = _Told(life=leader.life, at=told.at, steps=told.steps)
-        n_new = done.samples + done.no_loss - told.done.samples - told.done.no_loss
-        due = final or now - told.at >= self._config.progress_seconds
-        if not due or n_new <= 0:
-            return [], []
-        n_of_loss = done.samples - told.done.samples
-        loss = (done.loss - told.done.loss) / n_of_loss if n_of_loss else math.nan
-        steps = told.steps + max(done.steps - told.done.steps, 0)
-        computing = self._tally.seconds_computing
-        message = Progress(
-            step=steps,
-            samples=done.position + done.samples + done.no_loss,
-            loss=loss,
-            seconds_computing=computing,
-            seconds_waiting=max(now - self._begun_at - computing, 0.0),
+        progress = self._telling.report(
+            leader,
+            now,
+            final=final,
+            computing=self._tally.seconds_computing,
+            elapsed=now - self._begun_at,
         )
-        self._told = _Told(life=leader.life, at=now, steps=steps, done=done)
-        return [Send(receiver=SUPERVISOR, message=message)], []
+        if progress is None:
+            return [], []
+        return [Send(receiver=SUPERVISOR, message=progress)], []
 
     @property
     def clock(self) -> float | None:
@@ -422,24 +392,6 @@ class Training:
     def figures(self) -> Mapping[str, float]:
         """Return counters."""
         return self._tally.figures()
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
-    """What the supervisor was told last.
-
-    Attributes:
-        life: Of the group.
-        at: When.
-        steps: Of all lives.
-        done: Of this life.
-    """
-
-    life: int = 0
-    at: Seconds = -math.inf
-    steps: int = 0
-    done: Done = field(default_factory=Done)
 
 
 def _blame(step: _Step) -> str | None:
