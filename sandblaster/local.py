@@ -116,13 +116,13 @@ class Local:
 
     def run(self, steps: Steps[Result]) -> Result:
         """Answer requests until the algorithm returns."""
-        request = next(steps)
-        while True:
-            try:
+        try:
+            request = next(steps)
+            while True:
                 request = steps.send(self.answer(request))
-            except StopIteration as end:
-                result: Result = end.value
-                return result
+        except StopIteration as end:  # at once, if it goes on where it had ended
+            result: Result = end.value
+            return result
 
     def answer(self, request: Request) -> Reply:
         """Return what the algorithm is sent back."""

@@ -147,7 +147,10 @@ class DescentRun:
             present = yield from self._turn(present, accepted=())
             if (yield from told_to_stop(self._cut(present, step_length=0.0))):
                 return self._result(present, Reason.STOPPED)
-        elif present.step == 0.0:  # it had ended there
+        elif present.step == 0.0:  # it had ended there, by the bounds of then
+            reason = self._verdict(present)
+            if reason is not None:
+                return self._result(present, reason)
             present = yield from self._turn(present, accepted=())
         else:
             yield from perform(*self.line.make_trial(present.step))

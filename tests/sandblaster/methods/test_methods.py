@@ -114,6 +114,26 @@ def test_a_run_that_ended_can_be_continued_with_a_larger_bound(name: str) -> Non
 
 
 @each_method
+def test_a_run_that_goes_on_where_it_had_ended_ends_there_again(name: str) -> None:
+    """A coordinator was killed between its last point and its end.
+
+    The next one went an iteration further than was asked for (seed 2927 of the
+    simulations), and so would each `--resume` of a run that was over.
+    """
+    problem = ill_conditioned()
+    method = msgspec.structs.replace(METHODS[name], n_iterations_max=3)
+    first = Recorder(problem, 12)
+    result = first.local.run(method.steps())
+    cut, vectors = first.cuts[-1]
+    second = Recorder(problem, 12)
+    second.local.restore(vectors)
+    assert second.local.run(method.steps(cut.state)) == result
+    assert second.points == []
+    last, again = (r.local.get("parameters") for r in (first, second))
+    np.testing.assert_array_equal(again, last)
+
+
+@each_method
 def test_parameters_are_only_written_by_an_acceptance(name: str) -> None:
     """Every other batch leaves them alone, so a run may be cut down at any moment."""
     recorder = Recorder(ill_conditioned(), 12)
