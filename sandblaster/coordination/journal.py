@@ -9,8 +9,12 @@ which the algorithm takes for a starting point.
     shard 0       shard 1      journal    a run goes on
     31 whole      31 whole     31         at 31, with its history
     30, 31 whole  30, 31       30         at 30, with its history
+    28 whole      28 whole     31, 28     at 28, with its history
     31, (28)      (28)         31, 28     from the parameters of 28
     31, (0)       (0)          31         from the parameters where all began
+
+The second line is of a resumed run whose newest snapshots were damaged: of each cut of
+which shards keep a snapshot an entry is kept here.
 
 When a run has ended, its last point is in the published values, and with it cut 0 from
 then on: shards that nobody drives save that alone, if their vectors have moved on.
@@ -21,7 +25,7 @@ in which it began, so no grant outlives its coordinator.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import msgspec
 
@@ -29,6 +33,10 @@ from distbelief.errors import StorageError
 from distbelief.messages import Count, CutRecord
 from distbelief.roles import Snapshot
 from sandblaster.requests import Iterated
+
+
+N_ON_DISK: Final = 3
+"""Cuts on disk of which entries are kept: so many snapshots are kept of each shard."""
 
 
 class CutEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +53,7 @@ class CutEntry(msgspec.Struct, frozen=True, kw_only=True):
 class _Facts(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[CutEntry, ...]
     on_disk: Count
+    before_on_disk: tuple[Count, ...] = ()
     base_clocks: tuple[Count, ...] | None
     end_clocks: tuple[Count, ...] | None = None
 
@@ -72,6 +81,7 @@ class Journal:
     def __init__(self, restored: Snapshot | None) -> None:
         self._entries: dict[int, CutEntry] = {}
         self.on_disk = 0
+        self._before_on_disk: tuple[int, ...] = ()  # the newest last
         self._label = 0
         self.base_clocks: tuple[int, ...] | None = None
         self.end_clocks: tuple[int, ...] | None = None
@@ -88,7 +98,7 @@ class Journal:
                 f"({error}); delete it, and the one before is used"
             ) from None
         self._entries = {entry.cut: entry for entry in facts.entries}
-        self.on_disk = facts.on_disk
+        self.on_disk, self._before_on_disk = facts.on_disk, facts.before_on_disk
         self.base_clocks = facts.base_clocks
         self.end_clocks = facts.end_clocks
 
@@ -116,13 +126,17 @@ class Journal:
     def settle(self, cut: int) -> None:
         """This cut is safe here and on the shards: those before it can be forgotten.
 
-        All but the one that shards have on disk.
+        All but those that shards have on disk.
         """
-        keep = {0, self.on_disk, *(c for c in self._entries if c >= cut)}
+        keep = {0, self.on_disk, *self._before_on_disk}
+        keep.update(c for c in self._entries if c >= cut)
         self._entries = {c: e for c, e in self._entries.items() if c in keep}
 
     def kept(self, cut: int) -> None:
         """Every shard has this cut on disk."""
+        if cut != self.on_disk:
+            before = (*self._before_on_disk, self.on_disk)
+            self._before_on_disk = before[1 - N_ON_DISK :]
         self.on_disk = cut
         self.settle(cut)
 
@@ -137,6 +151,7 @@ class Journal:
         facts = _Facts(
             entries=tuple(self._entries[cut] for cut in sorted(self._entries)),
             on_disk=self.on_disk,
+            before_on_disk=self._before_on_disk,
             base_clocks=self.base_clocks,
             end_clocks=self.end_clocks,
         )

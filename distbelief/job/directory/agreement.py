@@ -26,23 +26,47 @@ def agreed_label(store: SnapshotStore, shards: Sequence[str]) -> str | None:
     return None
 
 
-def set_aside(store: SnapshotStore, shards: Sequence[str]) -> str | None:
+def set_aside(store: SnapshotStore, shards: Sequence[str]) -> tuple[str, ...]:
     """Rename what is newer than the newest that all shards have.
 
     Returns:
-        The label that they have in common.
+        What the user should know of that: a sentence, or none.
 
     Raises:
         StorageError: a file cannot be renamed.
     """
     agreed = agreed_label(store, shards)
-    for name in shards:
-        labels = store.labels(name)
-        n_good = 0 if agreed is None else labels.index(agreed) + 1
-        for label in labels[n_good:]:
+    lacking = {name: _newer(store, name, agreed) for name in shards}
+    newer = {label for labels in lacking.values() for label in labels}
+    if not newer:
+        return ()
+    newest = max(newer, key=lambda label: (len(label), label))
+    without = [
+        name
+        for name, labels in lacking.items()
+        if newest not in labels or not store.is_whole(name, newest)
+    ]
+    for name, labels in lacking.items():
+        for label in labels:
             path = store.path(name, label)
             try:
                 path.rename(path.with_name(f"{path.name}{SET_ASIDE}"))
             except OSError as error:
                 raise files.explained(error, path, doing="rename") from error
-    return agreed
+    found = (
+        "there is no other that all have, so the run begins anew"
+        if agreed is None
+        else f"the run goes on from {agreed}, the newest that all have"
+    )
+    told = (
+        f"snapshot {newest} of {', '.join(without)} is not there, or damaged, and "
+        f"those of the others are of no use without: {found}; what is newer stays in "
+        f"{store.directory}, as *{SET_ASIDE}"
+    )
+    return (told,)
+
+
+def _newer(store: SnapshotStore, name: str, agreed: str | None) -> list[str]:
+    """Return the labels of one shard that are newer than what all have."""
+    labels = store.labels(name)
+    return labels if agreed is None else labels[labels.index(agreed) + 1 :]

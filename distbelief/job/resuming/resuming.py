@@ -105,8 +105,9 @@ def take_up(
     was = was or now
     store = SnapshotStore(directory, report=report)
     coordinator = coordinator_of(job)
+    told: tuple[str, ...] = ()
     if coordinator is not None:
-        set_aside(store, [f"shard-{k}" for k in range(was.n_shards)])
+        told = set_aside(store, [f"shard-{k}" for k in range(was.n_shards)])
     legacy = read_legacy(run, store, n_shards=was.n_shards, coordinator=coordinator)
     if legacy.trained:
         _check_data(job, run, was=was.train, now=train)
@@ -121,7 +122,7 @@ def take_up(
         # Of what was never saved, anything can be made.
         legacy = read_legacy(run, store, n_shards=now.n_shards, coordinator=coordinator)
     write_cut(directory, now)
-    told = tuple(_told_of_seed(job, run)) if legacy.trained else ()
+    told += tuple(_told_of_seed(job, run)) if legacy.trained else ()
     if legacy.restored and legacy.missing:
         names = ", ".join(legacy.missing)
         line = (

@@ -219,7 +219,7 @@ def save(store: SnapshotStore, role: str, label: str, **facts: str) -> None:
 def test_only_snapshots_of_one_round_fit_together(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path, report=print)
     shards = ["shard-0", "shard-1"]
-    assert set_aside(store, shards) is None
+    assert set_aside(store, shards) == ()
     for label in ("00001", "00002", "00003"):
         save(store, "shard-0", label)
     assert agreed_label(store, shards) is None
@@ -227,10 +227,26 @@ def test_only_snapshots_of_one_round_fit_together(tmp_path: Path) -> None:
         save(store, "shard-1", label)
     assert agreed_label(store, shards) == "00002"
     store.path("shard-1", "00002").write_bytes(b"cut short")
-    assert set_aside(store, shards) == "00001"
+    (told,) = set_aside(store, shards)
+    assert told.startswith("snapshot 00003 of shard-1 is not there, or damaged")
+    assert "the run goes on from 00001, the newest that all have" in told
     assert store.labels("shard-0") == store.labels("shard-1") == ["00001"]
     left = store.path("shard-0", "00003")
     assert left.with_name(f"{left.name}{SET_ASIDE}").is_file()
+    assert set_aside(store, shards) == ()
+
+
+def test_it_is_told_that_a_run_begins_anew_without_a_shards_snapshots(
+    tmp_path: Path,
+) -> None:
+    """A directory was deleted: the others' were put away, without a word."""
+    store = SnapshotStore(tmp_path, report=print)
+    for label in ("00001", "00002"):
+        save(store, "shard-0", label)
+    (told,) = set_aside(store, ["shard-0", "shard-1"])
+    assert told.startswith("snapshot 00002 of shard-1 is not there")
+    assert "the run begins anew" in told
+    assert not store.labels("shard-0")
 
 
 def test_a_run_goes_on_above_all_lives_of_its_coordinator(tmp_path: Path) -> None:

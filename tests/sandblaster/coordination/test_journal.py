@@ -93,6 +93,21 @@ def test_what_is_written_down_comes_back() -> None:
     assert restored.snapshot(incarnation=2).label > snapshot.label
 
 
+def test_a_run_whose_newest_snapshots_are_damaged_goes_on_with_its_history() -> None:
+    """Three snapshots are kept of each shard; of the older two no state was left."""
+    written = journal(0)
+    for cut in range(10, 60, 10):
+        written.write(cut, iterated(cut), samples=10 * cut, offset=2)
+        written.kept(cut)
+    written = Journal(written.snapshot(incarnation=1))
+    for cut in (30, 40, 50):
+        choice = written.choose([held(f"{cut} ({cut})")] * 2)
+        assert choice.whole
+        assert choice.entry is not None
+        assert choice.entry.state == f"state {cut}"
+    assert not written.choose([held("20 (20)")] * 2).whole
+
+
 @pytest.mark.parametrize(
     ("label", "facts"),
     [
