@@ -5,6 +5,11 @@ BIN := .venv/bin
 # What is imported is compiled then; to compile all of it would take most of a minute.
 PIP := $(BIN)/pip install -q --no-compile -c constraints.txt
 
+# Compiled modules are kept there, also for whoever wants none beside the sources: tests
+# start hundreds of processes, and each would compile for seconds what it imports.
+export PYTHONPYCACHEPREFIX := $(CURDIR)/.venv/pycache
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test bench soak format clean
 
 demo: .venv/demo
