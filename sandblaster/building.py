@@ -1,5 +1,6 @@
 """Builds the coordinator and the replicas of a job, in the processes that run them."""
 
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -116,6 +117,10 @@ def build_first_part(
     task, dataset = context.task, context.train_data()
     names = trial.Names(model=task.model.factory, loss=task.loss, data="data.train")
     config = settings.of_replica()
+    assert config.max_steps is not None
+    # Of all its lives: what one that is over has done need not be done again.
+    n_samples = config.max_steps * config.batch_size
+    config = replace(config, max_steps=None, max_samples=n_samples)
     trainer = Trainer(
         model,
         dataset,

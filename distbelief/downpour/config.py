@@ -21,6 +21,7 @@ class DownpourConfig:
         schedule: Of the shards' rule; local steps follow it.
         clip_norm: Bound of each gradient's 2-norm; None: no bound.
         max_steps: Steps of one life; None: until told to stop.
+        max_samples: Samples of all lives together; None: until told to stop.
         progress_seconds: Between reports to the supervisor, at least.
         non_finite_limit: Gradients in a row that may be NaN or infinite.
         seed: Of the order of samples and of the model's own randomness.
@@ -35,6 +36,7 @@ class DownpourConfig:
     schedule: Schedule = field(default_factory=Constant)
     clip_norm: float | None = None
     max_steps: int | None = None
+    max_samples: int | None = None
     progress_seconds: Seconds = 0.5
     non_finite_limit: int = 10
     seed: int = 0
@@ -43,10 +45,10 @@ class DownpourConfig:
         for name in ("batch_size", "n_fetch", "n_push", "non_finite_limit"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; use 1 or more")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ValueError(
-                f"max_steps is {self.max_steps}; use 1 or more, or leave it out"
-            )
+        for name in ("max_steps", "max_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; use 1 or more, or leave it out")
         if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
             raise ValueError(
                 f"clip_norm is {self.clip_norm}; use a number above 0, or leave it out"
@@ -69,8 +71,10 @@ class DownpourConfig:
         """Return whether this step ends with a push: 0, n_push, ... (DB-6)."""
         return step % self.n_push == 0
 
-    def is_over_at(self, step: int) -> bool:
-        """Return whether this step is one too many."""
+    def is_over_at(self, step: int, *, position: int = 0) -> bool:
+        """Return whether this step is one too many, after so many samples."""
+        if self.max_samples is not None and position >= self.max_samples:
+            return True
         return self.max_steps is not None and step >= self.max_steps
 
     def local_rate(self, step: int, *, clock: int) -> float | None:

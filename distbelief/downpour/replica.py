@@ -188,7 +188,9 @@ class ModelReplica:
     @property
     def _is_over(self) -> bool:
         """Whether no further step is to begin."""
-        return self._stopped_by is not None or self._config.is_over_at(self._step)
+        if self._stopped_by is not None:
+            return True
+        return self._config.is_over_at(self._step, position=self._tally.position)
 
     def _advance(self, now: Seconds) -> Sequence[Action]:
         """Begin what can begin; the compute lane has one step or push at a time."""
@@ -205,11 +207,16 @@ class ModelReplica:
             return self._push()
         if not self._begun:
             return []
+        self._place(now)
+        # Lives before may have done it all.
+        return self._end(now) if self._is_over else self._take_step(now)
+
+    def _place(self, now: Seconds) -> None:
+        """Begin where in the data the lives before have ended, once."""
         if not self._placed:
             self._placed = True
             self._reader.start(self._client.samples)
             self._tally.begin(self._client.samples, now)
-        return self._take_step(now)
 
     def _take_step(self, now: Seconds) -> Sequence[Action]:
         """Take the next step, or do whatever it still lacks."""
@@ -256,7 +263,10 @@ class ModelReplica:
         config, after = self._config, self._step + 1
         if config.blocking or self._fetching or self._stopped_by is not None:
             return []
-        if config.is_over_at(after) or not config.fetches_at(after):
+        present = self._reader.next
+        position = self._tally.position + (present.n_samples if present else 0)
+        is_last = config.is_over_at(after, position=position)
+        if is_last or not config.fetches_at(after):
             return []
         self._fetching = True
         return self._client.begin_fetch(now)

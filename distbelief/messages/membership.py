@@ -94,13 +94,13 @@ class Measured(AnyMessage, frozen=True):
 
 
 class Save(AnyMessage, frozen=True):
-    """Supervisor -> shard: persist a snapshot under this label."""
+    """Supervisor or coordinator -> shard: persist a snapshot under this label."""
 
     label: Name
 
 
 class Saved(AnyMessage, frozen=True):
-    """Shard -> supervisor: the snapshot is safe, or why it is not."""
+    """Answer to `Save`: the snapshot is safe, or why it is not."""
 
     label: Name
     clock: Count

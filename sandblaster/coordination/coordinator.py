@@ -27,6 +27,7 @@ from distbelief.messages import (
     Finished,
     Performed,
     Save,
+    Saved,
     Stop,
 )
 from distbelief.roles import (
@@ -61,7 +62,7 @@ from sandblaster.coordination.journal import Journal
 from sandblaster.coordination.oversight import TICK, Oversight
 from sandblaster.coordination.shard_orders import TIMER as ORDERS_TIMER, ShardOrders
 from sandblaster.coordination.supervision import Supervision
-from sandblaster.coordination.warming import TIMER as WARM_TIMER, Warming
+from sandblaster.coordination.warming import TIMER as WARM_TIMER, Warming, WarmSaves
 from sandblaster.coordination.writing import Writing
 from sandblaster.reasons import Reason
 from sandblaster.requests import Result
@@ -109,6 +110,7 @@ class Coordinator:
         self._warming: Warming | None = None
         if config.n_warm:
             self._warming = Warming(config.n_warm, retry_seconds=config.retry_seconds)
+        self._warm_saves = WarmSaves(shards)
         self._wait: Wait | None = None  # that the course waits for, if not for orders
         self._incarnation = 0
         self._n_epochs = 0
@@ -208,8 +210,12 @@ class Coordinator:
                 self._begun = True
             case Stop():
                 self._stopped_by, self._wishes.stop = sender, True
+            case Save(label=label) if self._warming is not None and self._begun:
+                return self._warm_saves.ask(label)
             case Save(label=label):
                 self._supervision.ask_to_save(label)
+            case Saved() if self._orders.owns(sender):
+                return self._warm_saves.answered(sender, message)
             case _:
                 raise RemoteProtocolError(
                     f"{sender} sent the coordinator {type(message).__name__}: only "

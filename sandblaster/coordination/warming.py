@@ -3,18 +3,22 @@
     Account of a replica            Begin: train your share
     Finished of it                  it is done
     all are done, or are lost       the run begins, where the shards are by then
+    Save of the supervisor          Save: the shards do, each when it can
+    Saved of all shards             Saved
 
 Who takes much longer than the first to be done is told to stop, and waited for: nothing
 may push to the shards once the run has begun.
 
-Nothing is saved before the first point is accepted: a shard that dies in the warm start
-begins anew, and a job that is resumed there has another warm start.
+Shards that nobody drives are saved as those of Downpour are: at no common moment. One
+that dies in the warm start goes on from there, and so does a job that is resumed. How
+much of its share a replica has done, the shards know.
 """
 
+from collections.abc import Sequence
 from typing import Final, final
 
-from distbelief.messages import Begin, Stop
-from distbelief.roles import Action, Address, Seconds, Send, SetTimer
+from distbelief.messages import Begin, Save, Saved, Stop
+from distbelief.roles import SUPERVISOR, Action, Address, Seconds, Send, SetTimer
 
 
 TIMER: Final = "coordinator:warm"
@@ -84,3 +88,44 @@ class Warming:
         self._is_late = True
         stops = [Send(receiver=name, message=_STOP) for name in sorted(self._running)]
         return [*stops, SetTimer(name=TIMER, at=now + self._retry_seconds)]
+
+
+@final
+class WarmSaves:
+    """The snapshot of a warm start that the supervisor has asked for last.
+
+    Args:
+        shards: All.
+    """
+
+    def __init__(self, shards: Sequence[Address]) -> None:
+        self._shards = shards
+        self._label = ""
+        self._waiting: set[Address] = set()
+        self._errors: dict[Address, str] = {}
+
+    def ask(self, label: str) -> list[Action]:
+        """Let all shards save, or those again that have not, or could not."""
+        if label != self._label:
+            self._label, self._waiting = label, set(self._shards)
+        elif not self._waiting and not self._errors:
+            return [self._saved()]
+        self._waiting |= self._errors.keys()
+        self._errors = {}
+        save = Save(label=label)
+        return [Send(receiver=name, message=save) for name in sorted(self._waiting)]
+
+    def answered(self, sender: Address, message: Saved) -> list[Action]:
+        """A shard has saved, or could not; the last one's answer is everybody's."""
+        if message.label != self._label or sender not in self._waiting:
+            return []
+        self._waiting.discard(sender)
+        if message.error is not None:
+            self._errors[sender] = message.error
+        return [] if self._waiting else [self._saved()]
+
+    def _saved(self) -> Action:
+        errors = [f"{name}: {why}" for name, why in sorted(self._errors.items())]
+        error = "; ".join(errors) or None
+        message = Saved(label=self._label, clock=0, error=error)
+        return Send(receiver=SUPERVISOR, message=message)

@@ -5,8 +5,9 @@ from functools import cache
 
 import pytest
 
-from distbelief.messages import Order, Push
-from distbelief.roles import Address, Received, Send
+from distbelief.messages import Order, Push, Save
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.roles import SUPERVISOR, Address, Received, Send
 from distbelief.simulation.faults import Kill, Slow
 from distbelief.simulation.world import Happening
 from sandblaster.methods.lbfgs import LBFGS
@@ -85,6 +86,28 @@ def test_who_dies_in_either_part_spoils_nothing(role: str, at: float) -> None:
     kill = Kill(at=at, role=Address(role), restart_after=0.01)
     watch = finishes(replace(WARM, faults=(kill,)))
     assert watch.n_after == 0
+
+
+def test_a_shard_that_dies_in_the_warm_start_goes_on_from_its_snapshot() -> None:
+    """It began anew: whoever was asked to save waited for the first point."""
+    shard = Address("shard-0")
+    kill = Kill(at=0.06, role=shard, restart_after=0.01)
+    run = Run(replace(WARM, warm_steps=60, faults=(kill,)))
+    run.cluster.run(until=0.05)
+    assert not run.ledger.points  # it is not over
+    save = Received(sender=SUPERVISOR, incarnation=1, message=Save(label="00001"))
+    run.cluster.post(COORDINATOR, save)
+    run.cluster.run(until=0.0599)
+    assert [saved.label for saved in run.ledger.saved] == ["00001"]
+    newest = run.cluster.disk.newest(shard)
+    assert newest is not None
+    assert int(newest.facts["clock"]) > 0
+    run.cluster.run(until=0.08)
+    restarted = run.cluster.role(shard)
+    assert isinstance(restarted, ParameterServerShard)
+    assert restarted.status()[1]["clock"] >= int(newest.facts["clock"])
+    run.play()
+    assert run.ledger.losses[-1] == pytest.approx(optimum(), abs=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -42,6 +42,7 @@ def test_local_steps_follow_the_schedule() -> None:
         ("n_fetch", 0),
         ("n_push", -1),
         ("max_steps", 0),
+        ("max_samples", 0),
         ("clip_norm", 0.0),
         ("clip_norm", math.inf),
         ("progress_seconds", -1.0),

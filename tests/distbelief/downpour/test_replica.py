@@ -1,5 +1,7 @@
 """The replica's state machine: events in, actions out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -136,6 +138,22 @@ def test_a_push_names_the_clock_of_its_oldest_gradient() -> None:
     bench.run_to_the_end()
     clocks = [push.fetched_clock for push, _ in bench.shard.pushed]
     assert clocks == [0, 0, 1, 2]  # the fetch for step 1 began before push 1 was sent
+
+
+@pytest.mark.parametrize(
+    ("done", "pushed"), [(0, [4, 8, 12, 16]), (9, [13, 17]), (16, [])]
+)
+def test_samples_of_all_lives_count_towards_the_bound(
+    done: int, pushed: list[int]
+) -> None:
+    """A life that began late did all of its share once more."""
+    bench = Bench(config=replace(config(), max_samples=16))
+    bench.shard.samples = done
+    bench.start().run_to_the_end()
+    assert [push.samples for push, _ in bench.shard.pushed] == pushed
+    assert len(bench.sent(Fetch)) <= max(1, len(pushed))
+    assert not bench.told[:-1] or pushed
+    assert isinstance(bench.told[-1], Finished)
 
 
 def test_a_resumed_replica_goes_on_at_the_next_sample() -> None:

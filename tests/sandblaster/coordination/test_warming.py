@@ -1,11 +1,12 @@
 """The warm start, as the coordinator sees it."""
 
-from distbelief.messages import Begin, Stop
-from distbelief.roles import Action, Address, Send, SetTimer
-from sandblaster.coordination.warming import TIMER, Warming
+from distbelief.messages import Begin, Save, Saved, Stop
+from distbelief.roles import SUPERVISOR, Action, Address, Send, SetTimer
+from sandblaster.coordination.warming import TIMER, Warming, WarmSaves
 
 
 A, B = Address("replica-0"), Address("replica-1")
+SHARDS = (Address("shard-0"), Address("shard-1"))
 
 
 def said(actions: list[Action]) -> list[tuple[Address, type]]:
@@ -57,3 +58,42 @@ def test_who_has_finished_for_a_coordinator_that_is_gone_counts() -> None:
     warming = Warming(1, retry_seconds=0.5)
     assert warming.finished(A, 7.0) == [SetTimer(name=TIMER, at=7.5)]
     assert warming.is_over
+
+
+def saved(label: str, error: str | None = None) -> Saved:
+    return Saved(label=label, clock=7, error=error)
+
+
+def answers(actions: list[Action]) -> list[tuple[str, str | None]]:
+    """Return what the supervisor is told."""
+    return [
+        (action.message.label, action.message.error)
+        for action in actions
+        if isinstance(action, Send)
+        and action.receiver == SUPERVISOR
+        and isinstance(action.message, Saved)
+    ]
+
+
+def test_it_is_saved_when_every_shard_is() -> None:
+    """Nothing was: a job killed in a warm start of hours had lost all of it."""
+    saves = WarmSaves(SHARDS)
+    assert said(saves.ask("00001")) == [(name, Save) for name in SHARDS]
+    assert saves.answered(SHARDS[0], saved("00001")) == []
+    assert saves.answered(SHARDS[0], saved("00001")) == []  # once more
+    assert said(saves.ask("00001")) == [(SHARDS[1], Save)]  # it may not have heard
+    assert answers(saves.answered(SHARDS[1], saved("00001"))) == [("00001", None)]
+    assert answers(saves.ask("00001")) == [("00001", None)]  # nor the supervisor
+    assert saves.answered(SHARDS[1], saved("00001")) == []
+    assert len(saves.ask("00002")) == 2
+    assert saves.answered(SHARDS[1], saved("00001")) == []  # of the one before
+
+
+def test_a_shard_that_could_not_save_is_named_and_asked_again() -> None:
+    saves = WarmSaves(SHARDS)
+    saves.ask("00001")
+    saves.answered(SHARDS[0], saved("00001", "the disk is full"))
+    actions = saves.answered(SHARDS[1], saved("00001"))
+    assert answers(actions) == [("00001", "shard-0: the disk is full")]
+    assert said(saves.ask("00001")) == [(SHARDS[0], Save)]
+    assert answers(saves.answered(SHARDS[0], saved("00001"))) == [("00001", None)]
