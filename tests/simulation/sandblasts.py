@@ -66,6 +66,7 @@ from distbelief.simulation.faults import (
 from distbelief.simulation.links import Link
 from distbelief.simulation.machines import Machine
 from distbelief.simulation.options import ClusterOptions, TraceKind
+from distbelief.simulation.scales import Scale
 from distbelief.simulation.world import Builder, Happening
 from distbelief.vectors import Vector
 from sandblaster.coordination.coordinator import Coordinator
@@ -345,6 +346,9 @@ class Sandblast:
     suspect_seconds: Seconds = 0.2
     saves: tuple[Seconds, ...] = ()
     warm_steps: int = 0  # of Downpour, of each replica, before
+    n_priced: float = 0.0  # parameters at whose price it runs; 0: as many as there are
+    bytes_per_second: float = 1e9
+    leisure: float = 1.0  # by which all time-outs are longer
     trace: TraceKind = "content"
 
     @property
@@ -358,6 +362,13 @@ class Sandblast:
     @property
     def layout(self) -> Layout:
         return layout_of(self.n_shards, self.n_inputs)
+
+    @property
+    def scale(self) -> Scale:
+        """Of a model of `n_priced` parameters; to compute a portion takes as long."""
+        held = sum(self.layout.shard_size(k) for k in range(self.n_shards))
+        ratio = self.n_priced / held
+        return Scale(n_bytes=ratio, frame_bytes=ratio)
 
 
 class Run:
@@ -389,7 +400,7 @@ class Run:
             name: Machine(
                 host="host-0" if scene.hosts == "one" else "",
                 flops_per_second=self._flops(name),
-                bytes_per_second=1e9,
+                bytes_per_second=scene.bytes_per_second,
             )
             for name in builders
         }
@@ -403,6 +414,7 @@ class Run:
                 link_within_host=Link(latency_seconds=scene.latency_seconds),
                 faults=scene.faults,
                 trace=scene.trace,
+                scales=dict.fromkeys(builders, scene.scale) if scene.n_priced else {},
             ),
         )
         self.cluster.observe(self.ledger.see)
@@ -435,9 +447,9 @@ class Run:
         client = ParameterClient(
             ClientConfig(
                 pushes=True,
-                retry_seconds=0.02,
-                retry_seconds_max=0.1,
-                torn_seconds_max=0.05,
+                retry_seconds=0.02 * scene.leisure,
+                retry_seconds_max=0.1 * scene.leisure,
+                torn_seconds_max=0.05 * scene.leisure,
             ),
             layout=layout,
             shards=scene.shards,
@@ -455,7 +467,9 @@ class Run:
         )
         replica = SandblasterReplica(
             ReplicaConfig(
-                cutting=scene.cutting, retry_seconds=0.03, retry_seconds_max=0.1
+                cutting=scene.cutting,
+                retry_seconds=0.03 * scene.leisure,
+                retry_seconds_max=0.1 * scene.leisure,
             ),
             client=client,
             trainer=trainer,
@@ -504,9 +518,9 @@ class Run:
             window_sets=scene.window_sets,
             backups=scene.backups,
             backup_seconds_min=1e-3,
-            retry_seconds=0.02,
-            retry_seconds_max=0.1,
-            suspect_seconds=scene.suspect_seconds,
+            retry_seconds=0.02 * scene.leisure,
+            retry_seconds_max=0.1 * scene.leisure,
+            suspect_seconds=scene.suspect_seconds * scene.leisure,
             silence_seconds_max=scene.silence_seconds_max,
             starved_seconds_max=scene.starved_seconds_max,
             n_warm=scene.n_replicas if scene.warm_steps else 0,

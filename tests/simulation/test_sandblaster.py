@@ -4,6 +4,7 @@
 played alone by SIMULATION_SEEDS=FIRST:STOP; `make soak` plays 10,000.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -286,19 +287,18 @@ def test_the_coordinator_speaks_twice_per_iteration_and_twice_per_evaluation() -
     )
 
 
-def bytes_of_coordinator(scene: Sandblast) -> int:
-    """Return how many bytes it sends and receives."""
-    run, wire, n_bytes = Run(scene), Wire(token="t"), 0
+def frames_of_coordinator(scene: Sandblast) -> tuple[Run, list[int]]:
+    """Return the bytes of each message that it sends or receives."""
+    run, wire, sizes = Run(scene), Wire(token="t"), list[int]()
 
     def see(happening: Happening) -> None:
-        nonlocal n_bytes
         for action in happening.actions:
             if isinstance(action, Send) and COORDINATOR in {
                 happening.name,
                 action.receiver,
             }:
                 frames = wire.encode(action.message, sender="s", incarnation=1)
-                n_bytes += sum(len(frame) for frame in frames)
+                sizes.append(sum(len(frame) for frame in frames))
                 assert len(frames) == 1, "an array"
                 assert (
                     isinstance(action.message, Order | Performed | Assignment | Account)
@@ -306,13 +306,36 @@ def bytes_of_coordinator(scene: Sandblast) -> int:
                 )
 
     run.cluster.observe(see)
-    run.play()
-    return n_bytes
+    run.play(within=1000.0)
+    return run, sizes
 
 
 def test_what_the_coordinator_hears_and_says_does_not_depend_on_the_model() -> None:
     """Nothing of the size of a vector comes near it, whatever that is."""
     small, large = (
-        bytes_of_coordinator(Sandblast(n_inputs=n, n_replicas=1)) for n in (5, 500)
+        sum(frames_of_coordinator(Sandblast(n_inputs=n, n_replicas=1))[1])
+        for n in (5, 500)
     )
     assert abs(large - small) <= 0.1 * small
+
+
+PRICED = Sandblast(
+    n_replicas=2, speeds=(0.01, 0.01), bytes_per_second=1e10, leisure=25.0
+)
+"""Time-outs as in jobs; a portion takes 0.2 s, and so a set 0.4."""
+
+
+def test_an_iteration_takes_as_many_bytes_with_a_hundred_million_parameters() -> None:
+    """Of float64, 0.8 GB: a set is pushed in 0.2 s. `pytest -s` prints a row each."""
+    n_bytes: list[float] = []
+    for n_priced in (1e3, 1e5, 1e7, 1e8):
+        run, sizes = frames_of_coordinator(replace(PRICED, n_priced=n_priced))
+        result, now = run.coordinator.result, run.cluster.now
+        assert result is not None
+        n_bytes.append(sum(sizes) / result.iteration)
+        sys.stdout.write(
+            f"{n_priced:9,.0e} parameters: {len(sizes)} messages, {n_bytes[-1]:,.0f} "
+            f"bytes an iteration, {now / result.iteration:.2f} s each\n"
+        )
+        assert max(sizes) < 16_384
+    assert max(n_bytes) <= 1.1 * n_bytes[0]
