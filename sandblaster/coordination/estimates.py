@@ -84,10 +84,13 @@ def seconds_to_end(members: Ranked, n_sets: int, now: Seconds) -> Seconds:
         end, n_before = (n_sets + sets) / speed, n
 
 
-def push_seconds(copy: Copy, expected: Seconds, now: Seconds) -> Seconds:
-    """Return how long the push of a granted set will still take, likewise."""
-    elapsed = now - copy.granted_at
-    return elapsed if is_overdue(copy, expected, now) else expected - elapsed
+def seconds_to_rival(copy: Copy, expected: Seconds, now: Seconds) -> Seconds:
+    """Return by when a rival of a granted set must be computed to be done before it.
+
+    Whoever is late takes as long again; a rival has all of its own push before it. So
+    nobody rivals a push that may yet be in time.
+    """
+    return now - copy.granted_at - expected if is_overdue(copy, expected, now) else 0.0
 
 
 def is_overdue(copy: Copy, expected: Seconds, now: Seconds) -> bool:

@@ -10,7 +10,7 @@ Rules:
   and move no bytes. So each set is pushed once, unless the winner is lost: then its
   grant is void, and the next copy is granted under another number.
 * A winner that does not come to its end is rivalled by a copy dealt after its grant; if
-  that one is computed first, the winner is taken for lost.
+  that one is computed first, the winner is taken for lost, and pushes to take longer.
 * Loss and count of a set come from the copy whose gradient counts.
 """
 
@@ -182,6 +182,10 @@ class Granting:
             if copy.dealt_at <= winner.granted_at:
                 self._drop(member, copy)
                 return
+            # Late is taken to be as long again (`estimates`): so rivals come ever more
+            # slowly, and even where every push takes longer than a set, one ends.
+            late = 2.0 * (now - winner.granted_at)
+            self._numbers.push_seconds = max(self._numbers.push_seconds, late)
             self._drop(one.holders[one.winner], winner)
             self._fence(one, winner)
         self._grant_next(one, now)

@@ -20,11 +20,10 @@ from distbelief.roles import Seconds
 from sandblaster.coordination.coordinator_config import CoordinatorConfig
 from sandblaster.coordination.crew import Copy, Crew, Member
 from sandblaster.coordination.estimates import (
-    is_overdue,
     left,
     n_at_once,
-    push_seconds,
     seconds_to_end,
+    seconds_to_rival,
 )
 from sandblaster.coordination.paces import Paces
 from sandblaster.coordination.ranked import Line, Ranked
@@ -198,7 +197,9 @@ class Workloads:
     def last(
         self, now: Seconds, *, push: Seconds, other_than: Member | None = None
     ) -> tuple[Seconds, Copy] | None:
-        """Return what will be done last of what has one copy, and in how many seconds.
+        """Return what will be done last of what has one copy.
+
+        And in how many seconds it will be computed, or a rival of it has to be.
 
         Args:
             now: The time.
@@ -211,22 +212,13 @@ class Workloads:
             assert latest is not None
             found = seconds, latest
             break
-        copy = self._last_push(now, push=push, other_than=other_than)
-        if copy is None:
+        # The oldest is the one that is most late.
+        grants = (grant for _, grant in self._pushed.longest(now))
+        copy = self._first(grants, other_than)
+        seconds = seconds_to_rival(copy, push, now) if copy else 0.0
+        if copy is None or seconds <= (found[0] if found else 0.0):
             return found
-        seconds = push_seconds(copy, push, now)
-        return (seconds, copy) if found is None or seconds > found[0] else found
-
-    def _last_push(
-        self, now: Seconds, *, push: Seconds, other_than: Member | None
-    ) -> Copy | None:
-        """Return the oldest, if it takes longer than it should; else the newest."""
-        oldest = self._first(
-            (grant for _, grant in self._pushed.longest(now)), other_than
-        )
-        if oldest is None or is_overdue(oldest, push, now):
-            return oldest
-        return self._first(self._pushed.at_most(math.inf, now), other_than)
+        return seconds, copy
 
     def _first(self, grants: Iterator[int], other_than: Member | None) -> Copy | None:
         pushes = (self._pushes[grant] for grant in grants)

@@ -8,7 +8,7 @@ from distbelief.messages import Account
 from distbelief.roles import Address, Seconds
 from sandblaster.coordination.coordinator_config import CoordinatorConfig
 from sandblaster.coordination.crew import Copy, Crew, Member, typical
-from sandblaster.coordination.estimates import n_at_once, push_seconds
+from sandblaster.coordination.estimates import n_at_once, seconds_to_rival
 from sandblaster.coordination.granting import Granting, Numbers
 from sandblaster.coordination.workloads import Workloads
 from sandblaster.sets import BatchRange
@@ -166,7 +166,7 @@ class PlainDealing:
                 if copy.result is None:
                     yield copy, times[copy.attempt]
                 elif copy.grant:
-                    yield copy, push_seconds(copy, self.numbers.push_seconds, now)
+                    yield copy, seconds_to_rival(copy, self.numbers.push_seconds, now)
 
 
 def seconds_of(member: Member, n_examples: int, others: Iterable[Member]) -> Seconds:

@@ -187,6 +187,28 @@ def test_a_winner_that_does_not_come_to_its_end_is_rivalled_and_fenced() -> None
     assert one.grant == 2
 
 
+def test_a_long_push_is_rivalled_less_and_less_until_it_comes_to_its_end() -> None:
+    """Sets of two samples and pushes of 165 MB: a rival was always computed first.
+
+    How long a push takes was learnt from those alone that came to their end. None did:
+    so each was rivalled as soon as somebody was idle, and begun anew by the rival.
+    """
+    table = Table(A, B, n_sets=1)
+    for name in (A, B):
+        table.member(name).seconds_per_example = 0.01
+    push_seconds, since, n_grants = 100.0, 0.0, 0
+    for now in range(2000):
+        table.deal(now)
+        for name in (A, B):
+            if table.has(name):
+                table.computes(name, now=now)
+                since, n_grants = now, n_grants + 1
+        table.dealing.sets.folded(*table.dealing.sets.to_fold(), now)
+        if now >= since + push_seconds:
+            break
+    assert n_grants <= 8
+
+
 def test_towards_the_end_a_slow_one_is_dealt_nothing_that_others_do_sooner() -> None:
     table = Table(A, B, n_sets=4, backups=False)
     table.member(A).seconds_per_example = 0.1
