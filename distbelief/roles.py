@@ -44,6 +44,8 @@ class Lane(Enum):
     COMPUTE = "compute"  # gradients, updates, copies: owns the role's arrays
     DATA = "data"  # reading the next batch
 
+    __hash__ = object.__hash__  # there is one of each; Enum's own is written in Python
+
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """What a piece of work would take, for a driver in virtual time."""

@@ -146,11 +146,11 @@ class Wire:
 
     def _array_at(self, expected: type, reference: object) -> Vector:
         del expected
-        match reference:
-            case [int(index), str(code)]:
-                pass
-            case _:
-                raise msgspec.ValidationError("no array reference")
+        if type(reference) is not list or len(reference) != 2:
+            raise msgspec.ValidationError("no array reference")
+        index, code = reference
+        if type(index) is not int or type(code) is not str:
+            raise msgspec.ValidationError("no array reference")
         dtype = ELEMENT_TYPES.get(code)
         if dtype is None or index != self._n_used or index >= len(self._frames):
             raise msgspec.ValidationError(f"no such array: {index}, {code!r:.8}")

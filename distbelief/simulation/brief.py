@@ -55,14 +55,15 @@ def message_text(message: Message) -> str:
     """Return a message as text: as `brief` would, in less time."""
     kind = type(message)
     if kind not in _WITH_ARRAYS:
-        return _cut(repr(message))
+        text = repr(message)
+        return text if len(text) <= TEXT_MAX else _cut(text)
     fields = []
     for name in kind.__struct_fields__:
         value = getattr(message, name)
-        plain = type(value) in _PLAIN
-        text = _cut(repr(value)) if plain else brief(value, depth=1)
-        fields.append(f"{name}={text}")
-    return _cut(f"{kind.__name__}({', '.join(fields)})")
+        text = repr(value) if type(value) in _PLAIN else brief(value, depth=1)
+        fields.append(f"{name}={text if len(text) <= TEXT_MAX else _cut(text)}")
+    text = f"{kind.__name__}({', '.join(fields)})"
+    return text if len(text) <= TEXT_MAX else _cut(text)
 
 
 def crc(array: Vector) -> int:

@@ -52,6 +52,7 @@ class Driver:
 
     def __init__(self, world: World) -> None:
         self.lives = Lives(world, self.deliver, self._handle)
+        self._lives = self.lives.known
         self.network = Network(
             world.agenda, world.streams, deliver=self._arrive, lose=self._lose
         )
@@ -129,7 +130,7 @@ class Driver:
         receiver, incarnation = path.receiver, path.incarnation
         # What was lent is read as late as it may be: when it arrives.
         event = self._post.received(packet.payload)
-        life = self.lives.find(receiver, incarnation)
+        life = self._lives.get((receiver, incarnation))
         if life is not None and life.alive:
             self._counts.delivered += 1
             if life.handles_slowly:
@@ -148,17 +149,18 @@ class Driver:
     def _hand_over(self, life: Life, event: Received, n_bytes: float) -> None:
         """Deliver a message once its process has dealt with those before.
 
-        What it takes itself delays those behind it, and is part of its latency.
+        What it takes itself delays those behind it, and is part of its latency. Such a
+        life has no desk.
         """
         agenda, machine = self._agenda, life.machine
         begins, now = life.handles_until, agenda.now
         takes = machine.handling_seconds + n_bytes / machine.handling_bytes_per_second
         if begins <= now:
             life.handles_until = now + takes
-            self.deliver(life, event)
+            self._handle(life, event)
         else:
             life.handles_until = begins + takes
-            agenda.at(begins, partial(self.deliver, life, event))
+            agenda.at(begins, partial(self._handle, life, event))
 
     def _goes_astray(self) -> bool:
         port_reuse = self._world.options.port_reuse

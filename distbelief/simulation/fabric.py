@@ -143,7 +143,8 @@ class Route:
                 if n_bytes > SMALL_BYTES:
                     begins = free_at
             ended = begins + takes
-            ends = max(ends, ended)
+            if ended > ends:  # noqa: PLR1730 -- as above
+                ends = ended
             if not departs:
                 departs = ends
         return departs, ends

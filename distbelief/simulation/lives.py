@@ -78,22 +78,23 @@ Deliver = Callable[[Life, Event], None]
 
 
 class Lives:
-    """All lives of a simulated cluster, past and present."""
+    """All lives of a simulated cluster, past and present.
+
+    Attributes:
+        newest: The last of each role, over or not.
+        known: All, by role and incarnation.
+    """
 
     def __init__(self, world: World, deliver: Deliver, handle: Deliver) -> None:
         self.newest: dict[Address, Life] = {}
+        self.known: dict[tuple[Address, int], Life] = {}
         self._world = world
         self._deliver = deliver
         self._handle = handle  # at once
-        self._lives: dict[tuple[Address, int], Life] = {}
         self._launches: list[_Launch] = []
         self._astray: dict[Address, deque[Event]] = {}  # for lives to come
         self._incarnations: dict[Address, int] = {}
         self._hosts: dict[str, HostMemory] = {}
-
-    def find(self, name: Address, incarnation: int) -> Life | None:
-        """Return that life, over or not, if it ever was."""
-        return self._lives.get((name, incarnation))
 
     def host_of(self, name: Address) -> HostMemory:
         """Return the memory of the host on which `name` runs."""
@@ -148,7 +149,7 @@ class Lives:
                 partial(self._handle, life),
                 slowness=partial(self._world.slowness, name),
             )
-        self.newest[name] = self._lives[name, number] = life
+        self.newest[name] = self.known[name, number] = life
         if options.introduce and number > 1:
             self._lead_to_newest(name, number)
         restored = self._world.disk.newest(name)
@@ -160,7 +161,7 @@ class Lives:
 
     def _lead_to_newest(self, name: Address, incarnation: int) -> None:
         """From now on whoever speaks to `name` speaks to this life of it."""
-        for life in self._lives.values():
+        for life in self.known.values():
             path = life.paths.get(name)
             if path is not None and path.incarnation != incarnation:
                 del life.paths[name]
@@ -266,7 +267,7 @@ class Lives:
         for launch in self._launches:
             if launch.name == name:
                 launch.cancelled = reason
-        for life in list(self._lives.values()):
+        for life in list(self.known.values()):
             if life.name == name:
                 self.end(life, reason)
 

@@ -86,19 +86,26 @@ class Encoded:
     def sent(self, action: Send, *, sender: Address, incarnation: int) -> object:
         """Return the frames; copies, for what its owner does to an array is not seen.
 
+        A header is a copy as it is.
+
         Raises:
             LocalProtocolError: no receiver would accept it.
         """
         frames = self._wire.encode(
             action.message, sender=sender, incarnation=incarnation
         )
+        if len(frames) == 1:
+            self.size = len(frames[0]), 0
+            return frames
         self.size = len(frames[0]), sum(map(len, frames[1:]))
         return frames if action.lent else [bytes(frame) for frame in frames]
 
     def received(self, payload: object) -> Received:
         """Return the message that these frames hold."""
         frames = cast("Sequence[Frame]", payload)
-        envelope = self._wire.decode([bytes(frame) for frame in frames])
+        if len(frames) > 1:
+            frames = [bytes(frame) for frame in frames]
+        envelope = self._wire.decode(frames)
         return Received(
             sender=Address(envelope.sender),
             incarnation=envelope.incarnation,

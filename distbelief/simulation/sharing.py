@@ -143,20 +143,27 @@ class Sharing:
 
     def _plan(self) -> None:
         """Set all speeds, and ask for the next end."""
-        running = [job for job in self._jobs if job.runs]
-        processor = self.processor
-        threads = sum(job.demand.threads for job in running)
-        crowd = max(1.0, threads / processor.cores)
-        moved = sum(j.demand.memory_share * j.demand.bytes_per_second for j in running)
-        squeeze = max(crowd, moved / processor.bytes_per_second)
+        processor, threads, moved = self.processor, 0.0, 0.0
         for job in self._jobs:
+            if job.runs:
+                demand = job.demand
+                threads += demand.threads
+                moved += demand.memory_share * demand.bytes_per_second
+        crowd = max(1.0, threads / processor.cores)
+        squeeze = max(crowd, moved / processor.bytes_per_second)
+        first, soonest = None, math.inf
+        for job in self._jobs:
+            if not job.runs:
+                job.speed = 0.0
+                continue
             share = job.demand.memory_share
-            stretch = (1.0 - share) * crowd + share * squeeze
-            job.speed = 1.0 / stretch if job.runs else 0.0
+            job.speed = 1.0 / ((1.0 - share) * crowd + share * squeeze)
+            seconds = max(0.0, job.left) / job.speed
+            if first is None or seconds < soonest:
+                first, soonest = job, seconds
         self._n_changes += 1
-        if running:
-            first = min(running, key=lambda job: max(0.0, job.left) / job.speed)
-            ends = self.agenda.now + max(0.0, first.left) / first.speed
+        if first is not None:
+            ends = self.agenda.now + soonest
             self.agenda.at(ends, partial(self._end, first, self._n_changes))
 
     def _end(self, job: Job, n_changes: int) -> None:

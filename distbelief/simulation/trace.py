@@ -99,9 +99,11 @@ class Trace:
                 kind, who = type(event.message).__name__, event.sender
             else:
                 kind = type(event).__name__
-                if isinstance(event, TimerFired | Computed):
+                if isinstance(event, (TimerFired, Computed)):
                     who = event.name
-            self._note_order((now, name, incarnation, kind, who))
+            self._happened.append((now, name, incarnation, kind, who))
+            if len(self._happened) >= N_TOGETHER:
+                self._flush()
             return
         self.note(now, name, incarnation, event_text(event))
 

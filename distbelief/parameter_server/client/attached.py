@@ -72,6 +72,8 @@ class Attached:
 
     def release(self) -> None:
         """Let go of what is no longer used; call when no work touches it."""
+        if not self._held:  # as of every shard of another host
+            return
         used = {self._slots_name}
         if self.published is not None:
             used.add(self.published.name)
