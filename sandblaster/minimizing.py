@@ -16,7 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import final
 
-from safetensors.torch import save_file
 from torch import nn
 
 from distbelief.errors import JobError
@@ -25,12 +24,11 @@ from distbelief.job.configuration.jobfile import parse_job
 from distbelief.job.configuration.sections import Job
 from distbelief.job.display.view import SupervisorView
 from distbelief.job.training import train
-from distbelief.runtime.task.local_model import LocalModel
 from sandblaster.calling.plain import plain
-from sandblaster.calling.recipes import recipe_of
+from sandblaster.calling.problem import Problem, own_problem, problem_of
 from sandblaster.calling.result import MinimizeResult, interim_result, result_of
-from sandblaster.calling.sources import Factory, factory_table, import_path
-from sandblaster.calling.tensor_files import as_pair, write_pairs
+from sandblaster.calling.sources import Factory, import_path
+from sandblaster.calling.tensor_files import as_pair
 from sandblaster.config import MethodName
 
 
@@ -74,8 +72,9 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
             an OptimizeResult of what is known then (no x), and with the result if that
             has a newer one. It ends the run by returning True, or by raising
             StopIteration.
-        directory: Run directory, kept; what the processes read of model and data lies
-            beside it, in DIRECTORY.problem. None: nothing is kept.
+        directory: Run directory, kept; if there is one, DIRECTORY.2, and so on. What
+            the processes read of model and data lies beside it, in DIRECTORY.problem.
+            None: nothing is kept.
         resume: Run directory of an earlier call with the same arguments, to go on with.
         show: Whether to show how it goes, on standard output.
         options: Other keys of [algorithm]: batch_size, history, max_iterations,
@@ -95,11 +94,14 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
     """
     module = model if isinstance(model, nn.Module) else None
     with ExitStack() as stack:
-        if directory is None and resume is not None:
+        if resume is not None:
             directory = resume
         if directory is None:
             directory = Path(stack.enter_context(TemporaryDirectory())) / "run"
-        problem = _Problem(Path(f"{directory}.problem").absolute())
+        if module is not None or as_pair(data) is not None:
+            run_directory = own_problem(Path(directory), resumes=resume is not None)
+            directory = stack.enter_context(run_directory)
+        problem = Problem(problem_of(Path(directory)))
         tables = {
             "model": problem.model(model),
             "data": {"train": problem.data(data)},
@@ -125,44 +127,6 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         if watch is not None:
             watch.end(result)
         return result
-
-
-@final
-class _Problem:
-    """The files from which other processes have model and data."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def model(self, model: nn.Module | Factory) -> dict[str, object]:
-        """Return table [model]."""
-        if not isinstance(model, nn.Module):
-            return factory_table(model, what="model")
-        recipe = recipe_of(model)
-        tensors = LocalModel(model).named_tensors()
-        initial = self._file("initial.safetensors")
-        save_file({name: t.detach().clone() for name, t in tensors.items()}, initial)
-        return {
-            "factory": "sandblaster.calling.recipes:build",
-            "arguments": recipe,
-            "initial": str(initial),
-        }
-
-    def data(self, data: object) -> dict[str, object]:
-        """Return table [data.train]."""
-        pair = as_pair(data)
-        if pair is None:
-            return factory_table(data, what="data")
-        file = self._file("train.safetensors")
-        write_pairs(file, pair)
-        return {
-            "factory": "sandblaster.calling.tensor_files:pairs",
-            "arguments": {"path": str(file)},
-        }
-
-    def _file(self, name: str) -> Path:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        return self._directory / name
 
 
 @final

@@ -13,9 +13,10 @@ from torch.utils.data import TensorDataset
 
 import sandblaster
 from distbelief.data.dataset import read_batch
-from distbelief.errors import JobError
+from distbelief.errors import JobError, StorageError
 from experiments.digits.digits import images, net
 from sandblaster.calling.plain import plain
+from sandblaster.calling.problem import Problem, own_problem, problem_of
 from sandblaster.calling.recipes import build, recipe_of
 from sandblaster.calling.sources import factory_table, import_path
 from sandblaster.calling.tensor_files import as_pair, pairs, write_pairs
@@ -198,3 +199,38 @@ def test_what_is_no_pair_of_tensors_is_left_to_others() -> None:
     assert as_pair((torch.zeros(2),)) is None
     with pytest.raises(JobError, match=r"shape \(3, 1\) and targets of shape \(2,\)"):
         as_pair((torch.zeros(3, 1), torch.zeros(2)))
+
+
+# ------------------------------------------------------------------------------ files
+
+
+def test_two_calls_with_one_directory_have_files_of_their_own(tmp_path: Path) -> None:
+    """The second wrote its data into the first one's file, which was still read."""
+    wanted = tmp_path / "digits"
+    with own_problem(wanted, resumes=False) as first:
+        first_file = Problem(problem_of(first)).data((torch.zeros(2), torch.zeros(2)))
+        assert first == wanted
+        with own_problem(wanted, resumes=False) as second:
+            assert second == tmp_path / "digits.2"
+            other_file = Problem(problem_of(second)).data((torch.ones(3),) * 2)
+        assert other_file != first_file
+        (first / "job.toml").parent.mkdir()
+        (first / "job.toml").touch()  # it runs by now
+        with (
+            pytest.raises(StorageError, match="is still running"),
+            own_problem(wanted, resumes=True),
+        ):
+            pass
+    with own_problem(wanted, resumes=False) as third:  # its files are there already
+        assert third == tmp_path / "digits.2"
+    with own_problem(wanted, resumes=True) as resumed:
+        assert resumed == wanted
+
+
+def test_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:
+    (tmp_path / "digits.problem").touch()
+    with (
+        pytest.raises(StorageError, match=r"cannot make .*digits\.problem"),
+        own_problem(tmp_path / "digits", resumes=False),
+    ):
+        pass
