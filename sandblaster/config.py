@@ -107,8 +107,8 @@ class SandblasterSettings(
         tolerance: Ends when no element of the gradient is larger.
         value_tolerance: Ends when the loss has fallen by no more than this share of it
             in a few iterations in a row; None: the method's own.
-        l1: Penalty l1 |w|_1 (method "owl-qn" only).
-        l2: Penalty l2 / 2 |w|^2.
+        l1: Penalty l1 |w|_1 (method "owl-qn" only), of every parameter, biases too.
+        l2: Penalty l2 / 2 |w|^2, likewise.
         portion: Samples that a replica computes at once.
         portions_per_set: Portions that are summed before they are pushed; None: chosen
             by batch and replicas.

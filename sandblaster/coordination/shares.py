@@ -6,8 +6,9 @@
             parameters   a set     its sum    the last   for others
 
 Replicas say how long they computed; what lies between is by the coordinator's clock,
-from one word of theirs to the next. What is computed in vain is computing as well. A
-replica that leaves takes its part of that evaluation with it.
+from one word of theirs to the next. So samples that are read more slowly than they are
+computed on count as fetching and staging. What is computed in vain is computing as
+well. A replica that leaves takes its part of that evaluation with it.
 """
 
 from collections.abc import Mapping
