@@ -1,5 +1,6 @@
 """Lives of roles in a simulated cluster: start, end, launch, pause."""
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -794,3 +795,22 @@ def test_impossible_options_are_refused() -> None:
         ClusterOptions(port_reuse=1.5)
     with pytest.raises(ValueError, match="n_lines_kept is 0, below 1"):
         ClusterOptions(n_lines_kept=0)
+
+
+@pytest.mark.parametrize("often", [700, 0, 1 << 30])  # 0: it is turned off
+def test_the_collector_of_the_process_is_left_as_it_was(often: int) -> None:
+    before = gc.get_threshold()
+    during: list[int] = []
+
+    def look(_: Happening) -> None:
+        during.append(gc.get_threshold()[0])
+
+    try:
+        gc.set_threshold(often, *before[1:])
+        cluster = cluster_of({A: Scripted()})
+        cluster.observe(look)
+        cluster.run()
+        assert gc.get_threshold() == (often, *before[1:])
+    finally:
+        gc.set_threshold(*before)
+    assert during == [50_000 if often == 700 else often]
