@@ -6,7 +6,11 @@
     timer        set, and fired
     latency      of a message: what it takes beside that, for threads have to wake up
     wake         until a thread that slept has a core again, while all are taken
+    begins       from where work is handed to a lane to where the lane begins it
+    answers      from where it has done that to where its process handles the answer
 
+The last two are by the clock, less what they take of a core: two threads of a process
+wake each other, and wait for the interpreter, each time.
 Real nodes with roles that do next to nothing are timed; no job is.
 """
 
@@ -43,18 +47,22 @@ N_WARM: Final = 30
 N_SLEEPS: Final = 200
 SLEEP_SECONDS: Final = 2e-3
 WAIT_SECONDS_MAX: Final = 10.0
+N_HANDED: Final = 200
 _MATRIX: Final = 1024
+_SMALL_MATRIX: Final = 256
 
 
 @final
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
-    """See above; all but `latency` and `wake` are seconds of a core."""
+    """See above; the first three are seconds of a core."""
 
     message: Seconds
     work: Seconds
     timer: Seconds
     latency: Seconds
     wake: Seconds
+    begins: Seconds
+    answers: Seconds
 
 
 @final
@@ -78,12 +86,52 @@ class Counting:
         return "counting", {}
 
 
+@final
+class Handing:
+    """A role that has short work done, now and then.
+
+    Attributes:
+        begun: How long each piece waited for its lane.
+        answered: How long each waited to be handled.
+    """
+
+    def __init__(self) -> None:
+        self.begun: list[Seconds] = []
+        self.answered: list[Seconds] = []
+        self._matrix = torch.zeros(_SMALL_MATRIX, _SMALL_MATRIX)
+        self._asked_at = self._begun_at = self._done_at = 0.0
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Have it done; ask anew when both threads have slept."""
+        if isinstance(event, Computed) and event.name == "work":
+            self.begun.append(self._begun_at - self._asked_at)
+            self.answered.append(time.perf_counter() - self._done_at)
+            return [SetTimer(name="soon", at=now + SLEEP_SECONDS)]
+        if isinstance(event, TimerFired | Computed):
+            self._asked_at = time.perf_counter()
+            return [Compute(name="work", work=self._work)]
+        return ()
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        """Return nothing of interest."""
+        return "handing", {}
+
+    def _work(self) -> None:
+        self._begun_at = time.perf_counter()
+        torch.mm(self._matrix, self._matrix)
+        self._done_at = time.perf_counter()
+
+
 def exchange() -> Exchange:
     """Measure everything."""
     message, latency = _messages()
+    work = _turns(lambda _: Compute(name="nothing", work=int))
+    begins, answers = _handing()
     return Exchange(
         message=message,
-        work=_turns(lambda _: Compute(name="nothing", work=int)),
+        work=work,
+        begins=max(0.0, begins - work / 2.0),
+        answers=max(0.0, answers - work / 2.0),
         timer=_turns(lambda now: SetTimer(name="soon", at=now + 1e-5)),
         latency=latency,
         wake=_wake(),
@@ -140,6 +188,20 @@ def _turns(again: Callable[[Seconds], Action]) -> Seconds:
         begun = time.process_time()
         _turn(node, role, n_more=N_EVENTS)
         return (time.process_time() - begun) / N_EVENTS
+
+
+def _handing() -> tuple[Seconds, Seconds]:
+    """Return how long work waits for its lane, and its answer for the process."""
+    role = Handing()
+    with (
+        _transport("handing", secrets.token_hex(16)) as transport,
+        Node(role, transport=transport, log=_silent) as node,
+    ):
+        node.tell(Computed(name="begin"))
+        node.pump(
+            lambda: len(role.answered) >= N_HANDED, timeout_seconds=WAIT_SECONDS_MAX
+        )
+    return fmean(role.begun or [0.0]), fmean(role.answered or [0.0])
 
 
 def _turn(node: Node, role: Counting, *, n_more: int) -> None:

@@ -128,6 +128,8 @@ def _exchange_rows(rates: Rates, origin: str) -> list[tuple[str, str, str]]:
         "timer": "core time of a timer",
         "latency": "latency of a message besides",
         "wake": "until a sleeper has one of the taken cores",
+        "begins": "until a lane begins what it is handed",
+        "answers": "until a process handles what its lane has done",
     }
     rows = [
         (word, f"{1e6 * getattr(rates.exchange, name):.3g} us", origin)

@@ -17,7 +17,7 @@ counted in operations by its speed, what was counted in bytes by its memory.
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,7 +35,7 @@ from distbelief.roles import Compute, Cost, Seconds
 from distbelief.simulation.desk import Handling
 
 
-VERSION: Final = 4
+VERSION: Final = 5
 
 Unit = Literal["flops", "bytes", "times"]
 
@@ -86,7 +86,12 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         }
         usual = [value for key, value in self.handling.items() if " " not in key]
         other = self.handling.get(kind, fmean(usual) if usual else 0.0)
-        return Handling(seconds=seconds, other=other + self.exchange.message)
+        return Handling(
+            seconds=seconds,
+            other=other + self.exchange.message,
+            begins=self.exchange.begins,
+            answers=self.exchange.answers,
+        )
 
     def _besides(self, label: str) -> Seconds:
         match label.partition(" ")[0]:
@@ -104,6 +109,31 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
             if rate is not None:
                 return rate.unit, rate.seconds * amount(asked.cost, rate.unit)
         return None
+
+
+def mean_of(found: Sequence[Rates]) -> Rates:
+    """Return measurements of one job as one: work by pieces, the rest by halves.
+
+    Args:
+        found: At least one; the date is that of the last.
+    """
+    work: dict[str, Rate] = {}
+    for rates in found:
+        for key, rate in rates.work.items():
+            other = work.get(key, msgspec.structs.replace(rate, n=0))
+            n = rate.n + other.n
+            seconds = (rate.n * rate.seconds + other.n * other.seconds) / max(1, n)
+            work[key] = msgspec.structs.replace(rate, seconds=seconds, n=n)
+    handling = {
+        key: fmean(rates.handling[key] for rates in found if key in rates.handling)
+        for rates in found
+        for key in rates.handling
+    }
+    figures = [msgspec.structs.asdict(rates.exchange) for rates in found]
+    exchange = {name: fmean(each[name] for each in figures) for name in figures[0]}
+    return msgspec.structs.replace(
+        found[-1], work=work, handling=handling, exchange=Exchange(**exchange)
+    )
 
 
 def key_of(kind: str, name: str, unit: Unit) -> str:

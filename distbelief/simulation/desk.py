@@ -8,6 +8,7 @@ only what it asks for takes any.
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import final
 
 from distbelief.roles import Computed, Event, Received, Seconds, TimerFired
@@ -21,10 +22,14 @@ class Handling:
     Attributes:
         seconds: By `label_of` the event.
         other: Of any other.
+        begins: Until a lane that sleeps begins what it is handed. Nobody computes.
+        answers: Until a process that sleeps handles what a lane has done, likewise.
     """
 
     seconds: Mapping[str, Seconds] = field(default_factory=dict)
     other: Seconds = 0.0
+    begins: Seconds = 0.0
+    answers: Seconds = 0.0
 
     def of(self, event: Event) -> Seconds:
         """Return how long this one takes."""
@@ -77,6 +82,15 @@ class Desk:
         self._queue.append(event)
         if self._job is None and not self._handles:
             self._begin(wakes=True)
+
+    def answer(self, event: Event) -> None:
+        """Handle what a lane has done; if the process sleeps, when it has woken up."""
+        sleeps = self._job is None and not self._handles and not self._queue
+        if sleeps and self._handling.answers:
+            agenda = self._sharing.agenda
+            agenda.at(agenda.now + self._handling.answers, partial(self.add, event))
+        else:
+            self.add(event)
 
     def hold(self, *, held: bool) -> None:
         """Stand still, or go on."""

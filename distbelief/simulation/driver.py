@@ -275,9 +275,16 @@ class Driver:
             answer = Computed(
                 name=action.name, result=result, error=failed, seconds=seconds
             )
-            self.deliver(life, answer)
+            self._answer(life, answer)
 
         life.lanes.add(action.lane, Work(seconds=seconds, end=end, demand=demand))
+
+    def _answer(self, life: Life, answer: Computed) -> None:
+        """Let a life handle what its lane has done, once it has woken up."""
+        if life.desk is None:
+            self._handle(life, answer)
+        elif life.alive:
+            life.desk.answer(answer)
 
     def _persist(self, life: Life, snapshot: Snapshot) -> None:
         world = self._world

@@ -36,11 +36,15 @@ class Lanes:
     Args:
         agenda: When things end.
         sharing: What else runs on its host; None if it has its speed for itself.
+        begins: Until one that sleeps begins what it is handed.
     """
 
-    def __init__(self, agenda: Agenda, sharing: Sharing | None = None) -> None:
+    def __init__(
+        self, agenda: Agenda, sharing: Sharing | None = None, *, begins: Seconds = 0.0
+    ) -> None:
         self._agenda = agenda
         self._sharing = sharing
+        self._begins = begins
         self._jobs: dict[Lane, Job] = {}  # of a shared host
         self._held_until: Seconds = 0.0
         self._queues: dict[Lane, deque[Work]] = {lane: deque() for lane in Lane}
@@ -51,7 +55,12 @@ class Lanes:
         """Do `work` after all that was added to this lane before."""
         queue = self._queues[lane]
         queue.append(work)
-        if len(queue) == 1:
+        if len(queue) > 1:
+            return
+        if self._begins:
+            at = self._agenda.now + self._begins
+            self._agenda.at(at, partial(self._wake, lane, work))
+        else:
             self._begin(lane, wakes=True)
 
     def delay(self, seconds: Seconds) -> None:
@@ -74,6 +83,16 @@ class Lanes:
         if cut_short:
             for work in running:
                 work.cut_short()
+
+    def _wake(self, lane: Lane, work: Work) -> None:
+        """Begin what a lane was handed when it slept."""
+        queue = self._queues[lane]
+        if not queue or queue[0] is not work:
+            return  # closed meanwhile
+        if self._agenda.now < self._held_until:
+            self._agenda.at(self._held_until, partial(self._wake, lane, work))
+        else:
+            self._begin(lane, wakes=True)
 
     def _begin(self, lane: Lane, *, wakes: bool) -> None:
         work = self._queues[lane][0]

@@ -129,6 +129,9 @@ class Lives:
             return
         agenda, options = self._world.agenda, self._world.options
         machine = options.machine_of(name)
+        sharing = self._world.sharings.get(machine.host)
+        handling = machine.handling if sharing is not None else None
+        begins = 0.0 if handling is None else handling.begins
         life = Life(
             name=name,
             incarnation=number,
@@ -137,15 +140,14 @@ class Lives:
             scale=scale_of(options.scales, name),
             handles_slowly=machine.handles_slowly,
             memory=memory,
-            lanes=Lanes(agenda, self._world.sharings.get(machine.host)),
+            lanes=Lanes(agenda, sharing, begins=begins),
             timers=Timers(agenda, lambda timer: self._fire(life, timer)),
             launcher=launcher,
         )
-        sharing = self._world.sharings.get(machine.host)
-        if machine.handling is not None and sharing is not None:
+        if handling is not None and sharing is not None:
             life.desk = Desk(
                 sharing,
-                machine.handling,
+                handling,
                 partial(self._handle, life),
                 slowness=partial(self._world.slowness, name),
             )

@@ -12,7 +12,7 @@ from distbelief.forecast.exchange import Exchange, exchange
 from distbelief.forecast.hosting import Hosting
 from distbelief.forecast.hosts import Hosts
 from distbelief.forecast.measuring import measure
-from distbelief.forecast.rates import Rate, Rates, keep, kept, key_of
+from distbelief.forecast.rates import Rate, Rates, keep, kept, key_of, mean_of
 from distbelief.forecast.staging import Staging
 from distbelief.forecast.stopwatch import Stopwatch, rate_of, warm
 from distbelief.forecast.virtual_run import run_virtually
@@ -34,7 +34,15 @@ RATES = Rates(
         "replica Welcome": 4e-5,
         "shard": 3e-5,
     },
-    exchange=Exchange(message=5e-5, work=6e-5, timer=7e-5, latency=8e-5, wake=9e-5),
+    exchange=Exchange(
+        message=5e-5,
+        work=6e-5,
+        timer=7e-5,
+        latency=8e-5,
+        wake=9e-5,
+        begins=1e-4,
+        answers=2e-4,
+    ),
 )
 
 
@@ -90,6 +98,7 @@ def test_an_event_takes_what_its_role_does_and_what_its_process_does() -> None:
         }
     )
     assert replica.other == pytest.approx(7e-5)
+    assert (replica.begins, replica.answers) == (1e-4, 2e-4)
     unknown = RATES.handling_of("supervisor")
     assert unknown.other == pytest.approx(7.5e-5)
     bare = msgspec.structs.replace(RATES, handling={})
@@ -136,12 +145,35 @@ def test_rates_are_kept_for_the_same_work_only() -> None:
     assert kept(job) is None
 
 
+def test_two_measurements_are_one_of_all_pieces() -> None:
+    step, push = "replica replica:step by flops", "replica replica:push by bytes"
+    later = msgspec.structs.replace(
+        RATES,
+        work={
+            step: Rate(unit="flops", seconds=4e-6, n=20),
+            push: Rate(unit="bytes", seconds=1e-9, n=5),
+        },
+        handling={"replica": 4e-5, "machine": 1e-5},
+        exchange=msgspec.structs.replace(RATES.exchange, wake=1e-5),
+        date="later",
+    )
+    both = mean_of([RATES, later])
+    assert both.work[step].seconds == pytest.approx(3e-6)
+    assert both.work[step].n == 30
+    assert both.work[push] == Rate(unit="bytes", seconds=1e-9, n=5)
+    assert both.handling == pytest.approx(
+        {**RATES.handling, "replica": 3e-5, "machine": 1e-5}
+    )
+    assert (both.exchange.wake, both.exchange.work) == pytest.approx((5e-5, 6e-5))
+    assert both.date == "later"
+
+
 def test_an_exchange_takes_some_time_but_not_long() -> None:
     found = exchange()
     for name in ("message", "work", "timer"):
         assert 1e-6 < getattr(found, name) < 0.05, name
-    assert 0 <= found.latency < 0.5
-    assert 0 <= found.wake < 0.5
+    for name in ("latency", "wake", "begins", "answers"):
+        assert 0 <= getattr(found, name) < 0.5, name
 
 
 def run_with(rates: Rates | None, cluster: Cluster) -> float:

@@ -52,12 +52,16 @@ def run(
     *events: tuple[Seconds, Event],
     cores: float = 1,
     wake: Seconds = 0.0,
+    handing: tuple[Seconds, Seconds] = (0.0, 0.0),
     faults: tuple[Fault, ...] = (),
     answer: Handler = lambda *_: (),
 ) -> list[tuple[Seconds, Event]]:
     """Return what A has handled, when: a heartbeat takes 1 s, other events 0.5 s."""
     role = Scripted(answer)
-    handling = Handling(seconds={"Heartbeat": 1.0}, other=0.5)
+    begins, answers = handing
+    handling = Handling(
+        seconds={"Heartbeat": 1.0}, other=0.5, begins=begins, answers=answers
+    )
     options = ClusterOptions(
         machine=replace(STEADY, host="h", handling=handling),
         processors={
@@ -117,6 +121,28 @@ def test_who_sleeps_while_all_cores_are_taken_wakes_late() -> None:
     assert times(seen)[:2] == [0.5, pytest.approx(2.5)]
     alone = run((3.0, beat(1)), wake=0.25)
     assert times(alone) == [0.5, 4.0]
+
+
+def test_a_lane_and_its_process_wake_each_other_and_that_takes_a_while() -> None:
+    """The work, 1 s, is handed out at 0.5 s, begins at 0.75 s, and its answer waits."""
+    handing = (0.25, 0.125)
+    seen = run(answer=on_start(WORK), handing=handing)
+    assert times(seen) == [0.5, 0.75 + 1.0 + 0.125 + 0.5]
+    # Who is awake anyway handles the answer when it comes to that.
+    busy = run((1.5, beat(1)), answer=on_start(WORK), handing=handing, cores=2)
+    assert [(now, label_of(event)) for now, event in busy[1:]] == [
+        (2.5, "Heartbeat"),
+        (3.0, "Computed work-"),
+    ]
+
+
+def test_a_lane_does_not_wake_up_in_a_pause_nor_after_death() -> None:
+    """Handed out at 0.5 s, it would begin at 0.75 s."""
+    pause, kill = Pause(at=0.6, role=A, seconds=2.0), Kill(at=0.6, role=A)
+    paused = run(answer=on_start(WORK), handing=(0.25, 0.0), faults=(pause,))
+    assert times(paused) == [0.5, 2.6 + 1.0 + 0.5]
+    killed = run(answer=on_start(WORK), handing=(0.25, 0.0), faults=(kill,))
+    assert times(killed) == [0.5]
 
 
 def test_a_paused_process_handles_nothing_and_forgets_no_order() -> None:
