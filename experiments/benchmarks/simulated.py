@@ -14,9 +14,9 @@ the paper's speech net of 42 million parameters, in as many blocks (`scales`).
     messages_per_second_driver  the same as the first with two roles that only answer
                                 each other: what the driver takes
     messages_per_second_passed  likewise as the second
-    kilobytes_per_replica       priced; at 100 replicas and 20 shards, what each shard
-                                keeps for it included
-    memory_growth               that over the same at 25 replicas: 1 is linear in roles
+    kilobytes_per_replica       priced; from 100 to 400 replicas on 20 shards, what each
+                                shard keeps for it included
+    memory_growth               that over the same from 25 to 100: 1 is linear in roles
     sandblaster_seconds         only if asked for (`large`): 2000 replicas, 100
                                 batches, 8 shards
     step_time_error             simulated against real on this host, the worst of the
@@ -27,17 +27,23 @@ the paper's speech net of 42 million parameters, in as many blocks (`scales`).
 
 import argparse
 import gc
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from experiments.benchmarks import measurement
 from experiments.benchmarks.simulated_clusters import answering, downpour, sandblaster
 from experiments.benchmarks.simulated_truth import CASES, truth
+
+
+N_REPLICAS: Final = (25, 100, 400)
+"""Of which memory is looked at."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -82,20 +88,23 @@ def speed() -> dict[str, float]:
 
 
 def memory() -> dict[str, float]:
-    """Take a step; what a replica takes must not depend on how many there are."""
-    kept = []  # what was let go of would be used again, and not be counted
-    per_replica = {}
-    for n_replicas in (10, 25, 100):
-        gc.collect()
-        before = _resident_bytes()
-        built = downpour(n_replicas, 20, steps=1, priced=True)
-        built.run()
-        kept.append(built)
-        per_replica[n_replicas] = (_resident_bytes() - before) / n_replicas
-    print(f"bytes of a replica and its pairs: {per_replica}", flush=True)
+    """Take a step; what a replica takes must not depend on how many there are.
+
+    Each number of them in a process of its own: what one lets go of the next would use
+    again, and it would not be counted. What the first few take once is taken off.
+    """
+    context = multiprocessing.get_context("spawn")
+    taken = {}
+    for n_replicas in N_REPLICAS:
+        with context.Pool(1) as pool:
+            taken[n_replicas] = pool.apply(_bytes_of, (n_replicas,))
+    few, some, many = N_REPLICAS
+    per_replica = (taken[many] - taken[some]) / (many - some)
+    at_first = (taken[some] - taken[few]) / (some - few)
+    print(f"bytes of so many replicas and their pairs: {taken}", flush=True)
     return {
-        "kilobytes_per_replica": per_replica[100] / 1000,
-        "memory_growth": per_replica[100] / max(1.0, per_replica[25]),
+        "kilobytes_per_replica": per_replica / 1000,
+        "memory_growth": per_replica / max(1.0, at_first),
     }
 
 
@@ -106,6 +115,17 @@ def large() -> dict[str, float]:
     virtual = built.cluster.now
     print(f"Sandblaster: {n} messages, {virtual:.0f} virtual s in {seconds:.0f} s")
     return {"sandblaster_seconds": seconds}
+
+
+def _bytes_of(n_replicas: int) -> int:
+    """Return what a job of so many takes, after a step of each."""
+    torch.set_num_threads(1)
+    downpour(1, 20, steps=1, priced=True).run()  # modules, buffers, data
+    gc.collect()
+    before = _resident_bytes()
+    built = downpour(n_replicas, 20, steps=1, priced=True)
+    built.run()
+    return _resident_bytes() - before
 
 
 def _resident_bytes() -> int:
