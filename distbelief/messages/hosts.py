@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 
-from distbelief.messages.bounds import AnyMessage, Count, Name, Text
+from distbelief.messages.bounds import AnyMessage, Count, Name, Rate, Text
 
 
 PIECE_BYTES_MAX = 1 << 19
@@ -27,6 +27,7 @@ class Offer(AnyMessage, frozen=True):
     cores: Annotated[int, msgspec.Meta(ge=1, le=4096)]
     memory_bytes: Count
     devices: Annotated[tuple[Name, ...], msgspec.Meta(max_length=64)]  # "cuda", each
+    flops: Rate = 0.0  # of one core, in a large matrix product
 
 
 class Duty(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +65,7 @@ class HostReport(AnyMessage, frozen=True):
     refusal: Text | None  # why this machine can be of no use to this run
     # Of the duties, those that have ended: until they are duties no more.
     ended: Annotated[tuple[DutyEnded, ...], msgspec.Meta(max_length=N_DUTIES_MAX)]
+    bandwidth: Rate = 0.0  # bytes that come in from the supervisor
 
 
 class Dismiss(AnyMessage, frozen=True):

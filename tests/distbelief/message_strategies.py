@@ -36,6 +36,7 @@ from distbelief.messages import (
     Task,
     Text,
 )
+from distbelief.messages.bounds import Rate
 from distbelief.vectors import ELEMENT_TYPES, Vector
 
 
@@ -71,6 +72,7 @@ _BY_HINT = [
     (Text, st.text(max_size=2000)),
     (Text | None, st.none() | st.text(max_size=50)),
     (float, st.floats()),
+    (Rate, st.floats(0.0, 1e18)),
     (bool, st.booleans()),
     (Vector, vectors()),
     (Vector | None, st.none() | vectors()),

@@ -199,6 +199,8 @@ def test_nothing_is_lost_where_a_machine_leaves(land: Land) -> None:
         KeyFiles(land.here / "keys").revoke("host")
         with land.joined(command) as machine:
             poll(lambda: "does not let this machine in" in machine.said)
+            allow(land.here, land.there, "host")  # it tries again by itself
+            poll(lambda: "ready" in machine.said)
         command.signal(signal.SIGINT)
         assert command.wait() == 130, command.output
     summary = json.loads((command.run / "summary.json").read_text())

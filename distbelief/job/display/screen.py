@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distbelief.job.display import words
-from distbelief.job.display.view import RoleView, SupervisorView
+from distbelief.job.display.view import HostView, RoleView, SupervisorView
 
 
 SILENT_SECONDS = 3.0
@@ -24,9 +24,11 @@ SILENT_SECONDS = 3.0
 
 _WIDE = 64  # columns, for the whole table of roles
 _ROWS_ABOVE = 11  # lines of a screen that are no roles
+_ROWS_OF_A_TABLE = 3  # that are no rows
 _CURVE_MAX = 40
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII = "_.-~=+*#"
+_GONE = ("gone", "leaving", "of no use")
 _TROUBLE = ("lost", "failed", "restarting", "silent")
 
 
@@ -50,8 +52,11 @@ class Screen:
         view = self._view
         width = options.max_width
         n_rows_max = len(view.roles)
+        shows_hosts = bool(view.hosts) and width >= _WIDE
         if not self._whole:
             n_rows_max = max(1, console.height - _ROWS_ABOVE)
+            n_left = n_rows_max - len(view.roles)
+            shows_hosts &= len(view.hosts) + _ROWS_OF_A_TABLE <= n_left
         parts: list[RenderableType] = [_title(view, self._name, width)]
         parts += _bar(view, width)
         parts += _figures(view, width)
@@ -60,6 +65,8 @@ class Screen:
             parts += [Text(), curves]
         if view.roles:
             parts += [Text(), *_roles(view.roles, width, n_rows_max=n_rows_max)]
+        if shows_hosts:
+            parts += [Text(), _hosts(view.hosts)]
         yield Group(*parts)
 
 
@@ -239,6 +246,28 @@ def _roles(
     if len(shown) == len(roles):
         return [table]
     return [table, Text(f"and {len(roles) - len(shown)} more", "dim")]
+
+
+def _hosts(hosts: Sequence[HostView]) -> Table:
+    """Return the table of machines that have joined, with what they offer."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    table.add_column("machine", no_wrap=True, overflow="ellipsis", max_width=16)
+    table.add_column("state", no_wrap=True, overflow="ellipsis")
+    for name in ("cores", "memory", "a core", "link from here"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for host in hosts:
+        link = words.DASH
+        if host.bandwidth is not None:
+            link = f"{words.size(host.bandwidth)}/s"
+        table.add_row(
+            Text(host.label),
+            Text(host.state, "yellow" if host.state in _GONE else ""),
+            f"{host.cores:,}",
+            words.size(host.memory_bytes),
+            words.speed(host.flops),
+            link,
+        )
+    return table
 
 
 def _rate(role: RoleView, *, wide: bool) -> str:

@@ -42,6 +42,9 @@ class HostView:
     label: str  # what people call it
     cores: int
     state: str  # "preparing", "ready", "leaving", "gone"
+    memory_bytes: int = 0
+    flops: float | None = None  # a second, of one core
+    bandwidth: float | None = None  # bytes a second from the supervisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

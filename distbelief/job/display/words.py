@@ -74,6 +74,17 @@ def size(n_bytes: float | None) -> str:
     return f"{n_bytes:.1f} TB"
 
 
+def speed(flops: float | None) -> str:
+    """Return "41 GFLOP/s", "2.1 TFLOP/s"."""
+    if flops is None:
+        return DASH
+    for unit in ("MFLOP/s", "GFLOP/s"):
+        flops /= 1e6 if unit == "MFLOP/s" else 1000
+        if flops < 999.5:
+            return f"{flops:.{0 if flops >= 9.95 else 1}f} {unit}"
+    return f"{flops / 1000:.1f} TFLOP/s"
+
+
 def staleness(mean: float | None, p95: float | None) -> str:
     """Return "mean 0.9, p95 2"."""
     return f"mean {DASH if mean is None else f'{mean:.1f}'}, p95 {count(p95)}"

@@ -1,8 +1,8 @@
 """The role of a machine that has joined: it runs what the supervisor wants to run here.
 
-    OFFERING --Duties--> READING --brief--> PREPARING --checked--> READY
-        ^                                                            |
-        +------------ Dismiss, or silence of the supervisor ---------+
+    OFFERING --Duties--> PROBING --rate--> READING --brief--> PREPARING --> READY
+        ^                                                                     |
+        +----------------- Dismiss, or silence of the supervisor -------------+
 
 Rules:
 
@@ -18,18 +18,18 @@ Rules:
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, Protocol, final
 
 from distbelief.errors import DistBeliefError, RemoteProtocolError
 from distbelief.job.hosts.documents import Reading
+from distbelief.job.hosts.host_config import HostConfig
+from distbelief.job.hosts.probing import PROBE, LinkProbe
 from distbelief.messages import (
     Dismiss,
     Duties,
     DutyEnded,
     HostReport,
     Message,
-    Offer,
     Piece,
     Stop,
 )
@@ -86,35 +86,6 @@ class Site(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostConfig:
-    """What a machine offers, and its patience.
-
-    Attributes:
-        label: What people call it.
-        endpoint: Where the driver can be reached ("" in a simulation).
-        cores: For the run's roles.
-        memory_bytes: Likewise.
-        devices: Likewise: "cuda" for each.
-        stays: Whether it waits for another job when one is over.
-        beat_seconds: Between two words to the supervisor.
-        silence_seconds_max: Without a word of the supervisor, after which all ends.
-        wait_seconds_max: For a job to take it.
-        leave_seconds_max: For what runs here to be moved, when the user asks to leave.
-    """
-
-    label: str
-    endpoint: str = ""
-    cores: int
-    memory_bytes: int
-    devices: tuple[str, ...] = ()
-    stays: bool = False
-    beat_seconds: Seconds = 0.5
-    silence_seconds_max: Seconds = 15.0
-    wait_seconds_max: Seconds = 600.0
-    leave_seconds_max: Seconds = 30.0
-
-
 @final
 class Host:
     """The role `host-...`.
@@ -129,6 +100,8 @@ class Host:
         self._site = site
         self._life = 0
         self._run: str | None = None  # whose duties it has
+        self._probe: LinkProbe | None = None  # as long as that lasts
+        self._bandwidth = 0.0  # of the link, as found
         self._reading: Reading | None = None  # its brief
         self._ready = False
         self._to_prepare = False  # as soon as an older process has ended
@@ -191,27 +164,27 @@ class Host:
         if silent > self._config.silence_seconds_max:
             if self._leaves_at is not None:
                 return self._go(None)
-            text = f"no word from the supervisor for {silent:.1f} s: all roles ended"
+            text = (
+                f"no word from the supervisor for {silent:.1f} s: all roles ended; "
+                "waiting for it to be back"
+            )
             said = Report(text=text, level="warning")
             return [said, *self._begin_anew(now), *self._offer(now), timer]
+        return [self._report(), *self._ask_again(now), timer]
+
+    def _ask_again(self, now: Seconds) -> list[Action]:
+        """Ask for what does not come."""
+        if self._probe is not None:
+            return self._probed(self._probe) if self._probe.is_late(now) else []
         again = None if self._reading is None else self._reading.ask_again()
-        asks = [] if again is None else [_tell(again)]
-        return [self._report(), *asks, timer]
+        return [] if again is None else [_tell(again)]
 
     def _offer(self, now: Seconds) -> list[Action]:
         config = self._config
         waited = now - self._offered_since
         if waited > config.wait_seconds_max:
             return self._go(f"no job has taken this machine in {waited:.0f} s")
-        offer = Offer(
-            life=self._life,
-            label=config.label[:128],
-            endpoint=config.endpoint,
-            cores=config.cores,
-            memory_bytes=config.memory_bytes,
-            devices=config.devices,
-        )
-        return [_tell(offer)]
+        return [_tell(config.offer(self._life))]
 
     def _report(self) -> Send:
         report = HostReport(
@@ -219,6 +192,7 @@ class Host:
             ready=self._ready,
             leaving=self._leaves_at is not None,
             refusal=self._refusal,
+            bandwidth=self._bandwidth,
             ended=tuple(self._ended.values()),
         )
         return _tell(report)
@@ -226,7 +200,7 @@ class Host:
     def _begin_anew(self, now: Seconds) -> list[Action]:
         """Begin a life: nothing of the one before is to go on."""
         self._life += 1
-        self._run = self._reading = self._refusal = None
+        self._run = self._reading = self._probe = self._refusal = None
         self._ready = self._to_prepare = False
         self._wanted, self._ended = {}, {}
         self._offered_since = now
@@ -268,8 +242,9 @@ class Host:
         self._heard_at = now
         if self._run is None:
             self._run = message.run
-            self._reading = Reading(BRIEF)
-            return [Report(text=f"run {message.run}"), _tell(self._reading.ask())]
+            self._probe = LinkProbe(begun_at=now)
+            asks = [_tell(ask) for ask in self._probe.ask(now)]
+            return [Report(text=f"run {message.run}"), *asks]
         self._wanted = {_role(duty.name): duty.incarnation for duty in message.duties}
         self._ended = {
             name: ended
@@ -284,8 +259,9 @@ class Host:
         if self._leaves_at is not None:
             return self._go(None)
         if not (message.again or self._config.stays):
-            text = None if self._refusal is None else message.reason
-            return [Report(text=f"dismissed: {message.reason}"), *self._go(text)]
+            if self._refusal is not None:  # as has been said
+                return self._go(message.reason)
+            return [Report(text=f"dismissed: {message.reason}"), *self._go(None)]
         return [
             Report(text=f"begins anew: {message.reason}"),
             *self._begin_anew(now),
@@ -293,6 +269,14 @@ class Host:
         ]
 
     def _read(self, piece: Piece, now: Seconds) -> list[Action]:
+        if piece.document == PROBE:
+            if self._probe is None:
+                return []
+            self._heard_at = now
+            asks = self._probe.take(piece, now)
+            if self._probe.is_over:
+                return self._probed(self._probe)
+            return [_tell(ask) for ask in asks]
         reading = self._reading
         if reading is None or not reading.take(piece):
             return []
@@ -302,6 +286,12 @@ class Host:
             return [_tell(reading.ask())]
         name = f"{_FURNISH}:{self._life}"
         return [Compute(name=name, work=lambda: self._site.furnish(content))]
+
+    def _probed(self, probe: LinkProbe) -> list[Action]:
+        """The link is known; go on to the brief."""
+        self._probe, self._bandwidth = None, probe.rate
+        self._reading = Reading(BRIEF)
+        return [_tell(self._reading.ask())]
 
     # --------------------------------------------------------------------- processes
 

@@ -25,6 +25,7 @@ from distbelief.job.display.view import SupervisorView
 from distbelief.job.hosts.documents import piece_of
 from distbelief.job.hosts.host import BRIEF
 from distbelief.job.hosts.housing import Housing
+from distbelief.job.hosts.probing import N_PIECES_MAX, PROBE, probe_piece
 from distbelief.job.hosts.records import HostedConfig, HostRecord
 from distbelief.job.supervision.ending import Stage
 from distbelief.job.supervision.membership import RoleRecord
@@ -229,9 +230,15 @@ class Hosted:
         return [host.dismiss("it was silent for too long", again=True)]
 
     def _answer(self, host: HostRecord, ask: Ask) -> list[Action]:
-        if ask.document != BRIEF:
+        if ask.document == PROBE:
+            host.n_probes += 1
+            if host.n_probes > N_PIECES_MAX:
+                return []
+            piece = probe_piece(ask.offset)
+        elif ask.document == BRIEF:
+            piece = piece_of(BRIEF, self._config.brief, ask.offset)
+        else:
             raise RemoteProtocolError(f"{host.name} asked for {ask.document!r:.80}")
-        piece = piece_of(BRIEF, self._config.brief, ask.offset)
         return [Send(receiver=host.name, message=piece)]
 
     def _reported(
@@ -244,11 +251,14 @@ class Hosted:
             return self._refused(host, report.refusal, now)
         actions: list[Action] = []
         if report.ready and not host.ready:
-            host.ready = True
+            host.ready, host.bandwidth = True, report.bandwidth
             self._housing.places.open(
-                host.name, slots=self._config.slots_of(host.offer)
+                host.name,
+                slots=self._config.slots_of(host.offer),
+                grade=self._config.grade_of(host.offer, host.bandwidth),
             )
-            actions += self._begin_if_due(now)
+            text = f"{host.label} is ready: {host.speeds()}"
+            actions += [self._say(text, now), *self._begin_if_due(now)]
         for ended in report.ended:
             name = Address(ended.name)
             if host.duties.get(name) == ended.incarnation:

@@ -16,6 +16,7 @@ from distbelief.job.hosts.address import JobAddress
 from distbelief.job.hosts.brief import write_brief
 from distbelief.job.hosts.hosted import Hosted
 from distbelief.job.hosts.on_ray import RayHosts, RayWanted
+from distbelief.job.hosts.pace import Step
 from distbelief.job.hosts.records import HostedConfig
 from distbelief.job.processes.process import Spec
 from distbelief.job.supervision.supervisor import Supervisor
@@ -65,6 +66,7 @@ class Hosting:
             slots_here=self.slots_here(job),
             threads=job.cluster.threads,
             device=job.cluster.device,
+            step=Step.of(job),
         )
         return Hosted(supervisor, config)
 

@@ -15,15 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
+import torch
+
 from distbelief import files
 from distbelief.errors import JobError
 from distbelief.job.hosts.address import JobAddress
-from distbelief.job.hosts.host import USER, Host, HostConfig
+from distbelief.job.hosts.host import USER, Host
+from distbelief.job.hosts.host_config import HostConfig
 from distbelief.job.hosts.site import HostLauncher, HostSite, SiteConfig
 from distbelief.job.processes.launcher import Launcher
 from distbelief.job.processes.signals import EXIT_CODES, REASONS, caught_signals
 from distbelief.messages import Stop
 from distbelief.node import Node
+from distbelief.partition.profiling import host as profiling
 from distbelief.roles import HOST, SUPERVISOR, Received
 from distbelief.transport.key_files import KeyFiles
 from distbelief.transport.keyring import Keyring
@@ -35,6 +39,7 @@ from distbelief.wire import JOINING
 
 
 INCARNATION: Final = 1  # the name is new each time
+DIAL_SECONDS: Final = 3.0  # between two tries of who is not let in
 
 Tell = Callable[[str], None]
 
@@ -88,7 +93,12 @@ def join(wanted: Wanted, *, tell: Tell) -> int:
             )
         )
         supervisor = str(address.place(_server(reach)))
-        transport.connect(SUPERVISOR, 0, supervisor, watched=True)
+
+        def dial() -> None:
+            transport.disconnect(SUPERVISOR)
+            transport.connect(SUPERVISOR, 0, supervisor, watched=True)
+
+        dial()
         site = HostSite(
             SiteConfig(
                 supervisor=supervisor,
@@ -106,18 +116,13 @@ def join(wanted: Wanted, *, tell: Tell) -> int:
         node = Node(
             host, transport=transport, log=log.add, launcher=HostLauncher(launcher)
         )
-        return _run(node, transport, address=address, reach=reach, tell=tell)
+        refusals = _Refusals(
+            transport, key=_own_key(reach), address=address, dial=dial, tell=tell
+        )
+        return _run(node, refusals, tell=tell)
 
 
-def _run(
-    node: Node,
-    transport: ZmqTransport,
-    *,
-    address: JobAddress,
-    reach: Reach,
-    tell: Tell,
-) -> int:
-    refusals = _Refusals(transport, key=_own_key(reach), address=address, tell=tell)
+def _run(node: Node, refusals: "_Refusals", *, tell: Tell) -> int:
     with caught_signals() as caught:
 
         def stop(number: signal.Signals) -> None:
@@ -149,9 +154,16 @@ def _config(wanted: Wanted, endpoint: str) -> HostConfig:
         cores=wanted.cores or cores,
         memory_bytes=wanted.memory_bytes or memory,
         devices=wanted.devices,
+        flops=_flops(),
         stays=wanted.stays,
         wait_seconds_max=wanted.wait_seconds,
     )
+
+
+def _flops() -> float:
+    """Return what one core does in a second."""
+    torch.set_num_threads(1)  # of this process, which computes nothing else
+    return profiling.flops()
 
 
 def _reach(address: JobAddress, wanted: Wanted) -> tuple[Reach, str]:
@@ -189,24 +201,45 @@ def _server_key(keys: KeyFiles) -> str:
 
 @final
 class _Refusals:
-    """Tells the user if the supervisor does not let this machine in."""
+    """Tells the user if the supervisor does not let this machine in; tries again.
+
+    Args:
+        transport: Of this machine.
+        key: Likewise; "": it has none.
+        address: Of the job.
+        dial: Connects to the supervisor; ZeroMQ gives up once it has been refused.
+        tell: Tells the user.
+    """
 
     def __init__(
-        self, transport: ZmqTransport, *, key: str, address: JobAddress, tell: Tell
+        self,
+        transport: ZmqTransport,
+        *,
+        key: str,
+        address: JobAddress,
+        dial: Callable[[], None],
+        tell: Tell,
     ) -> None:
         self._transport = transport
         self._key = key
         self._address = address
+        self._dial = dial
         self._tell = tell
         self._told: set[str] = set()
+        self._dial_at: float | None = None
 
     def look(self) -> None:
         """Say what is new."""
+        now = time.monotonic()
+        if self._dial_at is not None and now >= self._dial_at:
+            self._dial_at = None
+            self._dial()
         where = self._address.endpoint
         if self._transport.is_refused(SUPERVISOR):
+            self._dial_at = now + DIAL_SECONDS
             self._say(
                 f"{where} does not let this machine in. On its machine: distbelief "
-                f"keys allow {self._key} NAME --role host; then join again"
+                f"keys allow {self._key} NAME --role host; then it will"
                 if self._key
                 else f"{where} does not let this machine in: the address is of an "
                 "earlier run"

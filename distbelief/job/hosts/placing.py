@@ -4,8 +4,11 @@ A slot is what one process of a replica takes: as many cores as it has threads, 
 GPU. The supervisor's own machine is a room too; shards, coordinator and evaluator run
 there, and take no slots.
 
+* The fastest rooms are filled first, of those that are as fast as each other the
+  emptiest. The supervisor's own machine counts as fast, as does one that nobody has
+  measured.
 * A replica of several machines goes to one room if it fits one, for then its messages
-  stay there; else it is spread over rooms, the emptiest first.
+  stay there; else it is spread over rooms, in that order.
 * Where nothing fits, a role waits; `must` finds it a room all the same.
 * A role that is started again goes to where it was, if there is room.
 """
@@ -30,9 +33,11 @@ class Room:
         slots: For processes of replicas.
         used: Of them; more than there are, where a role had to be somewhere.
         is_open: Whether anything more may come.
+        grade: Of its speed, lower ones are faster (`pace`); None: nobody knows.
     """
 
     slots: int
+    grade: int | None = None
     used: int = 0
     is_open: bool = True
 
@@ -61,9 +66,9 @@ class Places:
         self._was_at: dict[Address, Address] = {}
         self._takes: dict[Address, int] = {}  # slots
 
-    def open(self, host: Address, *, slots: int) -> None:
+    def open(self, host: Address, *, slots: int, grade: int | None = None) -> None:
         """This machine may be used from now on."""
-        self._rooms[host] = Room(slots=slots)
+        self._rooms[host] = Room(slots=slots, grade=grade)
 
     def shut(self, host: Address, *, is_open: bool = False) -> None:
         """Nothing more is to come to this machine (or, again, it may)."""
@@ -116,9 +121,16 @@ class Places:
         before = self._was_at.get(names[0])
         if before in rooms and rooms[before].free >= n:
             return [before] * n
-        by_room = sorted(rooms, key=lambda host: -rooms[host].free)  # stable
-        if by_room and rooms[by_room[0]].free >= n:
-            return [by_room[0]] * n
+        best = min((r.grade for r in rooms.values() if r.grade is not None), default=0)
+
+        def order(host: Address) -> tuple[int, int]:
+            grade = rooms[host].grade
+            return best if grade is None else grade, -rooms[host].free
+
+        by_room = sorted(rooms, key=order)  # stable
+        for host in by_room:
+            if rooms[host].free >= n:
+                return [host] * n
         free = [host for host in by_room for _ in range(rooms[host].free)]
         if len(free) >= n:
             return free[:n]

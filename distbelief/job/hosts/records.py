@@ -1,13 +1,14 @@
 """What a supervisor knows of the machines that have joined: a record of each."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Self, final
 
 import msgspec
 
 from distbelief.job.display import words
 from distbelief.job.display.view import HostView
+from distbelief.job.hosts.pace import Step
 from distbelief.messages import Dismiss, Duties, Duty, Offer
 from distbelief.roles import Address, Seconds, Send
 
@@ -27,6 +28,7 @@ class HostedConfig:
         slots_here: Processes of replicas that the supervisor's own machine may run.
         threads: Of each of them.
         device: On which they compute.
+        step: Of a replica, to tell fast machines from slow ones.
         silent_seconds: After which a machine gets nothing more.
         dead_seconds: After which it is given up: before the supervisor itself gives up
             the roles there, one by one.
@@ -40,6 +42,7 @@ class HostedConfig:
     slots_here: int
     threads: int = 1
     device: str = "cpu"
+    step: Step = field(default_factory=Step)
     silent_seconds: Seconds = 3.0
     dead_seconds: Seconds = 8.0
     leave_seconds_max: Seconds = 20.0
@@ -50,6 +53,12 @@ class HostedConfig:
             return offer.devices.count(self.device)
         return offer.cores // self.threads
 
+    def grade_of(self, offer: Offer, bandwidth: float) -> int | None:
+        """Return how fast a machine is for this job (`pace`); None: nobody knows."""
+        if self.device != "cpu":  # what was measured is a core
+            return None
+        return self.step.grade(flops=offer.flops * self.threads, bandwidth=bandwidth)
+
 
 @final
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -59,7 +68,9 @@ class HostRecord:
     name: Address
     offer: Offer
     duties: dict[Address, int]
+    bandwidth: float = 0.0  # bytes a second from here, as it says; 0.0: not measured
     heard_at: Seconds
+    n_probes: int = 0  # pieces that it has asked for to measure the link
     present: bool = True  # False: given up, until it begins a new life
     ready: bool = False
     refused: bool = False
@@ -105,6 +116,15 @@ class HostRecord:
             f"{self.label} has joined: {cores}{gpus}, {words.size(offer.memory_bytes)}"
         )
 
+    def speeds(self) -> str:
+        """Return what was measured: "41 GFLOP/s a core, 117 MB/s from here"."""
+        parts = []
+        if self.offer.flops:
+            parts.append(f"{words.speed(self.offer.flops)} a core")
+        if self.bandwidth:
+            parts.append(f"{words.size(self.bandwidth)}/s from here")
+        return ", ".join(parts) or "not measured"
+
     def view(self) -> HostView:
         """Return its row."""
         state = "ready" if self.ready else "preparing"
@@ -115,5 +135,11 @@ class HostRecord:
         elif self.leaving:
             state = "leaving"
         return HostView(
-            name=self.name, label=self.offer.label, cores=self.offer.cores, state=state
+            name=self.name,
+            label=self.offer.label,
+            cores=self.offer.cores,
+            state=state,
+            memory_bytes=self.offer.memory_bytes,
+            flops=self.offer.flops or None,
+            bandwidth=self.bandwidth or None,
         )

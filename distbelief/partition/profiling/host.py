@@ -41,6 +41,7 @@ Clock = Callable[[], float]
 _N_RUNS: Final = 15
 _N_RUNS_MIN: Final = 5
 _SECONDS_MAX: Final = 0.8  # of one figure, once it has been run often enough
+_SECONDS_OF_ONE: Final = 0.1  # of a figure that somebody waits for
 # Of a large matrix. A product takes as long as a layer, tens of milliseconds: those of
 # a short one would vary with every turn that another program gets.
 _WIDTH: Final = 1024
@@ -126,6 +127,14 @@ def figures(*, clock: Clock = busy_seconds) -> Figures:
     return found
 
 
+def flops(*, clock: Clock = busy_seconds) -> float:
+    """Return the first of the figures alone: in a few tenths of a second, not kept."""
+    known = load(this_host())
+    if known is not None and known.figures is not None:
+        return known.figures.flops
+    return 2.0 * _WIDTH**3 / median(_products(clock, seconds_max=_SECONDS_OF_ONE))
+
+
 def measured(*, clock: Clock = busy_seconds) -> Figures:
     """Measure this host, whether it has been or not."""
     with undisturbed():
@@ -151,10 +160,12 @@ def spread(times: Sequence[float]) -> float:
     return (high - low) / _QUARTILES
 
 
-def _products(clock: Clock) -> list[float]:
+def _products(clock: Clock, *, seconds_max: float = _SECONDS_MAX) -> list[float]:
     one, other = _random(_WIDTH, _WIDTH), _random(_WIDTH, _WIDTH)
     result = torch.empty(_WIDTH, _WIDTH, dtype=torch.float32, device="cpu")
-    return _times(lambda: torch.mm(one, other, out=result), clock)
+    return _times(
+        lambda: torch.mm(one, other, out=result), clock, seconds_max=seconds_max
+    )
 
 
 def _memory_rate(clock: Clock) -> float:
@@ -221,13 +232,15 @@ def _memory() -> float:
     return float(n_bytes)
 
 
-def _times(action: Callable[[], object], clock: Clock) -> list[float]:
+def _times(
+    action: Callable[[], object], clock: Clock, *, seconds_max: float = _SECONDS_MAX
+) -> list[float]:
     """Return the seconds of each run: of fewer if they take long."""
     action()
     action()
     times: list[float] = []
     while len(times) < _N_RUNS:
-        if len(times) >= _N_RUNS_MIN and sum(times) > _SECONDS_MAX:
+        if len(times) >= _N_RUNS_MIN and sum(times) > seconds_max:
             break
         began = clock()
         action()

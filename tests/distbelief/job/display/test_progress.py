@@ -11,7 +11,13 @@ from rich.console import Console
 from distbelief.job.display import words
 from distbelief.job.display.progress import Progress, local_time
 from distbelief.job.display.screen import Screen, spark
-from distbelief.job.display.view import Message, Point, RoleView, SupervisorView
+from distbelief.job.display.view import (
+    HostView,
+    Message,
+    Point,
+    RoleView,
+    SupervisorView,
+)
 
 
 NOON = dt.datetime(2026, 11, 21, 12, 0, tzinfo=dt.UTC)
@@ -116,6 +122,50 @@ shard 0     serving                 310 pushes/s   0.2 s ago          0
 shard 1     restarting                         -   3.2 s ago          1
 replica 0   computing           39,400 samples/s   0.1 s ago          0
 replica 1   computing, silent                  -   4.0 s ago          0
+"""
+
+
+@pytest.mark.parametrize(
+    ("flops", "text"),
+    [
+        (None, "-"),
+        (2.5e6, "2.5 MFLOP/s"),
+        (4.2e10, "42 GFLOP/s"),
+        (1.5e12, "1.5 TFLOP/s"),
+    ],
+)
+def test_speeds_have_two_digits(flops: float | None, text: str) -> None:
+    assert words.speed(flops) == text
+
+
+def test_machines_that_have_joined_are_shown_with_what_they_offer() -> None:
+    view = SupervisorView(
+        phase="training",
+        roles=(RoleView(name="replica-0", state="computing", at="lab-2"),),
+        hosts=(
+            HostView(
+                name="host-1",
+                label="lab-2",
+                cores=8,
+                state="ready",
+                memory_bytes=16_000_000_000,
+                flops=4.2e10,
+                bandwidth=1.17e8,
+            ),
+            HostView(name="host-2", label="lab-3", cores=2, state="gone"),
+        ),
+    )
+    assert drawn(view, width=72, strip=True).endswith(MACHINES)
+    assert "lab-3" not in drawn(view, width=72, height=16)  # roles come first
+    assert "lab-3" not in drawn(view, width=63)
+
+
+MACHINES = """\
+
+machine   state   cores    memory       a core   link from here
+───────────────────────────────────────────────────────────────
+lab-2     ready       8   16.0 GB   42 GFLOP/s         117 MB/s
+lab-3     gone        2       0 B            -                -
 """
 
 

@@ -6,7 +6,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from typing_extensions import override
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.job.hosts.host import HostConfig
+from distbelief.job.hosts.host_config import HostConfig
+from distbelief.job.hosts.probing import N_PIECES_MAX, PROBE
 from distbelief.job.supervision.membership import Kind, Presence
 from distbelief.job.supervision.supervisor import USER
 from distbelief.messages import Alive, Ask, Join, Stop
@@ -37,6 +38,36 @@ def test_a_job_waits_for_its_machines_and_uses_them() -> None:
     }
     assert "a (host-a) has joined: 2 cores, 1.1 GB" in town.said
     assert "replica 1, replica 2: on a (host-a)" in town.said
+
+
+def test_a_machine_tells_its_speed_and_its_link_is_tried() -> None:
+    town = Town(roster(2))
+    config = HostConfig(label="a", cores=2, memory_bytes=1 << 34, flops=4.2e10)
+    town.come("a", config=config)
+    (view,) = town.hosted.view(town.now).hosts
+    assert (view.state, view.memory_bytes, view.flops) == ("ready", 1 << 34, 4.2e10)
+    assert view.bandwidth is not None  # without end: no time passes on these links
+    (told,) = [text for text in town.said if "is ready" in text]
+    assert told.startswith("a (host-a) is ready: 42 GFLOP/s a core, ")
+    assert told.endswith("/s from here")
+
+
+def test_a_machine_whose_link_loses_what_it_is_tried_with_joins_all_the_same() -> None:
+    town = Town(roster(2))
+    town.lossy = PROBE
+    town.come("a")
+    town.pass_time(4.0)
+    assert town.runs()["host-a"] == ["replica-1"]
+    assert "a (host-a) is ready: not measured" in town.said
+
+
+def test_who_asks_for_the_trial_again_and_again_gets_nothing_more() -> None:
+    town = Town(roster(1))
+    town.come("a")
+    ask = Ask(document=PROBE, offset=0)
+    event = Received(sender=Address("host-a"), incarnation=1, message=ask)
+    answers = [town.hosted.handle(event, town.now) for _ in range(2 * N_PIECES_MAX)]
+    assert sum(map(bool, answers)) < N_PIECES_MAX
 
 
 def test_it_does_not_wait_for_ever() -> None:

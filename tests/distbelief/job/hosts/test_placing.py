@@ -26,6 +26,18 @@ def test_the_emptiest_room_comes_first_and_one_that_is_full_never() -> None:
     assert places.find(names("replica-3"), must=True) == [A]  # 3 of 2, not 2 of 1
 
 
+def test_faster_rooms_are_filled_first_and_unknown_ones_count_as_fast() -> None:
+    places = Places(slots_here=1)
+    places.open(A, slots=3, grade=-10)
+    places.open(B, slots=2, grade=-14)
+    found = []
+    for k in range(6):
+        rooms = places.find(names(f"replica-{k}")) or [HERE]
+        found.append(rooms[0])
+        places.put(Address(f"replica-{k}"), rooms[0], slots=1)
+    assert found == [B, HERE, B, A, A, A]
+
+
 def test_machines_of_one_replica_stay_together_where_they_can() -> None:
     places = Places(slots_here=1)
     places.open(A, slots=2)

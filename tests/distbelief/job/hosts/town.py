@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distbelief.job.configuration.sections import StopTable
-from distbelief.job.hosts.host import PREPARE, USER, Host, HostConfig
+from distbelief.job.hosts.host import PREPARE, USER, Host
+from distbelief.job.hosts.host_config import HostConfig
 from distbelief.job.hosts.hosted import Hosted
 from distbelief.job.hosts.placing import HERE
 from distbelief.job.hosts.records import HostedConfig
@@ -17,7 +18,7 @@ from distbelief.job.supervision.membership import Kind
 from distbelief.job.supervision.stop_rules import StopRules
 from distbelief.job.supervision.supervisor import Supervisor
 from distbelief.job.supervision.supervisor_config import SupervisorConfig
-from distbelief.messages import Finished, Heartbeat, Join, Message, Stop
+from distbelief.messages import Finished, Heartbeat, Join, Message, Piece, Stop
 from distbelief.roles import (
     SUPERVISOR,
     Action,
@@ -88,6 +89,7 @@ class Town:
         self.hosted = Hosted(self.supervisor, config or config_of())
         self.now = 100.0
         self.machines: dict[Address, Machine] = {}
+        self.lossy = ""  # a document of which no piece arrives
         self.mail: deque[tuple[Address, int, Address, Message]] = deque()
         self.wire = Wire(token="t")
         self.here = self._begin(HERE, self.hosted)
@@ -169,6 +171,8 @@ class Town:
             sender, incarnation, receiver, message = self.mail.popleft()
             frames = self.wire.encode(message, sender=sender, incarnation=incarnation)
             copy = self.wire.decode(frames).message
+            if isinstance(copy, Piece) and copy.document == self.lossy:
+                continue
             event = Received(sender=sender, incarnation=incarnation, message=copy)
             if receiver == SUPERVISOR:
                 self._deliver(self.here, event)

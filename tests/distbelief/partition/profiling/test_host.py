@@ -38,6 +38,13 @@ def test_figures_are_work_over_time() -> None:
     assert found.jitter == pytest.approx(0.0, abs=1e-6)
 
 
+def test_the_speed_alone_is_measured_and_not_kept_unless_it_is_known() -> None:
+    assert host.flops(clock=Clock(tick=1e-3)) == pytest.approx(2 * 8**3 / 1e-3)
+    assert load(this_host()) is None
+    known = host.figures(clock=Clock(tick=1e-2)).flops
+    assert host.flops(clock=Clock(tick=1e-3)) == known
+
+
 def test_machines_are_alike_and_say_that_nobody_measured_their_network() -> None:
     cluster = here(3, clock=Clock())
     assert (cluster.name, cluster.origin, len(cluster)) == (HERE, "measured", 3)
