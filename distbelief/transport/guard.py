@@ -118,6 +118,10 @@ class Guard(Protocol):
         """Look at all connections to this port, if it is time to."""
         ...
 
+    def close(self) -> None:
+        """Let go of the port."""
+        ...
+
 
 @final
 class TokenGuard:
@@ -179,6 +183,9 @@ class TokenGuard:
 
     def watch(self, port: int) -> None:
         """Do nothing."""
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
 
 
 NOWHERE: Final = Source()

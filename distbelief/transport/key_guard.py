@@ -11,12 +11,15 @@ at once, and for a while gets no other:
                                       a connection, and of all those of a key
     messages in a second, of a key    here
     time to prove one's key           by ZeroMQ
-    connections of one address        here
-    new connections in a second       by the kernel (`siege`)
+    connections of one key, or else   here
+    of one address
+    new connections in a second,      by the kernel (`siege`)
+    that prove no key, or too many
+    with the same
 
-What is kept here is looked at every `watch_seconds`, so a cap on bytes may be exceeded
-by what comes in within that time. A replay of recorded bytes opens nothing: every
-connection has keys of its own.
+What is kept here is looked at every `watch_seconds` (a rush of newcomers sooner), so a
+cap on bytes may be exceeded by what comes in within that time. A replay of recorded
+bytes opens nothing: every connection has keys of its own.
 """
 
 import time
@@ -40,6 +43,7 @@ from distbelief.transport.guard import (
     Verdict,
 )
 from distbelief.transport.keys import KEY_BYTES, KeyPair
+from distbelief.transport.newcomers import Newcomers
 from distbelief.transport.peers import Books, Caps, Record
 from distbelief.transport.places import Place
 from distbelief.transport.siege import Siege
@@ -47,8 +51,8 @@ from distbelief.transport.speakers import Speakers
 
 
 _CURVE_BYTES: Final = 33  # of a MESSAGE command around a frame's bytes, RFC 26
-_NEWCOMERS: Final = "inproc://newcomers"  # of this transport's context alone
 _BEAT_BYTES: Final = 128  # in a second: more than ZeroMQ's heartbeats, no messages
+_PEEK_SECONDS: Final = 0.01  # a flood of that time is as much as a burst
 _SHORT_MAX: Final = 255  # longer ones have a length of 8 bytes instead of 1, RFC 23
 
 
@@ -82,13 +86,18 @@ class KeyGuard:
         self._now = now
         self._books = Books()
         self._watched_at: Seconds = now()
+        self._peeked_at: Seconds = now()
         self._port = 0
         self._inbox: Inbox | None = None
-        self._newcomers: Inbox | None = None
-        self._siege = Siege(
-            per_second_max=self._caps.newcomers_per_second_max,
-            burst_max=self._caps.burst_newcomers_max,
+        leak = self._caps.newcomers_per_second_max
+        burst = self._caps.burst_newcomers_max
+        self._newcomers = Newcomers(
+            per_second_max=leak,
+            burst_max=burst,
+            silent_max=self._caps.connections_max,
+            own=pair.public,
         )
+        self._siege = Siege(per_second_max=leak, burst_max=burst)
         self.watch_seconds = self._caps.watch_seconds
         speakers.refresh()
 
@@ -105,11 +114,7 @@ class KeyGuard:
         inbox.curve_server = True
         inbox.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret.reveal())
         inbox.handshake_ivl = round(1000 * self._caps.handshake_seconds_max)
-        inbox.monitor(_NEWCOMERS, zmq.EVENT_ACCEPTED)
-        self._newcomers = inbox.context.socket(zmq.PAIR)
-        self._newcomers.linger = 0
-        self._newcomers.rcvhwm = 0  # else ZeroMQ would wait for us to read
-        self._newcomers.connect(_NEWCOMERS)
+        self._newcomers.listen(inbox)
         return self._pair.public
 
     def dial(self, outbox: Outbox, peer: str, place: Place) -> None:
@@ -155,13 +160,17 @@ class KeyGuard:
         if key != self._pair.public and self._is_barred(address):
             text = f"refused {address} for a while: somebody there broke a rule lately"
             return Verdict(status=NOT_NOW, remark=text)
+        self._newcomers.admitted(key)
         return Verdict(user=key)
 
     def source(self, part: zmq.Frame, n_bytes: int) -> Source | None:
         """Return where a message came from; None if that is nobody who may speak."""
         key = str(part.get("User-Id"))
         descriptor = int(part.get(zmq.SRCFD))
-        record = self._books.speaking.get(descriptor) or self._met(descriptor)
+        record = self._books.speaking.get(descriptor)
+        if record is None:
+            record = self._met(descriptor)
+            self._newcomers.spoke(key)
         if record is not None:
             record.key = key
             record.n_bytes += n_bytes
@@ -230,14 +239,14 @@ class KeyGuard:
         self._port = port
         now = self._now()
         seconds = now - self._watched_at
-        if seconds < self._caps.watch_seconds:
+        if seconds < self._caps.watch_seconds and not self._is_rushed(now):
             return
         self._watched_at = now
         self._speakers.refresh()
         self._look_at_rates(seconds)
         found = sorted(connections.connections(port), key=self._age)
         self._forget({connection.peer for connection in found}, now)
-        of_address: Counter[str] = Counter()
+        n_of: Counter[str] = Counter()  # connections, by key or else by address
         cuts: dict[Peer, tuple[Record, str]] = {}
         hoards: set[str] = set()  # addresses
         greedy = self._greedy(found, now)
@@ -246,10 +255,10 @@ class KeyGuard:
         for connection in found:
             record = self._record(connection, now)
             record.forgive(round(_BEAT_BYTES * seconds), at_most=connection.n_bytes)
-            of_address[connection.peer[0]] += 1
-            n_of_address = of_address[connection.peer[0]]
+            whose = record.key or connection.peer[0]
+            n_of[whose] += 1
             why = greedy.get(record.key)
-            why = why or self._objection(connection, record, n_of_address)
+            why = why or self._objection(connection, record, n_of[whose])
             if nothing_waits and why is None:
                 why = self._unfinished(connection, record)
                 hoards |= {record.peer[0]} if why and not record.key else set()
@@ -291,13 +300,17 @@ class KeyGuard:
             if follower is not None:
                 self._record(follower, now).n_bytes = follower.n_bytes
 
+    def _is_rushed(self, now: Seconds) -> bool:
+        """Return whether there are so many newcomers that it cannot wait."""
+        if now - self._peeked_at < _PEEK_SECONDS:
+            return False
+        self._peeked_at = now
+        return self._newcomers.are_too_many()
+
     def _look_at_newcomers(self, seconds: Seconds) -> None:
-        if self._newcomers is None:
-            return
-        n = 0
-        while self._newcomers.poll(0):
-            self._newcomers.recv_multipart()
-            n += 1
+        for key in self._newcomers.mute(seconds):
+            self._suspend(key, "it opens connections, and says nothing")
+        n = self._newcomers.look(seconds)
         welcome = {
             record.peer[0]
             for record in self._books.connections.values()
@@ -351,19 +364,22 @@ class KeyGuard:
         return f"{held} bytes wait, of a message that does not end"
 
     def _objection(
-        self, connection: Connection, record: Record, n_of_address: int
+        self, connection: Connection, record: Record, n_alike: int
     ) -> str | None:
         """Return why this connection must not go on."""
         caps = self._caps
         unread = connection.n_bytes - record.n_bytes
         if unread > caps.unread_bytes_max:
             return f"{unread} bytes wait, of a message that does not end or is too much"
-        if n_of_address > caps.connections_max:
-            return (
-                f"{n_of_address} connections at once, more than {caps.connections_max}"
-            )
+        n_max = caps.connections_of_key_max if record.key else caps.connections_max
+        if n_alike > n_max:
+            return f"{n_alike} connections at once, more than {n_max}"
         if record.key and not self._speakers.admit(record.key):
             return "its key is no longer allowed"
         if record.key and self._is_suspended(record.key):
             return "it broke a rule lately"
         return None
+
+    def close(self) -> None:
+        """Let go of the port: else nobody could listen there again."""
+        self._siege.end()

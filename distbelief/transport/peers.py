@@ -21,9 +21,11 @@ class Caps:
             can be but a part of one, and two frames are the most that any has.
         unread_bytes_of_key_max: Of all connections of one key: a machine's roles share
             one, and each may have 64 blocks on their way to each shard.
-        connections_max: Of one address.
-        newcomers_per_second_max: Connections that are opened, of all together, over
-            some seconds.
+        connections_max: Of one address, that have said nothing so far.
+        connections_of_key_max: Of one key: the roles of a machine, each with a link to
+            every shard of the other, share one.
+        newcomers_per_second_max: Connections that are opened, over some seconds: of
+            each key, and of all together that prove none.
         burst_newcomers_max: Likewise, at once.
         handshake_seconds_max: To prove one's key.
         suspended_seconds: How long who broke a rule stays out.
@@ -35,7 +37,8 @@ class Caps:
     unread_bytes_max: int = 1 << 28
     unfinished_bytes_max: int = 1 << 23
     unread_bytes_of_key_max: int = 1 << 30
-    connections_max: int = 256
+    connections_max: int = 1024
+    connections_of_key_max: int = 4096
     newcomers_per_second_max: float = 20.0
     burst_newcomers_max: float = 300.0
     handshake_seconds_max: float = 5.0

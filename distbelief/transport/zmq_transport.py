@@ -167,6 +167,7 @@ class ZmqTransport:
         for peer in list(self._outboxes):
             linger = round(1000 * self._options.linger_seconds)
             self._outboxes.pop(peer).close(linger)
+        self._guard.close()
         self._context.destroy(linger=0)  # the other sockets; returns when all is sent
         self._context = None
 
