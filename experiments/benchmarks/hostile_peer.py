@@ -13,6 +13,11 @@ often it tried. Each kind goes on as fast as a whole core lets it.
     replay      sends what it recorded of another's connection
     strangers   shows keys that are not allowed
     role        speaks as a shard                     needs a key that is allowed
+
+Two are no attacks, but what any machine would suffer beside one:
+
+    burn        keeps its own core, and sends nothing
+    knock       asks for connections where nobody listens
 """
 
 import json
@@ -23,7 +28,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -42,6 +47,7 @@ MEBIBYTE: Final = 1 << 20
 N_DRIPS: Final = 300
 DRIP_SECONDS: Final = 0.25
 N_AT_ONCE: Final = 64
+CLOSED: Final = 7  # a port where nobody listens
 N_PARTS: Final = 4000  # of a message: more than anybody takes
 
 
@@ -75,7 +81,7 @@ def main() -> None:
         return
     print("ready", flush=True)
     until = time.monotonic() + float(sys.stdin.readline())
-    n = ATTACKS[kind](told, lambda: time.monotonic() < until)
+    n = {**ATTACKS, **CONTROLS}[kind](told, lambda: time.monotonic() < until)
     print(json.dumps({"tries": n}), flush=True)
 
 
@@ -101,6 +107,22 @@ def _be_honest(told: Told) -> None:
         struct.pack_into("<q", counter, 0, n)
 
 
+# --------------------------------------------------------------------- no attacks
+
+
+def _burn(_: Told, goes_on: Callable[[], bool]) -> int:
+    n = 0
+    while goes_on():
+        os.urandom(4096)
+        n += 1
+    return n
+
+
+def _knock(told: Told, goes_on: Callable[[], bool]) -> int:
+    closed = [(host, CLOSED) for host, _ in told.places]
+    return _flood(told, goes_on, lambda _: b"", places=closed)
+
+
 # ------------------------------------------------------------------- without a key
 
 
@@ -115,16 +137,21 @@ def _replay(told: Told, goes_on: Callable[[], bool]) -> int:
 
 
 def _flood(
-    told: Told, goes_on: Callable[[], bool], data: Callable[[int], bytes]
+    told: Told,
+    goes_on: Callable[[], bool],
+    data: Callable[[int], bytes],
+    *,
+    places: Sequence[tuple[str, int]] | None = None,
 ) -> int:
     """Open connections and write to them, some dozens at a time."""
+    places = places or told.places
     links: deque[socket.socket] = deque()
     n = 0
     while goes_on():
         link = socket.socket()
         link.settimeout(0.0)
         links.append(link)
-        link.connect_ex(told.places[n % len(told.places)])
+        link.connect_ex(places[n % len(places)])
         link = links[max(0, len(links) - N_AT_ONCE // 2)]  # begun a moment ago
         with suppress(OSError):
             link.send(data(n))
@@ -222,7 +249,11 @@ def _crowd(
     links: deque[zmq.Socket[bytes]] = deque()
     n = 0
     while goes_on():
-        link = _link(context, told, pair(n))
+        try:
+            link = _link(context, told, pair(n))
+        except zmq.ZMQError:  # those that are being closed take files, too
+            time.sleep(0.001)
+            continue
         links.append(link)
         link.connect("tcp://{}:{}".format(*told.places[n % len(told.places)]))
         if message is not None:
@@ -263,6 +294,7 @@ ATTACKS: Final[Mapping[str, Attack]] = {
     "strangers": _strangers,
     "role": _role,
 }
+CONTROLS: Final[Mapping[str, Attack]] = {"burn": _burn, "knock": _knock}
 
 
 if __name__ == "__main__":

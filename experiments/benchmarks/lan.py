@@ -9,7 +9,9 @@ Jobs over network namespaces, machines that have joined; only root may make them
 """
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from experiments.benchmarks import measurement
@@ -72,4 +74,7 @@ def _beyond(links: Sequence[Link]) -> float:
 
 
 if __name__ == "__main__":
+    # Python looks beside a program first, where a module is called sandblaster.
+    beside = Path(__file__).resolve().parent
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != beside]
     main()

@@ -53,6 +53,12 @@ class Lan:
         counts = told[0]["stats64"]
         return counts["rx"]["bytes"], counts["tx"]["bytes"]
 
+    def limit(self, host: Host, *, bits_per_second: float) -> None:
+        """Let this host send no more than that from now on."""
+        bucket = _bucket(bits_per_second)
+        root = ["dev", INTERFACE, "root", "tbf"]
+        _do(["tc", "-n", host.name, "qdisc", "replace", *root, *bucket])
+
     def _set(self, host: Host, state: str) -> None:
         port = f"port{self.hosts.index(host)}"
         _do(["ip", "-n", self._name, "link", "set", port, state])
@@ -99,10 +105,14 @@ def _plug(
     _do(["ip", "-n", name, "link", "set", INTERFACE, "up"])
     _do(["ip", "-n", switch, "link", "set", port, "master", "switch", "up"])
     for namespace, device in ((name, INTERFACE), (switch, port)):
-        bucket = ["rate", f"{bits_per_second:.0f}bit", "burst", f"{_BURST_BYTES}"]
-        bucket += ["limit", f"{_QUEUE_BYTES}"]
         root = ["dev", device, "root", "tbf"]
+        bucket = _bucket(bits_per_second)
         _do(["tc", "-n", namespace, "qdisc", "add", *root, *bucket])
+
+
+def _bucket(bits_per_second: float) -> list[str]:
+    rate = ["rate", f"{bits_per_second:.0f}bit", "burst", f"{_BURST_BYTES}"]
+    return [*rate, "limit", f"{_QUEUE_BYTES}"]
 
 
 def _do(command: Sequence[str]) -> None:

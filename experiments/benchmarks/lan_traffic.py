@@ -10,6 +10,7 @@ themselves twice a second.
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from experiments.benchmarks.lan_switch import Lan
 
 
 SECONDS_MAX: Final = 240.0
+TICK_SECONDS: Final = 0.02
 TASK: Final = "experiments.benchmarks.simulated_task"
 _MACHINE: Final = Machine(flops=2e10, memory_rate=1e10, bandwidth=1.25e8)
 
@@ -71,8 +73,7 @@ def links_of(lan: Lan, text: str) -> Sequence[Link]:
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="distbelief-")))
-        before = [lan.n_bytes(host) for host in lan.hosts]
-        placement = _run(folder, lan.hosts, text, stack)
+        placement, before = _run(folder, lan, text, stack)
         after = [lan.n_bytes(host) for host in lan.hosts]
         traffic, names = _foretell(folder / "0" / "job.toml", placement)
     links = []
@@ -95,9 +96,15 @@ def links_of(lan: Lan, text: str) -> Sequence[Link]:
 
 
 def _run(
-    folder: Path, hosts: Sequence[Host], text: str, stack: ExitStack
-) -> Mapping[Address, int]:
-    """Run the job; return on which host each replica's process was."""
+    folder: Path, lan: Lan, text: str, stack: ExitStack
+) -> tuple[Mapping[Address, int], Sequence[tuple[int, int]]]:
+    """Run the job.
+
+    Returns:
+        On which host each replica's process was, and what the links had had when all
+        hosts were ready.
+    """
+    hosts = lan.hosts
     lay_out(folder, hosts)
     (folder / "0" / "job.toml").write_text(text)
     at = f"tcp://{hosts[0].address}:7700"
@@ -106,14 +113,21 @@ def _run(
     for index, host in enumerate(hosts[1:], start=1):
         words = ["join", at, "--keys", "keys", "--cores", "1", "--allow-import", TASK]
         start(host, folder / f"{index}", words, stack)
+    log = folder / "0" / "runs" / "simulation" / "logs" / "supervisor.log"
+    while job.poll() is None:
+        if log.is_file() and log.read_text().count(" is ready: ") == len(hosts) - 1:
+            break
+        time.sleep(TICK_SECONDS)
+    before = [lan.n_bytes(host) for host in hosts]
     said, _ = job.communicate(timeout=SECONDS_MAX)
     if job.returncode:
         raise RuntimeError(f"the job ended with {job.returncode}: {said}")
-    return {
+    placement = {
         Address(log.stem): index
         for index in range(1, len(hosts))
         for log in (folder / f"{index}").glob("runs/joined/*/logs/*-*.log")
     }
+    return placement, before
 
 
 def lay_out(folder: Path, hosts: Sequence[Host]) -> None:

@@ -33,6 +33,7 @@ from experiments.benchmarks.simulated_truth import JOB
 
 SECONDS_MAX: Final = 300.0
 TICK_SECONDS: Final = 0.02
+N_TICKS: Final = 100  # that the replica is seen to train before its node is removed
 ON_RAY: Final = ("--on", "ray", "--hosts", "1", "--cores", "1", "--hosts-seconds", "60")
 
 
@@ -86,25 +87,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def report(found: dict[str, list[Course]], lost: Course) -> None:
     """Print all, and the figures as the last line."""
-    starts = {name: [c.start_seconds for c in found[name]] for name in found}
-    rates = {name: [c.rate for c in found[name]] for name in found}
-    rows = {
-        name: {
-            "start, s": measurement.Spread.of(starts[name]).show(),
-            "samples/s": measurement.Spread.of(rates[name]).show(0),
-        }
-        for name in found
+    figures = {
+        "ended_well": float(lost.exit_code == 0 and lost.away_seconds is not None),
+        "away_seconds": lost.away_seconds or float("nan"),
     }
-    measurement.show("Two replicas", rows)
-    measurement.conclude(
-        "ray_hosts",
-        {
+    if all(found.values()):
+        starts = {name: [c.start_seconds for c in found[name]] for name in found}
+        rates = {name: [c.rate for c in found[name]] for name in found}
+        rows = {
+            name: {
+                "start, s": measurement.Spread.of(starts[name]).show(),
+                "samples/s": measurement.Spread.of(rates[name]).show(0),
+            }
+            for name in found
+        }
+        measurement.show("Two replicas", rows)
+        figures |= {
             "start_over_local": median(starts["ray"]) / median(starts["local"]),
             "throughput_over_local": median(rates["ray"]) / median(rates["local"]),
-            "ended_well": float(lost.exit_code == 0 and lost.away_seconds is not None),
-            "away_seconds": lost.away_seconds or float("nan"),
-        },
-    )
+        }
+    measurement.conclude("ray_hosts", figures)
 
 
 def _run(
@@ -118,16 +120,17 @@ def _run(
         begun = time.monotonic()
         views: list[tuple[float, int]] = []  # when, samples
         attacked = back = None
-        pid_before = 0
+        n_ticks, pid_before = 0, 0
         while process.poll() is None and time.monotonic() < begun + SECONDS_MAX:
             time.sleep(TICK_SECONDS)
-            now, samples, pid = time.monotonic(), *_look(run)
+            now, (samples, pid, is_training) = time.monotonic(), _look(run)
             if samples and (not views or samples != views[-1][1]):
                 views.append((now, samples))
-            if attack is not None and attacked is None and len(views) > 3:
+            n_ticks += is_training
+            if attack is not None and attacked is None and n_ticks > N_TICKS:
                 attack()
                 attacked, pid_before = time.monotonic(), pid
-            elif attacked and back is None and pid not in {0, pid_before}:
+            elif attacked and back is None and is_training and pid != pid_before:
                 back = now
         said, _ = process.communicate()
     if len(views) < 2:
@@ -171,15 +174,18 @@ def _started(
                 process.communicate()
 
 
-def _look(run: Path) -> tuple[int, int]:
-    """Return the samples of a run so far, and the process of replica 1."""
+def _look(run: Path) -> tuple[int, int, bool]:
+    """Return a run's samples so far, replica 1's process, and if that trains."""
     try:
         status = json.loads((run / "status.json").read_text())
     except (OSError, json.JSONDecodeError):
-        return 0, 0
+        return 0, 0, False
     view = status["view"]
-    pids = [role["pid"] for role in view["roles"] if role["name"] == "replica-1"]
-    return int(view["samples"]), pids[0] or 0 if pids else 0
+    for role in view["roles"]:
+        if role["name"] == "replica-1":
+            pid, rate = role["pid"] or 0, role["rate"] or 0.0
+            return int(view["samples"]), pid, bool(pid and rate > 0.0)
+    return int(view["samples"]), 0, False
 
 
 def _tell(name: str, course: Course) -> None:
@@ -188,11 +194,14 @@ def _tell(name: str, course: Course) -> None:
         f"exit code {course.exit_code}, away {course.away_seconds}",
         flush=True,
     )
+    if course.away_seconds is not None:
+        told = [line for line in course.said.splitlines() if "replica 1" in line]
+        print("\n".join(f"    {line}" for line in told), flush=True)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="0: only a node removed")
     parser.add_argument("--steps", type=int, default=400, help="of a replica")
     parser.add_argument("--job", type=Path, help="a job file of your own")
     return parser.parse_args(arguments)

@@ -1,6 +1,7 @@
 """Every decoder, so many times: what it took, how fast, and what went wrong.
 
-    python -m experiments.fuzz [NAME ...] [--executions 1e7] [--engine atheris]
+    python -m experiments.fuzz [NAME ...] [--executions 1e7] [--seconds 60] [--seed 1]
+        [--engine atheris]
 
 One process for each decoder, one after the other. A finding is an exception that is no
 refusal, memory taken because bytes say so, or anything that `watching` forbids: code
@@ -9,6 +10,7 @@ run, unpickled or started. The exit code is 1 if there is one.
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -69,7 +71,7 @@ def _run(name: str, options: argparse.Namespace) -> Verdict:
     with TemporaryDirectory(prefix="distbelief-fuzz-") as folder:
         words = [sys.executable, "-m", "experiments.fuzz", name, "--child", folder]
         words += ["--executions", str(options.executions), "--seed", str(options.seed)]
-        words += ["--engine", options.engine]
+        words += ["--engine", options.engine, "--seconds", str(options.seconds)]
         said = subprocess.run(words, stdout=subprocess.PIPE, check=False)
         last = said.stdout.splitlines()[-1] if said.stdout else b""
         try:
@@ -85,7 +87,9 @@ def _try(options: argparse.Namespace) -> None:
     """Be that process."""
     name, n = options.names[0], int(options.executions)
     with DECODERS[name]() as decoder:
-        trial = Trial(decoder=decoder, watch=Watch())
+        trial = Trial(
+            decoder=decoder, watch=Watch(), seconds_max=float(options.seconds)
+        )
 
         def ended(seconds: float) -> None:
             verdict = Verdict(
@@ -139,6 +143,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="all by default")
     parser.add_argument("--executions", type=float, default=1e6, help="of each")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="of a processor, for each"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", choices=("own", "atheris"), default="own")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -4,6 +4,7 @@ Each engine calls `try_` with bytes, so often as it is told to. Memory is bounde
 it does, so that what believes a size that it reads fails, and is found.
 """
 
+import math
 import os
 import resource
 import sys
@@ -23,6 +24,7 @@ MEMORY_BYTES_MAX: Final = 1 << 30
 """Beyond what the process has at the beginning."""
 
 N_FINDINGS_MAX: Final = 8
+N_BETWEEN_LOOKS: Final = 1024  # at the clock
 N_WARM: Final = 2000  # what is imported and compiled at first is no finding
 
 
@@ -34,6 +36,7 @@ class Trial:
     Attributes:
         decoder: That.
         watch: Of what none may do.
+        seconds_max: Of a processor; then that is all.
         n: Executions so far.
         n_taken: Of them, of bytes that were taken.
         findings: What went wrong, each with the bytes.
@@ -41,6 +44,7 @@ class Trial:
 
     decoder: Decoder
     watch: Watch
+    seconds_max: float = math.inf
     n: int = 0
     n_taken: int = 0
     findings: list[str] = field(default_factory=list)
@@ -61,10 +65,16 @@ class Trial:
         self.n_taken += taken
         return taken
 
-    @property
-    def is_over(self) -> bool:
-        """Whether there is no point in going on."""
-        return len(self.findings) >= N_FINDINGS_MAX
+    def is_over(self, begun: float) -> bool:
+        """Return whether there is no point in going on, or no time.
+
+        Args:
+            begun: By the clock of this process's processor time.
+        """
+        if len(self.findings) >= N_FINDINGS_MAX:
+            return True
+        is_time = self.n % N_BETWEEN_LOOKS == 0
+        return is_time and time.process_time() - begun > self.seconds_max
 
     def _find(self, what: str, data: bytes) -> None:
         self.findings.append(f"{what} by {data[:400]!r}")
@@ -84,7 +94,7 @@ def mutate(trial: Trial, *, n: int, seed: int) -> float:
     mutator = Mutator(trial.decoder.seeds, draw=numbers(seed))
     begun = time.process_time()
     with trial.watch.on():
-        while trial.n < n and not trial.is_over:
+        while trial.n < n and not trial.is_over(begun):
             if trial.try_(mutator.next()):
                 mutator.accepted()
     return time.process_time() - begun
@@ -110,7 +120,7 @@ def fuzz(
     def once(data: bytes) -> None:
         with trial.watch.on():
             trial.try_(data)
-        if trial.n == n or trial.is_over:
+        if trial.n == n or trial.is_over(begun):
             ended(time.process_time() - begun)
             sys.stdout.flush()
             os._exit(0)
