@@ -133,7 +133,11 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         stack.callback(memory.remove_all)
         run, is_new = _open_run(job, resume)
         stack.enter_context(run)
-        launcher.serve(spec=memory.directory / ".spec.json", log_of=run.log_file)
+        launcher.serve(
+            spec=memory.directory / ".spec.json",
+            log_of=run.log_file,
+            has_machines=job.cluster.is_split,
+        )
         training = stack.enter_context(
             _Training(job, run, memory=memory, launcher=launcher, console=console)
         )

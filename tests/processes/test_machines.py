@@ -246,7 +246,9 @@ def test_a_model_that_no_process_could_hold_trains(tmp_path: Path) -> None:
 def test_sixteen_machines_learn_and_one_may_be_killed(folder: Path) -> None:
     many = ("--set", "cluster.partitions=16", "--set", "model.initial=seed")
     one = ("--set", "cluster.replicas=1", "--set", "model.arguments.channels=32")
-    with digits(folder, *many, *one, "--set", "stop.epochs=12") as command:
+    # 16 others evaluate, on the same cores.
+    seldom = ("--set", "evaluation.every=30 s", "--set", "stop.epochs=12")
+    with digits(folder, *many, *one, *seldom) as command:
         poll(command.is_training, seconds=900.0)
         (victim,) = command.pids("replica-0.7")
         os.kill(victim, signal.SIGKILL)

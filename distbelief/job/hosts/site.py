@@ -85,7 +85,11 @@ class HostSite:
         # In a directory that only its user may enter: the run's token is in it.
         self._spec.write_bytes(msgspec.json.encode(spec))
         logs = directory / "logs"
-        self._launcher.serve(spec=self._spec, log_of=lambda name: logs / f"{name}.log")
+        self._launcher.serve(
+            spec=self._spec,
+            log_of=lambda name: logs / f"{name}.log",
+            has_machines=plan is not None,
+        )
 
     def verdict(self) -> str | None:
         """Return what `PREPARE` has found wrong; None if nothing is."""

@@ -49,6 +49,7 @@ class Launcher:
     ) -> None:
         self._spec = spec
         self._log_of = log_of
+        self._modules: tuple[str, ...] = ()
         self._server: subprocess.Popen[bytes] | None = None
         self._unread = b""
         self._alive: dict[Address, int] = {}  # incarnation of the newest life
@@ -114,15 +115,22 @@ class Launcher:
         assert self._server.stdout is not None
         os.set_blocking(self._server.stdout.fileno(), False)
         self._unread = b""
+        self._import()
 
-    def serve(self, *, spec: Path, log_of: Callable[[str], Path]) -> None:
+    def serve(
+        self, *, spec: Path, log_of: Callable[[str], Path], has_machines: bool = False
+    ) -> None:
         """From now on start the processes of this run.
 
         Args:
             spec: File that tells them all but their names (`process.Spec`).
             log_of: Where the log of a role is.
+            has_machines: Whether replicas are split over machines, all of which import
+                more: the fork server does it for them, once.
         """
         self._spec, self._log_of = spec, log_of
+        self._modules = forkserver.MODULES_OF_MACHINES if has_machines else ()
+        self._import()
 
     def close(self) -> None:
         """End every process, and wait until it is gone."""
@@ -180,6 +188,11 @@ class Launcher:
             log=str(self._log_of(name).absolute()),
         )
         self._ask(start)
+
+    def _import(self) -> None:
+        """Have the server import what this run needs beside the usual."""
+        if self._modules:
+            self._ask(forkserver.Import(modules=self._modules))
 
     def _ask(self, request: forkserver.Request) -> None:
         server = self._server
