@@ -8,7 +8,8 @@ program.
 A *chain* is what can be done without another word from outside. It ends early where
 something is ready to be sent and the next operation takes long: sends leave then, and
 the machine goes on while they travel. What can wait comes last, and alone: meanwhile
-something more urgent may have come.
+something more urgent may have come. What only enters, and lets nothing be done yet,
+begins no chain: it is done with the next one.
 """
 
 import heapq
@@ -141,6 +142,7 @@ class Agenda:
             if count == 0 and instance % self._n in outside
         }
         self._ready: list[tuple[bool, int]] = []
+        self._entering: list[int] = []  # not done yet, though it counts as done
         for instance, count in enumerate(timetable.n_before):
             if count == 0 and instance not in self._awaited:
                 self._can_begin(instance)
@@ -165,24 +167,27 @@ class Agenda:
 
         All of it counts as done from now on.
         """
-        chain: list[int] = []
-        total, sends = 0.0, False
+        chain, self._entering = self._entering, []
+        total, sends, computes = 0.0, False, False
         while self._ready:
             can_wait, instance = self._ready[0]
             flops = self._flops(instance)
-            leaves = chain and flops > SEND_FIRST_FLOPS and (sends or can_wait)
+            leaves = computes and flops > SEND_FIRST_FLOPS and (sends or can_wait)
             if leaves or total > CHAIN_FLOPS:
                 break
             heapq.heappop(self._ready)
             chain.append(instance)
+            self.n_left -= 1
             total += flops
             operation = self._table.flow.operations[instance % self._n]
+            computes |= not isinstance(operation, Enter)
             sends |= isinstance(operation, Leave) and operation.message is not None
             for other in self._table.after[instance]:
                 self._n_before[other] -= 1
                 if not self._n_before[other]:
                     self._can_begin(other)
-        self.n_left -= len(chain)
+        if not computes and self.n_left:
+            self._entering, chain = chain, []
         return chain, total
 
     def _can_begin(self, instance: int) -> None:
