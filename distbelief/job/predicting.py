@@ -6,7 +6,6 @@ of model.safetensors, so that a model too large for one process predicts as well
 """
 
 import secrets
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from distbelief.program.plan import Plan, load
 from distbelief.runtime.task.checks import check_evaluation
 from distbelief.runtime.task.samples import Sample
 from distbelief.runtime.task.task import build_model
+from distbelief.scratch import scratch
 
 
 SUFFIXES: Final = (".npy", ".safetensors")
@@ -150,12 +150,12 @@ def _split(job: Job, run: RunDirectory, plan: Plan, inputs: Array) -> Array:
     chunk = plan.batch
     with (
         ended_by_sigterm(),
-        tempfile.TemporaryDirectory(prefix="distbelief-") as folder,
+        scratch() as folder,
     ):
-        given = Path(folder) / "inputs.npy"
+        given = folder / "inputs.npy"
         np.save(given, inputs)
         rehearsal = Rehearsal(
-            folder=folder,
+            folder=str(folder),
             token=secrets.token_hex(16),
             task=job.task,
             sample=Sample(

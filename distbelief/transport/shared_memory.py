@@ -30,6 +30,7 @@ import numpy as np
 
 from distbelief.errors import LocalProtocolError, MemoryGoneError, StorageError
 from distbelief.memory import Region
+from distbelief.scratch import lock, remove_if_free
 from distbelief.vectors import Vector
 
 
@@ -69,7 +70,7 @@ class FileMemory:
         memory = cls(directory)
         try:
             draft.mkdir(mode=0o700)
-            memory._directory_lock = _lock(draft)
+            memory._directory_lock = lock(draft)
             draft.rename(directory)
         except OSError as error:
             raise StorageError(
@@ -170,7 +171,7 @@ class FileMemory:
         return sorted(
             path.name
             for path in self.directory.glob("[!.]*")
-            if path.name not in self._locks and _remove_if_free(path)
+            if path.name not in self._locks and remove_if_free(path)
         )
 
     def remove_all(self) -> None:
@@ -186,8 +187,8 @@ class FileMemory:
         """Remove this user's directories that crashed runs left; return their paths."""
         return sorted(
             path
-            for path in (root or _default_root()).glob(f"{_PREFIX}*-*")
-            if path.is_dir() and _remove_if_free(path)
+            for path in (root or _default_root()).glob(f"{_PREFIX}[0-9]*-*")
+            if path.is_dir() and remove_if_free(path)
         )
 
     def _no_room(self, n_bytes: int, error: OSError) -> str:
@@ -222,36 +223,3 @@ def _map(file: int, n_bytes: int) -> Region:
         return np.zeros(0, np.uint8)  # nothing can be mapped, and nothing be shared
     mapped = mmap.mmap(file, n_bytes, flags=_MAP_FLAGS)
     return np.frombuffer(mapped, np.uint8)  # keeps the mapping; aligned to a page
-
-
-def _lock(path: Path) -> int:
-    """Return a descriptor that holds the lock of `path` until it is closed.
-
-    Raises:
-        OSError: the path is gone, or somebody else holds it.
-    """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.stat()
-    except OSError:
-        os.close(file)
-        raise
-    return file
-
-
-def _remove_if_free(path: Path) -> bool:
-    """Remove a file or directory of this user, unless a living process holds it."""
-    try:
-        lock = _lock(path)
-    except OSError:
-        return False
-    try:
-        is_own = os.fstat(lock).st_uid == os.geteuid()
-        if is_own and path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        elif is_own:
-            path.unlink(missing_ok=True)
-    finally:
-        os.close(lock)
-    return not path.exists()

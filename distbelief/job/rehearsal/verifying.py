@@ -6,7 +6,6 @@ is found, and whether it is as it should be: `verified`.
 """
 
 import secrets
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from distbelief.program.plan import Plan
 from distbelief.runtime.task.losses import Loss, loss_function
 from distbelief.runtime.task.samples import Sample
 from distbelief.runtime.task.task import DataSpec, ModelSpec, TaskSpec, build_model
+from distbelief.scratch import scratch
 
 
 N_STEPS: Final = 12
@@ -71,9 +71,8 @@ def verify(
     inputs, targets = _batch(graph, sample, batch=plan.batch, loss=loss)
     with (
         ended_by_sigterm(),
-        tempfile.TemporaryDirectory(prefix="distbelief-") as name,
+        scratch() as folder,
     ):
-        folder = Path(name)
         module = build_model(spec).train()
         tensors = {key: value.clone() for key, value in module.state_dict().items()}
         save_file(
@@ -83,7 +82,7 @@ def verify(
         np.save(folder / "inputs.npy", inputs.numpy())
         np.save(folder / "targets.npy", targets.numpy())
         rehearsal = Rehearsal(
-            folder=name,
+            folder=str(folder),
             token=secrets.token_hex(16),
             task=TaskSpec(model=spec, train=DataSpec(factory="none:none"), loss=loss),
             sample=sample,
