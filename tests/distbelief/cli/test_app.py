@@ -82,7 +82,7 @@ def loaded_by(*arguments: str) -> tuple[int, list[str]]:
         capture_output=True,
         text=True,
         check=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
     )
     last = done.stdout.splitlines()[-1].split()
     assert last[0] == "LOADED"
@@ -248,7 +248,7 @@ def test_a_reader_that_had_enough_is_no_error(options: list[str]) -> None:
             stderr=subprocess.PIPE,
             text=True,
             check=False,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
         )
     assert done.stderr == ""
     assert done.returncode == FAILED

@@ -389,7 +389,7 @@ def test_a_mistake_in_the_jobs_own_tables_is_told_without_torch(tmp_path: Path) 
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])},
         capture_output=True,
         text=True,
         check=True,
