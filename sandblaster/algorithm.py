@@ -160,8 +160,8 @@ def verdict_on(reason: Reason, *, iteration: float) -> Verdict:
     """Return what an end for this reason means.
 
     A search that finds no better point has failed if it never found one. After many
-    iterations it is what single precision comes to.
+    iterations it is what single precision comes to; but not if no loss is a number.
     """
     lost = reason is Reason.LINE_SEARCH_FAILED and iteration < 1
-    failed = lost or reason is Reason.NOT_FINITE
+    failed = lost or reason in {Reason.NOT_FINITE, Reason.NO_FINITE_TRIAL}
     return Verdict(reason=reason.sentence, failed=failed)

@@ -20,6 +20,10 @@ class Reason(Enum):
     )
     NOT_FINITE = "the loss or its gradient at the starting point is not finite"
     STOPPED = "it was told to stop"
+    NO_FINITE_TRIAL = (
+        "at no step along the gradient is the loss finite, nor its gradient: look at "
+        "the model, its loss and the data"
+    )
 
     @property
     def sentence(self) -> str:

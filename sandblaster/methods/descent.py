@@ -163,7 +163,7 @@ class DescentRun:
             present = _counted(present, searched)
             if searched.trial is None:
                 expected = min(expected, _expected(present, searched))
-                reason = self._verdict_on_failure(present, expected)
+                reason = self._verdict_on_failure(present, searched, expected)
                 if reason is not None:
                     return self._result(present, reason)
                 self.descent.forget(gradient_square=present.gradient_square)
@@ -247,12 +247,16 @@ class DescentRun:
             return Reason.CONVERGED_VALUE
         return self._bound(present)
 
-    def _verdict_on_failure(self, present: Present, expected: float) -> Reason | None:
+    def _verdict_on_failure(
+        self, present: Present, searched: Searched, expected: float
+    ) -> Reason | None:
         bound = self._bound(present)
         if bound is not None:
             return bound
         if self.descent.remembers:
             return None
+        if not searched.any_finite:
+            return Reason.NO_FINITE_TRIAL
         loss, at_start = present.loss, present.loss_at_start
         if lost_in_rounding(self.method, loss, expected, loss_at_start=at_start):
             return Reason.CONVERGED_ROUNDING

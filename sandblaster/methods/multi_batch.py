@@ -126,6 +126,7 @@ class _Run:
     method: MultiBatchLBFGS
     descent: QuasiNewton
     batch: Batch
+    any_finite: bool = True  # at a trial of the last search
 
     def steps(self, resumed: _State | None) -> Steps[Result]:
         if resumed is None:
@@ -149,7 +150,7 @@ class _Run:
                 step_length = None
                 continue
             if moved is None:
-                return self._result(present, Reason.LINE_SEARCH_FAILED)
+                return self._result(present, self._failure)
             present, step_length = moved
 
     # --------------------------------------------------------------------- parts
@@ -190,7 +191,8 @@ class _Run:
 
     def _search(self, present: Present) -> Steps[tuple[Present, float] | None]:
         """Halve the step until it will do; move there, and on to the next batch."""
-        if not present.slope < 0.0:
+        self.any_finite = not present.slope < 0.0
+        if self.any_finite:
             return None
         rest, tail, step = self.batch.rest, self.batch.tail, present.step
         for _ in range(_N_TRIALS_MAX):
@@ -204,6 +206,7 @@ class _Run:
             tail_loss, _ = yield from self._at(TRIAL, tail, gradient=_TRIAL_TAIL)
             present = _counted(present)
             loss = mean_loss(((rest, rest_loss), (tail, tail_loss)))
+            self.any_finite |= math.isfinite(loss)
             expected, noise = -step * present.slope, self._noise(present)
             is_lost = expected <= noise  # shorter steps improve it by less
             least = noise if is_lost else self.method.sufficient_decrease * expected
@@ -277,6 +280,12 @@ class _Run:
     ) -> Steps[tuple[float, tuple[float, ...]]]:
         part = Objective(l2=self.method.l2, examples=examples)
         return part.at(point, gradient=gradient, before=before, after=after)
+
+    @property
+    def _failure(self) -> Reason:
+        """Why the last search has failed."""
+        found = self.any_finite
+        return Reason.LINE_SEARCH_FAILED if found else Reason.NO_FINITE_TRIAL
 
     def _verdict(self, present: Present) -> Reason | None:
         if small_gradient(self.method, present.gradient_norm):

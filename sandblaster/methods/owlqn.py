@@ -154,7 +154,7 @@ class WithinOrthant:
         gradient = TRIAL_GRADIENTS[0]
         move = (Term(1.0, TRIAL), Term(-1.0, PARAMETERS))
         before: tuple[Command, ...] = ()
-        n_evaluations = 0
+        n_evaluations, any_finite = 0, False
         while n_evaluations < min(_N_TRIALS_MAX, n_trials_max):
             n_evaluations += 1
             value, norm, square, (slope, *scalars) = yield from self._at(
@@ -169,6 +169,7 @@ class WithinOrthant:
                 ),
             )
             sample, expected = Sample(step, value, slope), -min(slope, 0.0)
+            any_finite |= sample.finite
             is_lost = expected <= noise  # shorter steps improve it by less
             least = noise if is_lost else self.sufficient_decrease * expected
             if sample.finite and value <= begin - least:
@@ -186,7 +187,12 @@ class WithinOrthant:
                 break
             step *= 0.5
             before = self.make_trial(step)
-        return Searched(trial=None, satisfied=False, n_evaluations=n_evaluations)
+        return Searched(
+            trial=None,
+            satisfied=False,
+            n_evaluations=n_evaluations,
+            any_finite=any_finite,
+        )
 
     def _at(
         self,

@@ -79,6 +79,7 @@ class Searched:
         trial: It.
         satisfied: It is all that was asked of a step.
         n_evaluations: Of the search.
+        any_finite: At some step loss and slope were finite, or none was tried.
         by_slopes: What the last trial would improve the loss by if slopes were asked,
             which are content with it, and values cannot tell; None if it is not so.
     """
@@ -86,6 +87,7 @@ class Searched:
     trial: Trial | None
     satisfied: bool
     n_evaluations: int
+    any_finite: bool = True
     by_slopes: float | None = None
 
 
@@ -176,7 +178,7 @@ class Straight:
         step = next(steps)
         before: tuple[Command, ...] = ()
         best: Trial | None = None
-        n_evaluations, satisfied = 0, False
+        n_evaluations, satisfied, any_finite = 0, False, False
         while True:
             taken = best is not None and best.gradient == TRIAL_GRADIENTS[0]
             gradient = TRIAL_GRADIENTS[1 if taken else 0]
@@ -189,6 +191,7 @@ class Straight:
             n_evaluations += 1
             trial = _trial(Sample(step, loss, scalars[0]), gradient, scalars)
             best = trial if _better(trial.sample, best, start=start) else best
+            any_finite |= trial.sample.finite
             try:
                 step = steps.send(trial.sample)
             except StopIteration as end:
@@ -210,6 +213,7 @@ class Straight:
             trial=best,
             satisfied=satisfied,
             n_evaluations=n_evaluations,
+            any_finite=any_finite,
             by_slopes=by_slopes,
         )
 

@@ -252,6 +252,7 @@ def test_a_coordinator_that_is_not_told_counts_the_samples_itself() -> None:
         (Reason.NOT_FINITE, 0, True),
         (Reason.LINE_SEARCH_FAILED, 0, True),
         (Reason.LINE_SEARCH_FAILED, 9, False),
+        (Reason.NO_FINITE_TRIAL, 9, True),
     ],
 )
 def test_an_end_is_told_as_what_it_is(

@@ -228,6 +228,27 @@ def test_a_wall_of_nan_is_not_run_into(name: str, radius: float) -> None:
 
 
 @each_method
+def test_a_loss_that_is_no_number_any_more_ends_at_the_last_point(name: str) -> None:
+    """It was told that no step improves the loss; a job's exit code was 0."""
+    problem, method = ill_conditioned(), METHODS[name]
+    recorder = Recorder(problem, 12)
+
+    def breaking(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
+        loss, gradient, n_examples = problem.of(x, examples)
+        factor = 1.0 if len(recorder.cuts) < 4 else math.nan
+        return factor * loss, factor * gradient, n_examples
+
+    recorder.local = Local(np.zeros(12), breaking, n_shards=2, callback=recorder._cut)
+    result = recorder.local.run(method.steps())
+    assert result.reason is Reason.NO_FINITE_TRIAL
+    assert not result.reason.converged
+    assert len(recorder.cuts) == 4
+    assert result.loss == recorder.cuts[-1][0].loss
+    last, (_, expected) = recorder.local.get("parameters"), recorder.points[-1]
+    np.testing.assert_array_equal(last, expected)
+
+
+@each_method
 def test_a_gradient_of_another_function_ends_with_no_worse_point(name: str) -> None:
     def liar(x: Doubles) -> tuple[float, Doubles]:
         return float(x @ x), -2.0 * x
