@@ -108,6 +108,7 @@ class Course:
         settled: The newest cut that is safe everywhere.
         dealing: Of the evaluation under way.
         progress: Iterations that are to be told of.
+        note: What is to be told besides, once.
         now: The time, at each step.
     """
 
@@ -142,6 +143,7 @@ class Course:
         self.has_point = False
         self.dealing: Dealing | None = None
         self.progress: deque[Iterated] = deque()
+        self.note = ""
         self.now: Seconds = 0.0
 
     # -------------------------------------------------------------------------- whole
@@ -164,13 +166,14 @@ class Course:
         figures.offset, figures.iterated = 0, None
         if choice.entry is not None:
             figures.samples = choice.entry.samples
-            evaluations = choice.entry.evaluations
-            figures.n_evaluations = max(figures.n_evaluations, evaluations)
+            figures.n_evaluations = max(figures.n_evaluations, choice.entry.evaluations)
             if choice.whole:
                 state, self.unsaved = choice.entry.state, choice.cut
                 figures.offset = choice.entry.offset
             else:
                 figures.offset = choice.entry.iteration
+        if choice.cut and not choice.whole:
+            self.note = "going on from parameters alone: the method begins anew there"
         self.has_point = True
         result = yield from self._drive(self._method.steps(state))
         if figures.iterated is None:  # it ended where it began

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from distbelief.messages import Progress, Saved
-from distbelief.roles import SUPERVISOR, Action, Send
+from distbelief.roles import SUPERVISOR, Action, Report, Send
 from sandblaster.coordination.course import Course
 from sandblaster.coordination.figures import Figures, Wishes
 
@@ -50,6 +50,9 @@ class Supervision:
                 seconds_waiting=0.0,
             )
             actions.append(Send(receiver=SUPERVISOR, message=progress))
+        if course is not None and course.note:
+            actions.append(Report(text=course.note, level="warning"))
+            course.note = ""
         while saved:
             label, error = saved.popleft()
             message = Saved(label=label, clock=figures.iteration, error=error)

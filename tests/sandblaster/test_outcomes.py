@@ -20,7 +20,14 @@ from distbelief.messages import (
     Stop,
 )
 from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.roles import SUPERVISOR, Address, Received, Role, TimerFired
+from distbelief.roles import (
+    SUPERVISOR,
+    Address,
+    Received,
+    Report,
+    Role,
+    TimerFired,
+)
 from distbelief.simulation.faults import DiskFull, Kill, Slow
 from sandblaster.coordination.coordinator import Coordinator
 from sandblaster.coordination.coordinator_config import CoordinatorConfig
@@ -162,6 +169,19 @@ def test_all_at_once_may_die_after_a_save_and_the_end_is_the_same() -> None:
     run.play()
     assert [saved.error for saved in run.ledger.saved] == [None]
     assert run.values == undisturbed(scene.cutting, 2)[0]
+
+
+def test_it_is_told_when_a_run_has_lost_its_history() -> None:
+    kill = Kill(at=0.1, role=SHARDS[0], restart_after=0.01)
+    run = Run(replace(SMALL, saves=(0.03,), faults=(kill,)))
+    told: list[str] = []
+    run.cluster.observe(
+        lambda happening: told.extend(
+            action.text for action in happening.actions if isinstance(action, Report)
+        )
+    )
+    run.play()
+    assert [text for text in told if "from parameters alone" in text]
 
 
 def test_a_save_that_a_disk_refuses_is_told_and_the_run_goes_on() -> None:

@@ -27,7 +27,8 @@ def write_model(
     """
     shards = [f"shard-{k}" for k in range(layout.n_shards)]
     newest = {name: _newest(store, name) for name in shards}
-    if coordinator_of(job) is not None:  # then only one label is one point
+    drives = coordinator_of(job) is not None
+    if drives:  # then only one label is one point
         label = agreed_label(store, shards)
         newest = {
             name: None if label is None else store.path(name, label) for name in shards
@@ -35,7 +36,8 @@ def write_model(
     snapshots = [path for path in newest.values() if path is not None]
     if len(snapshots) < layout.n_shards:
         names = ", ".join(name for name, found in newest.items() if found is None)
-        why = f"there is no whole snapshot of {names} in {store.directory}"
+        moment = " of one moment" if drives else ""
+        why = f"there is no whole snapshot of {names}{moment} in {store.directory}"
         if run.model_file.is_file():
             why += f", and {run.model_file} is of an earlier life"
         raise StorageError(why)
