@@ -95,7 +95,8 @@ class PlainDealing:
 
     def end_of_whole(self, now: Seconds) -> Seconds:
         """All that the hungry could do, one set after the other, in order of time."""
-        n_sets, ends = len(self.undealt), []
+        n_sets = len(self.undealt)
+        ends: list[Seconds] = []
         for member in self.crew:
             seconds = self.set_seconds(member)
             at_once = n_at_once(member, seconds)
