@@ -37,9 +37,9 @@ from typing import final
 
 import torch
 
-from experiments.benchmarks import contest, measurement
-from experiments.benchmarks.contest import EntrantFailedError, Entry, Run
-from experiments.benchmarks.measurement import Spread
+from experiments.benchmarks.measuring import contest, measurement
+from experiments.benchmarks.measuring.contest import EntrantFailedError, Entry, Run
+from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.peers.course import Course
 
 

@@ -37,8 +37,8 @@ from distbelief.forecast.chaos.hands import Hands
 from distbelief.optimizer import DownpourSGD
 from distbelief.parameter_server.rules.update_rules import SGD
 from distbelief.serving.server import ParameterServer
-from experiments.benchmarks import marked_worker
-from experiments.benchmarks.marks import Ledger, MarkedNet, Verdict, judge
+from experiments.benchmarks.marks import worker as marked_worker
+from experiments.benchmarks.marks.ledger import Ledger, MarkedNet, Verdict, judge
 
 
 N_WORKERS = 4

@@ -33,10 +33,11 @@ from typing import Final, final
 import msgspec
 
 from distbelief.job.configuration import toml_text
-from experiments.benchmarks import measurement, plain_loop
-from experiments.benchmarks.measurement import Spread
-from experiments.benchmarks.plain_loop import Setting
-from experiments.benchmarks.track import OVER, Track
+from experiments.benchmarks.bare import plain_loop
+from experiments.benchmarks.bare.plain_loop import Setting
+from experiments.benchmarks.measuring import measurement
+from experiments.benchmarks.measuring.measurement import Spread
+from experiments.benchmarks.measuring.track import OVER, Track
 
 
 CONTESTANTS: Final = ("alone", "downpour", "ddp", "kept")
@@ -169,7 +170,7 @@ class Race:
             },
             "data": {
                 "train": {
-                    "factory": "experiments.benchmarks.track:paced_frames",
+                    "factory": "experiments.benchmarks.measuring.track:paced_frames",
                     "arguments": data,
                 }
             },

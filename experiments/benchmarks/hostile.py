@@ -4,8 +4,8 @@
 
 Three hosts at a switch (network namespaces): a server with keys and two shards, an
 honest worker that pushes and fetches 1 MiB as fast as it can, and one attacker at a
-time (`hostile_peer`), which goes on as fast as a whole core lets it. Before and after
-nobody attacks.
+time (`network.hostile_peer`), which goes on as fast as a whole core lets it. Before and
+after nobody attacks.
 
 The attacker's link carries 1 Gbit/s. Two cores are all there is. The attacker's
 processes have one of them, and all that is honest the other: server, worker, and what
@@ -43,10 +43,10 @@ import msgspec
 from distbelief.serving.server import ServerAddress
 from distbelief.transport.key_files import Allowed, KeyFiles
 from distbelief.transport.peers import Caps
-from experiments.benchmarks import measurement
-from experiments.benchmarks.hostile_peer import ATTACKS, CONTROLS, Told
-from experiments.benchmarks.hosts import INTERFACE, Host, obstacle
-from experiments.benchmarks.lan_switch import switched
+from experiments.benchmarks.measuring import measurement
+from experiments.benchmarks.network.hostile_peer import ATTACKS, CONTROLS, Told
+from experiments.benchmarks.network.hosts import INTERFACE, Host, obstacle
+from experiments.benchmarks.network.switch import switched
 
 
 BITS_PER_SECOND: Final = 4e10  # no bottleneck: a full link is nobody's to mend
@@ -286,7 +286,7 @@ def _address(server: "subprocess.Popen[str]") -> ServerAddress:
 
 
 def _peer(host: Host, core: str, kind: str, told: Told) -> "subprocess.Popen[str]":
-    words = ["-m", "experiments.benchmarks.hostile_peer", kind]
+    words = ["-m", "experiments.benchmarks.network.hostile_peer", kind]
     return subprocess.Popen(
         [*_at(host, core), sys.executable, *words, msgspec.json.encode(told).decode()],
         stdin=subprocess.PIPE,

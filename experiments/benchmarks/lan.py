@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from experiments.benchmarks import measurement
-from experiments.benchmarks.hosts import obstacle
-from experiments.benchmarks.lan_switch import switched
-from experiments.benchmarks.lan_traffic import Link, links_of
-from experiments.benchmarks.simulated_truth import JOB, SANDBLAST
+from experiments.benchmarks.measuring import measurement
+from experiments.benchmarks.network.hosts import obstacle
+from experiments.benchmarks.network.switch import switched
+from experiments.benchmarks.network.traffic import Link, links_of
+from experiments.benchmarks.simulated.truth import JOB, SANDBLAST
 
 
 N_HOSTS: Final = 4

@@ -50,19 +50,20 @@ import torch
 from distbelief.allocator import keep_memory
 from distbelief.partition.planning import Order, plan, played
 from distbelief.partition.profiling.host import Network
-from experiments.benchmarks import hosts, measurement
-from experiments.benchmarks.crews import Crew, Hand
-from experiments.benchmarks.hosts import HERE, Host
-from experiments.benchmarks.machines import (
+from experiments.benchmarks.measuring import measurement
+from experiments.benchmarks.measuring.crews import Crew, Hand
+from experiments.benchmarks.measuring.measurement import Spread
+from experiments.benchmarks.measuring.workload import NetName, Workload
+from experiments.benchmarks.network import hosts
+from experiments.benchmarks.network.hosts import HERE, Host
+from experiments.benchmarks.plans.machines import (
     kept_network,
     network,
     order_here,
     plan_of,
     replica,
 )
-from experiments.benchmarks.measurement import Spread
-from experiments.benchmarks.ways import N_MACHINES, Way, by_places, on_one_machine
-from experiments.benchmarks.workload import NetName, Workload
+from experiments.benchmarks.plans.ways import N_MACHINES, Way, by_places, on_one_machine
 
 
 IMAGES: Final = 64
@@ -119,7 +120,7 @@ class Contest:
     def whole(self, name: str, *, n_threads: int = 1, n_processes: int = 1) -> None:
         """Enter processes that compute the whole net each."""
         hand = Hand(
-            module="whole_net",
+            module="bare.whole_net",
             arguments=[str(self._file), str(n_threads)],
             host=HERE[0],
             n_threads=n_threads,

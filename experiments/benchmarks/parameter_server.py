@@ -56,9 +56,10 @@ import torch
 from distbelief.allocator import keep_memory
 from distbelief.parameter_server.rules.update_rules import Adagrad
 from distbelief.serving.server import ParameterServer
-from experiments.benchmarks import bare_links, measurement, rpc_server
-from experiments.benchmarks.bare_client import BareClient
-from experiments.benchmarks.measurement import Spread
+from experiments.benchmarks.bare import links as bare_links, rpc_server
+from experiments.benchmarks.bare.client import BareClient
+from experiments.benchmarks.measuring import measurement
+from experiments.benchmarks.measuring.measurement import Spread
 from experiments.speech.model import acoustic_net
 
 

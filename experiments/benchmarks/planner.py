@@ -38,9 +38,10 @@ from distbelief.partition.planning import Order, Planned, plan, player_of
 from distbelief.partition.solvers.problem import Choice
 from distbelief.program.cluster import Cluster
 from distbelief.program.cluster_file import load_cluster
-from experiments.benchmarks import measurement, metis
-from experiments.benchmarks.nets import IMAGES, NETS, SPEECH, Net
-from experiments.benchmarks.random_search import search
+from experiments.benchmarks.measuring import measurement
+from experiments.benchmarks.plans import metis
+from experiments.benchmarks.plans.nets import IMAGES, NETS, SPEECH, Net
+from experiments.benchmarks.plans.random_search import search
 
 
 COUNTS: Final = (1, 2, 4, 8, 16, 32, 81, 144)

@@ -49,8 +49,10 @@ from distbelief.partition.profiling.host import Network
 from distbelief.partition.profiling.profile import load, this_host
 from distbelief.program import plan as plans
 from distbelief.program.plan import Plan
-from experiments.benchmarks import measurement
-from experiments.benchmarks.machines import (
+from experiments.benchmarks.measuring import measurement
+from experiments.benchmarks.measuring.measurement import Spread
+from experiments.benchmarks.measuring.workload import NetName, Workload
+from experiments.benchmarks.plans.machines import (
     kept_network,
     merged,
     order_by,
@@ -58,10 +60,14 @@ from experiments.benchmarks.machines import (
     plan_of,
     replica,
 )
-from experiments.benchmarks.measurement import Spread
-from experiments.benchmarks.pace import Pace, Pacemaker, at_pace, mean_pace, slower
-from experiments.benchmarks.ways import N_MACHINES, ways
-from experiments.benchmarks.workload import NetName, Workload
+from experiments.benchmarks.plans.pace import (
+    Pace,
+    Pacemaker,
+    at_pace,
+    mean_pace,
+    slower,
+)
+from experiments.benchmarks.plans.ways import N_MACHINES, ways
 
 
 PART: Final = "part-"

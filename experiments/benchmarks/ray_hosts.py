@@ -27,8 +27,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Final, cast, final
 
-from experiments.benchmarks import measurement
-from experiments.benchmarks.simulated_truth import JOB
+from experiments.benchmarks.measuring import measurement
+from experiments.benchmarks.simulated.truth import JOB
 
 
 SECONDS_MAX: Final = 300.0

@@ -12,4 +12,4 @@ if __name__ == "__main__":
     # Python looks beside a program first, where a module is called sandblaster.
     beside = Path(__file__).resolve().parent
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != beside]
-    import_module("experiments.benchmarks.simulated").main()
+    import_module("experiments.benchmarks.simulated.benchmark").main()

@@ -13,7 +13,7 @@ import msgspec
 from distbelief.partition.costs import AnalyticCosts, single_sample
 from distbelief.partition.planning import Order, plan
 from distbelief.program.cluster_file import load_cluster
-from experiments.benchmarks.nets import IMAGES, SPEECH, Net
+from experiments.benchmarks.plans.nets import IMAGES, SPEECH, Net
 from experiments.figures.results import RESULTS
 from experiments.images.model import paper_net
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from distbelief.transport.key_files import Allowed, KeyFiles
-from experiments.benchmarks.hosts import Host, obstacle
-from experiments.benchmarks.lan_switch import Lan, switched
+from experiments.benchmarks.network.hosts import Host, obstacle
+from experiments.benchmarks.network.switch import Lan, switched
 from tests.processes.commands import COMMAND, JOB, MODULE, Command, poll
 from tests.processes.test_sandblaster import JOB as BATCH_JOB
 

@@ -198,7 +198,7 @@ class Entrant:
     """
 
     def __init__(self, course: Course, worker: int, *, in_step: bool = False) -> None:
-        """Prepare; `batches` begins.
+        """Prepare; `batches.benchmark` begins.
 
         Args:
             course: The same for all.

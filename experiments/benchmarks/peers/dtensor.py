@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from distbelief.allocator import keep_memory
-from experiments.benchmarks import paced
-from experiments.benchmarks.workload import Workload
+from experiments.benchmarks.measuring import paced
+from experiments.benchmarks.measuring.workload import Workload
 
 
 def main(path: str, rank: int, n_ranks: int, meeting: str) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.benchmarks import async_peers, contest
-from experiments.benchmarks.contest import EntrantFailedError, Entry
+from experiments.benchmarks import async_peers
+from experiments.benchmarks.measuring import contest
+from experiments.benchmarks.measuring.contest import EntrantFailedError, Entry
 from experiments.benchmarks.peers.course import Course, load, run_together
 
 

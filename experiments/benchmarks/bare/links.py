@@ -1,0 +1,242 @@
+"""What a network of one host allows at most: bare links, without a protocol.
+
+    python -m experiments.benchmarks.bare.links sockets|zmq N_SERVERS N_ELEMENTS [PORT]
+
+The same bytes between as many processes as ours, and the same update; but nothing is
+asked for again, checked, leased, or decoded, and nobody else is served. Gradients are
+copied once, so that the model may go on, and go to each server over loopback:
+
+    sockets   one connection for each server, a thread for each at the client's end;
+              what comes is read straight into place
+    zmq       pyzmq, PUSH to PULL as our transport, messages of 1 MiB that are sent
+              without a copy, and copied once into place where they arrive
+
+For each number n that it reads from its standard input it pushes and fetches n times,
+and writes a line with the seconds of each push and of each fetch.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Final, Protocol, Self, final
+
+import numpy as np
+import torch
+import zmq
+
+from distbelief.allocator import KEPT_BYTES_MAX, keep_memory
+from distbelief.vectors import BLOCK_BYTES
+from experiments.benchmarks.bare.rpc_server import Slice
+
+
+MESSAGES_MAX: Final = 128
+IDLE_SECONDS_MAX: Final = 600
+PUSH, FETCH, END, DONE = b"p", b"f", b"e", b"d"
+HOST: Final = "127.0.0.1"
+
+
+class Link(Protocol):
+    """One end of a connection between two processes."""
+
+    def tell(self, word: bytes) -> None:
+        """Send a short word."""
+        ...
+
+    def hear(self) -> bytes:
+        """Wait for a short word."""
+        ...
+
+    def send(self, values: memoryview) -> None:
+        """Send a vector's bytes, which stay as they are until they are answered."""
+        ...
+
+    def receive(self, values: memoryview) -> None:
+        """Fill a vector with what comes."""
+        ...
+
+
+@final
+class SocketLink:
+    """A TCP connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @classmethod
+    def to(cls, port: int) -> Self:
+        """Connect, as a server, to the client."""
+        return cls(socket.create_connection((HOST, port)))
+
+    def tell(self, word: bytes) -> None:
+        """Send a short word."""
+        self._connection.sendall(word)
+
+    def hear(self) -> bytes:
+        """Wait for a short word."""
+        return self._connection.recv(1)
+
+    def send(self, values: memoryview) -> None:
+        """Send a vector's bytes."""
+        self._connection.sendall(values)
+
+    def receive(self, values: memoryview) -> None:
+        """Fill a vector with what comes."""
+        done = 0
+        while done < len(values):
+            done += self._connection.recv_into(values[done:])
+
+
+@final
+class ZmqLink:
+    """Two connections, one for each way."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self._inbox, self._outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        for one in (self._inbox, self._outbox):
+            one.linger = 0
+            one.set_hwm(MESSAGES_MAX)
+            one.rcvtimeo = 1000 * IDLE_SECONDS_MAX  # whoever is forgotten ends
+        self.port = self._inbox.bind_to_random_port(f"tcp://{HOST}")
+
+    @classmethod
+    def to(cls, port: int) -> Self:
+        """Connect, as a server, to the client."""
+        link = cls(zmq.Context())
+        link.connect(port)
+        link.tell(str(link.port).encode())
+        return link
+
+    def connect(self, port: int) -> None:
+        """Send there."""
+        self._outbox.connect(f"tcp://{HOST}:{port}")
+
+    def tell(self, word: bytes) -> None:
+        """Send a short word."""
+        self._outbox.send(word)
+
+    def hear(self) -> bytes:
+        """Wait for a short word."""
+        return self._inbox.recv()
+
+    def send(self, values: memoryview) -> None:
+        """Send a vector's bytes."""
+        for start in range(0, len(values), BLOCK_BYTES):
+            self._outbox.send(values[start : start + BLOCK_BYTES], copy=False)
+
+    def receive(self, values: memoryview) -> None:
+        """Fill a vector with what comes."""
+        for start in range(0, len(values), BLOCK_BYTES):
+            block = self._inbox.recv(copy=False).buffer
+            values[start : start + len(block)] = block
+
+
+def bytes_of(vector: torch.Tensor) -> memoryview:
+    """Return the memory of a vector."""
+    return vector.numpy().view(np.uint8).data
+
+
+def serve(link: Link, n_elements: int) -> None:
+    """Take pushes, and answer fetches, until the client ends it."""
+    mine, slot = Slice(n_elements), torch.zeros(n_elements)
+    while (word := link.hear()) not in {END, b""}:
+        if word == PUSH:
+            link.receive(bytes_of(slot))
+            mine.update(slot)
+            link.tell(DONE)
+        else:
+            link.send(bytes_of(mine.values))
+
+
+@final
+class Client:
+    """Pushes to all servers, and fetches from them, side by side."""
+
+    def __init__(self, links: Sequence[Link], n_elements: int) -> None:
+        self._links = links
+        self._threads = ThreadPoolExecutor(len(links))
+        self._gradients = [torch.randn(n_elements) for _ in links]
+        self._slots = [torch.zeros(n_elements) for _ in links]
+        self._values = [torch.zeros(n_elements) for _ in links]
+
+    def push(self) -> None:
+        """Return when all have applied theirs."""
+        self._side_by_side(self._push)
+
+    def fetch(self) -> None:
+        """Return when all values are in place."""
+        self._side_by_side(self._fetch)
+
+    def end(self) -> None:
+        """Let the servers end."""
+        for link in self._links:
+            link.tell(END)
+        self._threads.shutdown()
+
+    def _side_by_side(self, work: Callable[[int], None]) -> None:
+        list(self._threads.map(work, range(len(self._links))))
+
+    def _push(self, k: int) -> None:
+        self._slots[k].copy_(self._gradients[k])
+        self._links[k].tell(PUSH)
+        self._links[k].send(bytes_of(self._slots[k]))
+        self._links[k].hear()
+
+    def _fetch(self, k: int) -> None:
+        self._links[k].tell(FETCH)
+        self._links[k].receive(bytes_of(self._values[k]))
+
+
+def links_of(kind: str, n_servers: int, start: Callable[[int], None]) -> Iterator[Link]:
+    """Start servers by the port that they are to connect to; yield the links."""
+    if kind == "sockets":
+        with socket.create_server((HOST, 0)) as listening:
+            for _ in range(n_servers):
+                start(listening.getsockname()[1])
+                yield SocketLink(listening.accept()[0])
+        return
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    for _ in range(n_servers):
+        link = ZmqLink(context)
+        start(link.port)
+        link.connect(int(link.hear()))
+        yield link
+
+
+def main(kind: str, n_servers: int, n_elements: int, port: int = 0) -> None:
+    """Be a server, if there is a port to connect to; else the client."""
+    torch.set_num_threads(1)
+    if port:
+        keep_memory(block_bytes_max=KEPT_BYTES_MAX)
+        serve((SocketLink if kind == "sockets" else ZmqLink).to(port), n_elements)
+        return
+    keep_memory()
+    command = [sys.executable, "-m", "experiments.benchmarks.bare.links"]
+    with ExitStack() as servers:
+
+        def start(port: int) -> None:
+            arguments = [kind, str(n_servers), str(n_elements), str(port)]
+            servers.enter_context(subprocess.Popen([*command, *arguments]))
+
+        client = Client(list(links_of(kind, n_servers, start)), n_elements)
+        for line in sys.stdin:
+            times = [_timed(client) for _ in range(int(line))]
+            print(json.dumps(list(zip(*times, strict=True))), flush=True)
+        client.end()
+
+
+def _timed(client: Client) -> tuple[float, float]:
+    begun = time.perf_counter()
+    client.push()
+    pushed = time.perf_counter()
+    client.fetch()
+    return pushed - begun, time.perf_counter() - pushed
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

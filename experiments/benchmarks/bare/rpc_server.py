@@ -1,0 +1,141 @@
+"""A parameter server on torch.distributed.rpc: what ours is compared with.
+
+    python -m experiments.benchmarks.bare.rpc_server MEETING_FILE RANK N_SERVERS \
+        N_ELEMENTS local|tcp
+
+Each server holds a slice of one flat vector, applies what is pushed to it by torch's
+fused Adagrad on one thread, and returns its values. Rank 0 is the client: for each
+number n that it reads from its standard input it pushes and fetches n times, and writes
+a line with the seconds of each push and of each fetch.
+
+With `local` tensorpipe chooses by itself: between processes of one host it has the
+kernel copy from one address space into the other (process_vm_readv), which no two hosts
+can do. With `tcp` it may use what it would use between hosts: libuv's sockets, several
+at once for what is large.
+
+tensorpipe polls without a pause, even while nothing is asked of it: whoever measures
+something else meanwhile has to stop these processes (SIGSTOP).
+"""
+
+import json
+import sys
+import time
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Final, final
+
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+
+
+CLIENT: Final = "client"
+LEARNING_RATE: Final = 1e-3
+EPSILON: Final = 1e-10
+
+
+@final
+class Slice:
+    """Values and state of some parameters."""
+
+    def __init__(self, n_elements: int) -> None:
+        self.values = torch.zeros(n_elements)
+        self._sum_of_squares = torch.zeros(n_elements)
+        self._clock = torch.zeros(())
+
+    def update(self, gradient: Tensor) -> None:
+        """Take one step of Adagrad."""
+        self._clock += 1
+        torch._fused_adagrad_(
+            [self.values],
+            [gradient],
+            [self._sum_of_squares],
+            [self._clock],
+            lr=LEARNING_RATE,
+            lr_decay=0.0,
+            weight_decay=0.0,
+            eps=EPSILON,
+            maximize=False,
+        )
+
+
+_slices: list[Slice] = []  # of this process: what a remote call can reach
+
+
+def apply(gradient: Tensor) -> None:
+    """Apply a push, in the server's process."""
+    _slices[0].update(gradient)
+
+
+def values() -> Tensor:
+    """Return the values, in the server's process."""
+    return _slices[0].values
+
+
+def join(name: str, meeting: Path, *, rank: int, n_servers: int, tcp: bool) -> None:
+    """Meet the others, as one of `n_servers` + 1 processes."""
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=meeting.as_uri(),
+        _transports=["uv"] if tcp else None,
+        _channels=["mpt_uv", "basic"] if tcp else None,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of its own use of its own
+        rpc.init_rpc(
+            name, rank=rank, world_size=n_servers + 1, rpc_backend_options=options
+        )
+
+
+def push(gradients: list[Tensor]) -> None:
+    """Push one slice to each server; return when all have applied theirs."""
+    calls = [
+        rpc.rpc_async(f"server-{k}", apply, args=(gradient,))
+        for k, gradient in enumerate(gradients)
+    ]
+    for call in calls:
+        call.wait()
+
+
+def fetch(n_servers: int) -> list[Tensor]:
+    """Return each server's values, in memory of their own."""
+    calls = [rpc.rpc_async(f"server-{k}", values) for k in range(n_servers)]
+    return [call.wait() for call in calls]
+
+
+def main(
+    meeting: str, rank: int, n_servers: int, n_elements: int, *, tcp: bool
+) -> None:
+    """Serve until the client leaves; or be the client."""
+    torch.set_num_threads(1)
+    name = f"server-{rank - 1}" if rank else CLIENT
+    if rank:
+        _slices.append(Slice(n_elements))
+    join(name, Path(meeting), rank=rank, n_servers=n_servers, tcp=tcp)
+    if not rank:
+        gradients = [torch.randn(n_elements) for _ in range(n_servers)]
+        for line in sys.stdin:
+            print(json.dumps(_measure(gradients, int(line))), flush=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rpc.shutdown()
+
+
+def _measure(gradients: list[Tensor], n: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of n pushes, and of n fetches in between."""
+    pushes, fetches = [], []
+    for _ in range(n):
+        begun = time.perf_counter()
+        push(gradients)
+        pushed = time.perf_counter()
+        fetch(len(gradients))
+        pushes.append(pushed - begun)
+        fetches.append(time.perf_counter() - pushed)
+    return pushes, fetches
+
+
+if __name__ == "__main__":
+    # Remote calls name this module, which is another one than `__main__`.
+    import_module("experiments.benchmarks.bare.rpc_server").main(
+        sys.argv[1], *map(int, sys.argv[2:5]), tcp=sys.argv[5] == "tcp"
+    )

@@ -1,0 +1,1 @@
+"""What `sandblaster.py` measures."""

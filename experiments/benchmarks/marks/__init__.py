@@ -1,0 +1,1 @@
+"""Pushes that leave marks, for `chaos.py`."""

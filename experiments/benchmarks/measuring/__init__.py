@@ -1,0 +1,1 @@
+"""What benchmarks have in common: turns, crews that take them, figures."""

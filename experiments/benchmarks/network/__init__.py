@@ -1,0 +1,1 @@
+"""Several hosts in one, and who is on their network."""

@@ -1,0 +1,208 @@
+"""Machines for benchmarks: what a message takes here, and replicas of bare machines."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from distbelief.partition.costs import AnalyticCosts, single_sample
+from distbelief.partition.planning import Order
+from distbelief.partition.profiling.fewer_samples import FewerSamples
+from distbelief.partition.profiling.host import Network, here
+from distbelief.partition.profiling.measuring import profiled
+from distbelief.partition.profiling.profile import (
+    Figures,
+    Profile,
+    Slices,
+    add,
+    load,
+    this_host,
+)
+from distbelief.partition.profiling.profiled_costs import ProfiledCosts
+from distbelief.program.plan import Plan, plan_for
+from experiments.benchmarks.bare.machine import Setting
+from experiments.benchmarks.measuring.crews import Crew, Hand
+from experiments.benchmarks.measuring.workload import Workload
+from experiments.benchmarks.network.hosts import HERE, Host
+from experiments.benchmarks.plans.ways import N_MACHINES, Way
+
+
+SMALL: Final = 64
+LARGE: Final = 1 << 20
+"""Numbers of the messages that are timed."""
+
+N_ENDS: Final = 4
+"""Of the two messages of a round trip."""
+
+
+def network(folder: Path, *, ends: Sequence[Host] = HERE, seconds: float) -> Network:
+    """Return what lies between two machines, measured.
+
+    Half a round trip is overhead + latency + bytes / bandwidth. The first two are not
+    told apart, but shared out evenly. What a small message takes of processors is what
+    both processes have computed meanwhile: little else than that.
+    """
+    halves, handling = [], []
+    for n_numbers in (SMALL, LARGE):
+        place = folder / f"exchange-{n_numbers}"
+        place.mkdir()
+        hands = [
+            Hand(
+                module="bare.exchange",
+                arguments=[str(n_numbers), str(index), host.address, str(place)],
+                host=host,
+            )
+            for index, host in enumerate(ends)
+        ]
+        with Crew("exchange", hands, folder) as crew:
+            halves.append(median(crew.turn(seconds=seconds)) / 2)
+            handling.append(crew.cpu_seconds[-1] / N_ENDS)
+    small, large = halves
+    return Network(
+        bandwidth=4.0 * (LARGE - SMALL) / max(large - small, 1e-6),
+        latency=small / 2,
+        message_overhead=small / 2,
+        handling=handling[0],
+    )
+
+
+def kept_network(folder: Path, *, seconds: float) -> Network:
+    """Return what lies between two machines here; measure it once for a folder."""
+    path = folder / "network.json"
+    if path.exists():
+        return msgspec.json.decode(path.read_bytes(), type=Network)
+    found = network(folder, seconds=seconds)
+    path.write_bytes(msgspec.json.encode(found))
+    return found
+
+
+def merged(folders: Sequence[Path]) -> None:
+    """Let the profile of this host be what several profiles have in common.
+
+    Args:
+        folders: Caches. What is measured now and what was measured then are worth the
+            same: of each figure the median counts.
+    """
+    profiles = []
+    place = os.environ["XDG_CACHE_HOME"]
+    for folder in folders:
+        os.environ["XDG_CACHE_HOME"] = str(folder)
+        profile = load(this_host())
+        assert profile is not None, folder
+        profiles.append(profile)
+    os.environ["XDG_CACHE_HOME"] = place
+    keys = set[str]().union(*(profile.layers for profile in profiles))
+    layers = {
+        key: _median([p.layers[key] for p in profiles if key in p.layers])
+        for key in keys
+    }
+    figures = [profile.figures for profile in profiles if profile.figures]
+    found = {
+        name: median(getattr(each, name) for each in figures)
+        for name in Figures.__struct_fields__
+        if name != "date"
+    }
+    add(this_host(), layers=layers, figures=replace(figures[-1], **found))
+
+
+def _median(passes: Sequence[Mapping[str, Slices]]) -> dict[str, Slices]:
+    found = {}
+    for word, first in passes[0].items():
+        slices = [each[word] for each in passes if word in each]
+        forward = zip(*(each.forward for each in slices), strict=True)
+        backward = zip(*(each.backward for each in slices), strict=True)
+        found[word] = replace(
+            first,
+            forward=tuple(map(median, forward)),
+            backward=tuple(map(median, backward)),
+        )
+    return found
+
+
+def order_here(workload: Workload, between: Network, *, stages: bool = False) -> Order:
+    """Return what is to be planned: for machines like this one, measured now.
+
+    Args:
+        workload: The net and the batch.
+        between: What lies between machines.
+        stages: Whether to try these too.
+    """
+    profile = profiled(workload.graph(), batch=workload.batch_size)
+    return order_by(profile, workload, between, stages=stages)
+
+
+def order_by(
+    profile: Profile, workload: Workload, between: Network, *, stages: bool = False
+) -> Order:
+    """Return what is to be planned, by a profile of machines like this one.
+
+    Args:
+        profile: Of the net's layers.
+        workload: The net and the batch.
+        between: What lies between machines.
+        stages: Whether to try these too.
+    """
+    graph, batch = workload.graph(), workload.batch_size
+    cluster, single = here(N_MACHINES, network=between), single_sample(graph)
+    by_arithmetic = AnalyticCosts(cluster, batch=batch, single=single)
+    costs = ProfiledCosts(profile, machines=by_arithmetic)
+
+    def fewer(n_samples: int) -> FewerSamples:
+        part = AnalyticCosts(cluster, batch=n_samples, single=single)
+        shares = costs.shares
+        return FewerSamples(costs, batch=by_arithmetic, part=part, shares=shares)
+
+    return Order(
+        graph=graph,
+        cluster=cluster,
+        batch=batch,
+        costs=costs,
+        costs_for=fewer if stages else None,
+        pins={},
+    )
+
+
+def plan_of(way: Way, order: Order, *, loss: str) -> Plan:
+    """Return a way of splitting a net as a plan."""
+    n_machines = 1 + max(
+        placed for each in way.placements.values() for placed in each.computing
+    )
+    plan = plan_for(
+        order.graph,
+        way.placements,
+        batch=order.batch,
+        loss=loss,
+        cluster=order.cluster.first(n_machines),
+    )
+    return replace(plan, micro_batches=way.micro_batches)
+
+
+def replica(
+    name: str,
+    plan: Plan,
+    *,
+    workload: Workload,
+    folder: Path,
+    ends: Sequence[Host] = HERE,
+) -> Crew:
+    """Return the machines that compute a net by this plan."""
+    place = folder / name.replace(" ", "_")
+    place.mkdir()
+    plan.save(place / "plan.json")
+    setting = Setting(
+        workload=workload, plan=str(place / "plan.json"), folder=str(place)
+    )
+    (place / "setting.json").write_bytes(msgspec.json.encode(setting))
+    hands = [
+        Hand(
+            module="bare.machine",
+            arguments=[str(place / "setting.json"), str(index), host.address],
+            host=host,
+        )
+        for index, host in enumerate(ends[: plan.cluster.n_machines])
+    ]
+    return Crew(name, hands, folder)

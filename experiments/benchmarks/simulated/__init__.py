@@ -1,0 +1,1 @@
+"""What `simulation.py` measures."""

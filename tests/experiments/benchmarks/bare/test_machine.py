@@ -1,0 +1,115 @@
+"""Whichever way a net is split, its machines find torch's loss and gradients."""
+
+from collections import deque
+
+import pytest
+import torch
+
+from distbelief.partition.costs import AnalyticCosts, single_sample
+from distbelief.partition.planning import Order
+from distbelief.program.cluster import Cluster, Machine
+from distbelief.program.compilation import compile_plan
+from distbelief.roles import Action, Compute, Computed, Event, Received, Send, Started
+from distbelief.runtime.machine.course import micro_sizes
+from experiments.benchmarks.bare.machine import BareMachine
+from experiments.benchmarks.measuring.meeting import STEP
+from experiments.benchmarks.measuring.workload import NetName, Workload
+from experiments.benchmarks.plans.ways import Way, ways
+
+
+MACHINE = Machine(flops=1e11, memory_rate=2e10, overhead=1e-5, bandwidth=1e9)
+CLUSTER = Cluster(name="two", machines=(MACHINE,) * 2, latency=1e-4)
+BATCH = 6
+
+
+def order_of(workload: Workload) -> Order:
+    graph, batch = workload.graph(), workload.batch_size
+    single = single_sample(graph)
+    return Order(
+        graph=graph,
+        cluster=CLUSTER,
+        batch=batch,
+        costs=AnalyticCosts(CLUSTER, batch=batch, single=single),
+        costs_for=lambda n: AnalyticCosts(CLUSTER, batch=n, single=single),
+        pins={},
+    )
+
+
+def replica(workload: Workload, way: Way) -> list[BareMachine]:
+    sizes = micro_sizes(workload.batch_size, way.micro_batches)
+    compiled = compile_plan(
+        workload.graph(), way.placements, batch=sizes[0], n_machines=2
+    )
+    return [
+        BareMachine(compiled, index, workload=workload, micro_batches=way.micro_batches)
+        for index in range(2)
+    ]
+
+
+def run(machines: list[BareMachine], *, n_steps: int) -> None:
+    """Drive them by hand: work is done at once, messages arrive in order."""
+    names = machines[0].names
+    events: deque[tuple[int, Event]] = deque()
+
+    def perform(index: int, action: Action) -> None:
+        match action:
+            case Compute():
+                done = Computed(name=action.name, result=action.work())
+                events.append((index, done))
+            case Send():
+                message = Received(
+                    sender=names[index], incarnation=1, message=action.message
+                )
+                events.append((names.index(action.receiver), message))
+            case _:
+                pass
+
+    begin: list[Event] = [Started(incarnation=1), *[STEP] * n_steps]
+    for first in begin:
+        events.extend((index, first) for index in range(len(machines)))
+        while events:
+            index, event = events.popleft()
+            for action in machines[index].handle(event, 0.0):
+                perform(index, action)
+
+
+NETS: list[NetName] = ["speech", "image"]
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_every_way_to_split_a_net_leaves_the_gradients_of_torch(net: NetName) -> None:
+    workload = Workload(net=net, batch_size=BATCH, small=True)
+    module = workload.module()
+    inputs, labels = workload.samples()
+    loss = workload.mean_loss(module(inputs), labels)
+    loss.backward()
+    wanted = {name: value.grad for name, value in module.named_parameters()}
+    found = ways(order_of(workload))
+    assert len(found) >= 8
+    for name, way in found.items():
+        machines = replica(workload, way)
+        run(machines, n_steps=2)
+        assert {machine.n_done for machine in machines} == {2}, name
+        losses = [m.loss for m in machines if m.loss is not None]
+        assert sum(losses) / BATCH == pytest.approx(loss.item(), rel=1e-5), name
+        covered = dict.fromkeys(wanted, 0)
+        for machine in machines:
+            for item, gradient in machine.gradients.items():
+                tensor, region = machine.items[item]
+                whole = wanted[tensor]
+                assert whole is not None
+                torch.testing.assert_close(
+                    gradient.view(region.shape),
+                    whole[region.slices],
+                    rtol=1e-3,
+                    atol=1e-6,
+                    msg=f"{tensor} of {name}",
+                )
+                covered[tensor] += region.n_elements
+        assert covered == {n: p.numel() for n, p in module.named_parameters()}, name
+
+
+def test_no_two_ways_are_the_same_and_bad_ones_are_among_them() -> None:
+    found = ways(order_of(Workload(net="image", batch_size=BATCH, small=True)))
+    assert {"one", "rows", "columns", "to and fro", "layers, 4 parts"} <= set(found)
+    assert len(set(map(repr, found.values()))) == len(found)

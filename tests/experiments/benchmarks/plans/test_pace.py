@@ -1,0 +1,55 @@
+"""Profiles brought to the pace of a moment."""
+
+from pathlib import Path
+
+import pytest
+
+from distbelief.partition.profiling.profile import Host, Profile, Slices
+from experiments.benchmarks.measuring.workload import Workload
+from experiments.benchmarks.plans.pace import Pacemaker, at_pace, mean_pace, slower
+
+
+def slices(*forward: float) -> Slices:
+    return Slices(
+        extents=tuple(range(1, len(forward) + 1)),
+        operations=(1.0,) * len(forward),
+        forward=forward,
+        backward=tuple(2 * seconds for seconds in forward),
+    )
+
+
+PROFILE = Profile(
+    host=Host(torch="2", processor="any", n_threads=1),
+    date="",
+    layers={
+        "a": {"whole": slices(2.0), "0": slices(1.5, 2.5)},
+        "b": {"whole": slices(1.0)},
+        "c": {"whole": slices(0.0)},
+    },
+)
+
+
+def test_slices_become_slower_as_the_whole_layer_has() -> None:
+    found = at_pace(PROFILE, {"a": (4.0, 2.0), "c": (1.0, 1.0), "unknown": (1.0, 1.0)})
+    assert found.layers["a"]["0"].forward == pytest.approx((3.0, 5.0))
+    assert found.layers["a"]["0"].backward == pytest.approx((1.5, 2.5))
+    assert found.layers["a"]["whole"].forward == (4.0,)
+    assert found.layers["b"] == PROFILE.layers["b"]
+    assert found.layers["c"] == PROFILE.layers["c"]  # took no time at all
+
+
+def test_how_much_slower_is_said_of_all_that_both_know() -> None:
+    assert slower(PROFILE, {"a": (4.0, 5.0), "unknown": (9.0, 9.0)}) == 1.5
+    means = mean_pace([{"a": (1.0, 2.0)}, {"a": (3.0, 2.0), "b": (1.0, 1.0)}])
+    assert means == {"a": (2.0, 2.0)}
+
+
+@pytest.mark.processes
+@pytest.mark.soak
+def test_layers_are_measured_in_several_processes_at_once(tmp_path: Path) -> None:
+    workload = Workload(net="speech", batch_size=4, small=True)
+    with Pacemaker(workload, 2, tmp_path) as pacemaker:
+        alone, together = pacemaker.measure(1), pacemaker.measure(2)
+    assert alone.keys() == together.keys()
+    assert len(alone) >= 4
+    assert all(forward > 0 for forward, _ in alone.values())
