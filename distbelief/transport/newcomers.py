@@ -71,7 +71,8 @@ class Newcomers:
         Args:
             seconds: Since the last look.
         """
-        leaked, silent = self._per_second_max * seconds, {}
+        leaked = self._per_second_max * seconds
+        silent: dict[str, float] = {}
         for key in (self._silent.keys() | self._n_admitted.keys()) - {self._own}:
             n = self._n_admitted[key] - self._n_spoke[key]
             level = max(0.0, self._silent.get(key, 0.0) - leaked + n)
@@ -100,7 +101,7 @@ class Newcomers:
         self.are_too_many()
         n, self._n = self._n, 0
         n -= self._n_admitted.pop(self._own, 0)
-        levels = {}
+        levels: dict[str, float] = {}
         for key in self._levels.keys() | self._n_admitted.keys():
             n_admitted = self._n_admitted[key]
             level = self._levels.get(key, 0.0) - self._per_second_max * seconds

@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _tell(name, found[name][-1])
 
         def remove() -> None:
-            cluster.remove_node(nodes.pop())
+            # At once, as if its power were gone: nobody has time for a farewell.
+            cluster.remove_node(nodes.pop(), allow_graceful=False)
             cluster.add_node(num_cpus=1)
 
         lost = _run(options, ON_RAY, cluster.address, attack=remove)

@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -589,11 +590,14 @@ def test_whose_frames_are_never_taken_is_kept_out_after_a_while(world: World) ->
         assert not list(server.receive())
         return any("and says nothing" in text for text in world.log)
 
+    def has_ended(watch: "zmq.Socket[bytes]") -> bool:
+        return watch.poll(0) > 0 or is_out()
+
     for _ in range(12):
         link = world.stranger(server, pair)
         watch = world.lost(link, server)
         link.send(bytes(2 * MEBIBYTE))
-        wait(server, until=lambda w=watch: w.poll(0) > 0 or is_out())
+        wait(server, until=partial(has_ended, watch))
     wait(server, until=is_out)
 
 
