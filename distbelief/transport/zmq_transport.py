@@ -202,7 +202,6 @@ class ZmqTransport:
         known = self._outboxes.get(peer)
         if known and (known.incarnation, known.endpoint) == (incarnation, endpoint):
             return
-        self._check_reach(endpoint)
         place = self._place(peer, endpoint)
         self.disconnect(peer)
         while len(self._outboxes) >= _OUTBOXES_MAX:  # the first: unused for longest
@@ -354,13 +353,18 @@ class ZmqTransport:
             )
 
     def _place(self, peer: str, endpoint: str) -> Place:
-        """Return where a peer is, seen from here."""
-        if endpoint.startswith("ipc:"):  # `_check_reach` let it pass
+        """Return where a peer is, seen from here: on this machine, unless we may leave.
+
+        Who listens at all interfaces is where the supervisor is.
+        """
+        if endpoint.startswith("ipc:"):
             return Place(host="", port=0)
         try:
             place = Place.parse(endpoint).seen_from(self._supervisor_host)
         except TransportError as error:
+            self._check_reach(endpoint)
             raise TransportError(f"cannot connect to {peer} at {error}") from None
+        self._check_reach(place.endpoint)
         if peer == SUPERVISOR:
             self._supervisor_host = place.host
         return place

@@ -52,9 +52,10 @@ class Server:
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGINT)
-        said, _ = self.process.communicate(timeout=90)
-        self.said.append(said)
-        return self.process.returncode
+        assert self.process.stdout is not None
+        # Not `communicate`: what the search for the address has read ahead is in there.
+        self.said.append(self.process.stdout.read())
+        return self.process.wait(timeout=90)
 
 
 @contextmanager

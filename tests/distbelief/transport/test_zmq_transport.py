@@ -328,6 +328,18 @@ def test_remote_peers_can_be_allowed(make: Make) -> None:
     take(a, 1)
 
 
+def test_who_listens_everywhere_is_on_this_machine_too(make: Make) -> None:
+    """A worker beside `distbelief serve --insecure` got no answer for a minute.
+
+    Its shards said 0.0.0.0, which was taken for another machine.
+    """
+    a = make("a", bind="tcp://0.0.0.0:*", options=TransportOptions(allow_remote=True))
+    b = make("b")
+    b.connect("a", 1, a.endpoint)
+    b.send("a", Alive())
+    take(a, 1)
+
+
 def test_an_endpoint_that_is_none_is_a_transport_error(make: Make) -> None:
     with pytest.raises(TransportError, match="cannot connect to b at"):
         make("a").connect("b", 1, "tcp://127.0.0.1:no-port")
