@@ -94,13 +94,13 @@ class Measured(AnyMessage, frozen=True):
 
 
 class Save(AnyMessage, frozen=True):
-    """Supervisor or coordinator -> shard: persist a snapshot under this label."""
+    """Supervisor -> shard: persist a snapshot. A coordinator passes it on."""
 
     label: Name
 
 
 class Saved(AnyMessage, frozen=True):
-    """Answer to `Save`: the snapshot is safe, or why it is not."""
+    """Shard -> supervisor: it is safe, or why not. A coordinator answers for all."""
 
     label: Name
     clock: Count

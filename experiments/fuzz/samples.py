@@ -66,6 +66,9 @@ class Sampler:
                 low = told.ge if told.ge is not None else 0
                 high = told.le if told.le is not None else 1 << 30
                 return min(max(self._one_of(_NUMBERS), low), high)
+            case inspect.FloatType() if told.ge is not None and told.le is not None:
+                within = [real for real in _REALS if told.ge <= real <= told.le]
+                return self._one_of([float(told.ge), float(told.le), *within])
             case inspect.StrType():
                 named = told.pattern is not None  # of a vector
                 return "s0" if named else self._one_of(_WORDS)[: told.max_length]
