@@ -220,21 +220,6 @@ def test_towards_the_end_a_slow_one_is_dealt_nothing_that_others_do_sooner() -> 
     assert (table.has(A), table.has(B)) == ([1, 2], [])
 
 
-def test_the_last_sets_are_dealt_at_once_where_idle_ones_are_many() -> None:
-    """1,000 simulated replicas were no faster than 300: the last sets came singly.
-
-    By the speed of all together a few sets are done in no time; only the quickest could
-    do one whole, and took them one after the other, while the others stood idle.
-    """
-    names = [Address(f"replica-{index}") for index in range(40)]
-    table = Table(*names, n_sets=8, backups=False)
-    for index, name in enumerate(names):
-        table.member(name).seconds_per_example = 0.1 + 0.01 * index
-    table.deal()
-    assert [name for name in names if table.has(name)] == names[:8]
-    assert all(len(table.has(name)) == 1 for name in names[:8])
-
-
 def test_a_slow_one_is_dealt_what_it_can_do_in_time() -> None:
     table = Table(A, B, n_sets=12, backups=False)
     table.member(A).seconds_per_example = 0.1
