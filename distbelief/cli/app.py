@@ -158,7 +158,7 @@ def train(  # noqa: PLR0913 -- options
             hosting = None
             if listen is not None or on is not None:
                 # Only who lets others join needs it.
-                from distbelief.serving.options import hosting_of  # noqa: PLC0415
+                from distbelief.serving.options import hosting_of  # noqa: PLC0415 -- start quickly
 
                 hosting = hosting_of(
                     listen or "tcp://127.0.0.1:0",

@@ -59,8 +59,8 @@ def simulate(  # noqa: PLR0913 -- options
     """
     with told(show_traceback=show_traceback):
         from distbelief.forecast import command  # noqa: PLC0415 -- torch
-        from distbelief.forecast.simulating import Wish  # noqa: PLC0415
-        from distbelief.forecast.sweeping import axes_of  # noqa: PLC0415
+        from distbelief.forecast.simulating import Wish  # noqa: PLC0415 -- start quickly
+        from distbelief.forecast.sweeping import axes_of  # noqa: PLC0415 -- start quickly
 
         wish = Wish(
             job=_named(job_file, "simulate"),

@@ -100,7 +100,7 @@ def allow(
     """
     with told(show_traceback=tracebacks):
         from distbelief.transport.key_files import Allowed  # noqa: PLC0415 -- pyzmq
-        from distbelief.transport.keys import public_key  # noqa: PLC0415
+        from distbelief.transport.keys import public_key  # noqa: PLC0415 -- pyzmq
 
         entry = Allowed(
             key=public_key(key),

@@ -121,7 +121,7 @@ def answer_to(job: Job, question: Question) -> Answer:
         return _found(job, question, LocalModel(build_model(task.model)))
     # The planner brings scipy's solvers and matplotlib, which take as long to import as
     # half of torch: every job would wait for them, in two processes.
-    from distbelief.job.configuration.plans import draw, plan_for_job  # noqa: PLC0415
+    from distbelief.job.configuration.plans import draw, plan_for_job  # noqa: PLC0415 -- split jobs only
 
     _check_device(job.cluster.device)
     sample = check_data(task, job.batch_size)

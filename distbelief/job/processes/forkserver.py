@@ -310,8 +310,7 @@ def _run(start: Start, *, parent: int) -> NoReturn:
 
 
 def _program(program: Program) -> Callable[[str, int, str], int]:
-    # Imported long ago.
-    from distbelief.job.processes import (  # noqa: PLC0415
+    from distbelief.job.processes import (  # noqa: PLC0415 -- imported long ago
         checking,
         preparing,
         process,
