@@ -5,9 +5,10 @@
     which try counts for a set                            the other shards; once each
     where a run ends, bit by bit                          the run that nothing disturbs
 
-The third holds as long as no shard forgets anything: a run that goes on from parameters
-alone has dropped its history. Losses, duplicates, pauses, lives of replicas and of the
-coordinator change nothing.
+The third holds as long as no shard forgets anything, and no disk what it has said to
+hold of the coordinator: a run that goes on from parameters alone has dropped its
+history. Losses, duplicates, pauses, lives of replicas and of the coordinator change
+nothing.
 """
 
 from collections import Counter
@@ -45,11 +46,14 @@ from distbelief.roles import (
     SUPERVISOR,
     Address,
     Compute,
+    Event,
     Persist,
+    Persisted,
     Received,
     Role,
     Seconds,
     Send,
+    Started,
 )
 from distbelief.runtime.task import trial
 from distbelief.runtime.task.local_model import LocalModel
@@ -227,11 +231,14 @@ class Ledger:
     losses: list[float] = field(default_factory=list)
     on_saved: Callable[[str], None] | None = None
     saved: list[Saved] = field(default_factory=list)
+    journal: str = ""  # the newest that is said to be on disk
     sights: Counter[str] = field(default_factory=Counter)
 
     def see(self, happening: Happening) -> None:
         """Note, and check, what a shard or the coordinator has just done."""
         event = happening.event
+        if happening.name == COORDINATOR:
+            self._coordinator_lives(event)
         if isinstance(event, Received) and isinstance(event.message, Order):
             order = event.message
             known = self.tasks.setdefault((order.epoch, order.number), order.task)
@@ -241,6 +248,14 @@ class Ledger:
                 self._sent(happening, action)
             elif isinstance(action, Compute) and action.name == "collect":
                 self._staging(happening)
+
+    def _coordinator_lives(self, event: Event) -> None:
+        """Note what is on its disk, and whether a new life finds it there."""
+        if isinstance(event, Persisted) and event.error is None:
+            self.journal = max(self.journal, event.label)
+        elif isinstance(event, Started):
+            found = "" if event.restored is None else event.restored.label
+            self.sights["journals lost"] += found < self.journal
 
     def _staging(self, happening: Happening) -> None:
         """Note whose gradient is staged under which grant, where it is the first."""
@@ -640,7 +655,7 @@ def play(scene: Sandblast) -> Run:
     sights["shards restarted"] = sum(incarnation(s) - 1 for s in scene.shards)
     sights["replicas restarted"] = sum(incarnation(r) - 1 for r in scene.replicas)
     values, losses = undisturbed(scene.cutting, scene.n_shards)
-    if not sights["shards restarted"]:
+    if not sights["shards restarted"] and not sights["journals lost"]:
         assert run.values == values, "it has ended somewhere else"
         assert set(run.ledger.losses) <= set(losses), "losses of another course"
     else:

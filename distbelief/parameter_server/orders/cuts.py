@@ -16,7 +16,9 @@ Rules:
 
 * Who returns to a cut holds its vectors and no others.
 * If another shard has lost its memory, this one can still return to the parameters of
-  the newest cut that both have: the last one on disk, or cut 0.
+  the newest cut that both have: the last one on disk, or cut 0. A snapshot holds the
+  parameters of that cut too: shards that die around a save which only some of them
+  could finish share it, whatever each of them has on disk.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -35,6 +37,7 @@ from distbelief.vectors import Vector
 PARAMETERS: Final = "parameters"
 
 _PREFIX = "vector."
+_EARLIER = "earlier"
 _FACT = "cut"
 _N_LIVE_MAX = 2
 _N_KEPT_MAX = 3
@@ -43,16 +46,33 @@ _N_KEPT_MAX = 3
 class _CutFacts(msgspec.Struct, frozen=True, kw_only=True):
     cut: int
     vectors: tuple[str, ...]
+    earlier: tuple[int, int] | None = None  # cut and clock of what is kept besides
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """The parameters of a cut that is on disk, or of cut 0."""
+class Kept:
+    """The parameters of a cut that every shard has on disk, or of cut 0."""
 
     cut: int
     clock: int
     parameters: Vector
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SavedCut:
+    """What a snapshot holds of cuts.
+
+    Attributes:
+        cut: Its number.
+        vectors: All that the cut named.
+        earlier: Another cut, which every shard has; None: this one is all there is.
+    """
+
+    cut: int
+    vectors: Mapping[str, Vector]
+    earlier: Kept | None = None
 
 
 @final
@@ -77,7 +97,7 @@ class Cuts:
     def __init__(self, algebra: Algebra, *, base_clock: int) -> None:
         self._algebra = algebra
         self._live: list[_Cut] = []  # the oldest first
-        self._kept: list[_Kept] = []  # the oldest first
+        self._kept: list[Kept] = []  # the oldest first
         self._base_clock: int | None = base_clock  # until the first order
 
     def records(self) -> tuple[CutRecord, ...]:
@@ -206,15 +226,24 @@ class Cuts:
         return None if newest is None or newest.saved else newest.cut
 
     def extend(self, snapshot: Snapshot, *, cut: int) -> Snapshot:
-        """Return the snapshot with the vectors of the newest cut: the present."""
+        """Return the snapshot with the vectors of the newest cut: the present.
+
+        And with the parameters of the oldest that is kept, which all shards share.
+        """
         newest = self._live[-1]
         vectors = self._algebra.export(tuple(newest.names))
-        facts = _CutFacts(cut=cut, vectors=tuple(sorted(newest.names)))
+        shared = self._kept[0] if self._kept and self._kept[0].cut != cut else None
+        facts = _CutFacts(
+            cut=cut,
+            vectors=tuple(sorted(newest.names)),
+            earlier=None if shared is None else (shared.cut, shared.clock),
+        )
         return Snapshot(
             label=snapshot.label,
             arrays={
                 **snapshot.arrays,
                 **{f"{_PREFIX}{name}": vector for name, vector in vectors.items()},
+                **({} if shared is None else {_EARLIER: shared.parameters}),
             },
             facts={**snapshot.facts, _FACT: msgspec.json.encode(facts).decode()},
         )
@@ -223,49 +252,71 @@ class Cuts:
         """The newest cut, which is the present, is safe on disk."""
         self._keep_parameters(cut, clock=0)
 
-    def restore(self, vectors: Mapping[str, Vector], *, cut: int) -> None:
+    def restore(self, saved: SavedCut) -> None:
         """Be at a cut that was read from disk."""
-        self._algebra.restore(vectors)
+        self._algebra.restore(saved.vectors)
         self._base_clock = None
-        self._live = [_Cut(cut, vectors)]
-        self._keep_parameters(cut, clock=0)
+        self._live = [_Cut(saved.cut, saved.vectors)]
+        self._kept = [] if saved.earlier is None else [saved.earlier]
+        self._keep_parameters(saved.cut, clock=0)
 
     def _keep_parameters(self, cut: int, *, clock: int) -> None:
         parameters = self._algebra.vector(PARAMETERS).copy()
-        self._kept.append(_Kept(cut, clock, parameters))
+        self._kept.append(Kept(cut, clock, parameters))
         if len(self._kept) > _N_KEPT_MAX:  # another shard's disk fails, and fails
             del self._kept[1]
 
 
-def split(snapshot: Snapshot) -> tuple[Snapshot, int, Mapping[str, Vector]]:
-    """Return what `extend` was given, the cut (0: none), and its vectors.
+def split(snapshot: Snapshot) -> tuple[Snapshot, SavedCut | None]:
+    """Return what `extend` was given, and the cut, if it holds one.
 
     Raises:
         StorageError: the snapshot is damaged.
     """
     text = snapshot.facts.get(_FACT)
     if text is None:
-        return snapshot, 0, {}
+        return snapshot, None
     try:
         facts = msgspec.json.decode(text, type=_CutFacts)
     except msgspec.MsgspecError as error:
-        raise StorageError(
-            f"snapshot {snapshot.label!r}: fact {_FACT!r} cannot be read ({error}); "
-            "delete it, and the one before is used"
-        ) from None
+        raise _damaged(snapshot, f"fact {_FACT!r} cannot be read ({error})") from None
+    arrays = dict(snapshot.arrays)
     vectors = {
-        name.removeprefix(_PREFIX): array
-        for name, array in snapshot.arrays.items()
+        name.removeprefix(_PREFIX): arrays.pop(name)
+        for name in snapshot.arrays
         if name.startswith(_PREFIX)
     }
     if vectors.keys() != set(facts.vectors) or PARAMETERS not in vectors:
-        raise StorageError(
-            f"snapshot {snapshot.label!r} has vectors {sorted(vectors)}, and says that "
-            f"they are {sorted(facts.vectors)}; delete it, and the one before is used"
+        raise _damaged(
+            snapshot, f"it has vectors {sorted(vectors)}, not {sorted(facts.vectors)}"
         )
     plain = Snapshot(
         label=snapshot.label,
-        arrays={k: v for k, v in snapshot.arrays.items() if not k.startswith(_PREFIX)},
+        arrays={name: array for name, array in arrays.items() if name != _EARLIER},
         facts={name: fact for name, fact in snapshot.facts.items() if name != _FACT},
     )
-    return plain, facts.cut, vectors
+    saved = SavedCut(facts.cut, vectors, _earlier(snapshot, facts))
+    return plain, saved
+
+
+def _earlier(snapshot: Snapshot, facts: _CutFacts) -> Kept | None:
+    parameters, wanted = snapshot.arrays.get(_EARLIER), facts.earlier
+    if (parameters is None) is not (wanted is None):
+        raise _damaged(snapshot, f"array {_EARLIER!r} and what is said of it disagree")
+    if parameters is None or wanted is None:
+        return None
+    present = snapshot.arrays[f"{_PREFIX}{PARAMETERS}"]
+    if (parameters.shape, parameters.dtype) != (present.shape, present.dtype):
+        raise _damaged(
+            snapshot,
+            f"array {_EARLIER!r} has shape {parameters.shape} and dtype "
+            f"{parameters.dtype}, not {present.shape} and {present.dtype}",
+        )
+    cut, clock = wanted
+    return Kept(cut, clock, parameters.copy())
+
+
+def _damaged(snapshot: Snapshot, what: str) -> StorageError:
+    return StorageError(
+        f"snapshot {snapshot.label!r}: {what}; delete it, and the one before is used"
+    )

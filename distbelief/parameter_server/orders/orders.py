@@ -126,15 +126,12 @@ class Orders:
         Raises:
             StorageError: the snapshot is damaged; so does the work.
         """
-        plain, cut = snapshot, 0
-        vectors: Mapping[str, Vector] = {}
-        if snapshot is not None:
-            plain, cut, vectors = split(snapshot)
+        plain, saved = (None, None) if snapshot is None else split(snapshot)
 
         def work() -> None:
-            if cut:
+            if saved is not None:
                 cuts = Cuts(self._algebra, base_clock=0)
-                cuts.restore(vectors, cut=cut)
+                cuts.restore(saved)
                 self._cuts = cuts
 
         return plain, work

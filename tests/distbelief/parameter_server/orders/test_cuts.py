@@ -10,6 +10,7 @@ from distbelief.parameter_server.layout.layout import Layout, TensorSpec
 from distbelief.parameter_server.orders.algebra import Algebra
 from distbelief.parameter_server.orders.cuts import PARAMETERS, Cuts, split
 from distbelief.roles import Snapshot
+from distbelief.vectors import Vector
 
 
 LAYOUT = Layout.of([TensorSpec(name="w", shape=(64,))], n_shards=1, dtype="float64")
@@ -129,13 +130,57 @@ def test_a_saved_cut_comes_back_bit_for_bit() -> None:
     shard.mark(5, PARAMETERS, "s0")
     shard.cuts.check_present(5)
     saved = shard.cuts.extend(PLAIN, cut=5)
-    plain, cut, vectors = split(saved)
-    assert (plain.facts, cut) == (PLAIN.facts, 5)
+    plain, cut = split(saved)
+    assert cut is not None
+    assert (plain.facts, cut.cut) == (PLAIN.facts, 5)
     assert list(plain.arrays) == ["values"]
     other = Shard()
-    other.cuts.restore(vectors, cut=cut)
-    assert other.held == [(5, True), (5, False)]
+    other.cuts.restore(cut)
+    assert other.held == [(5, True), (0, False), (5, False)]
     assert (other.at(PARAMETERS), other.at("s0")) == (1.0, 0.1)
+
+
+def test_a_saved_cut_holds_what_all_shards_share_besides() -> None:
+    """Two shards died around a save that one of them had finished (seed 4642).
+
+    The one was at the cut it had just saved, the other, whose save was torn, where the
+    run began: they shared no point, and the run was over.
+    """
+    shard = Shard().begin()
+    shard.do(Fill(target=PARAMETERS, a=2.0))
+    shard.mark(5, PARAMETERS)
+    _, first = split(shard.cuts.extend(PLAIN, cut=5))
+    assert first is not None
+    other = Shard()
+    other.cuts.restore(first)
+    assert [(r.cut, r.clock) for r in other.cuts.records()] == [(5, 0), (0, 7), (5, 0)]
+    other.recall(0, whole=False)
+    assert other.at(PARAMETERS) == 1.0
+
+    shard.cuts.on_disk(5)
+    shard.cuts.forget(5)
+    shard.do(Fill(target=PARAMETERS, a=3.0))
+    shard.mark(6, PARAMETERS, settled=5)
+    shard.do(Fill(target=PARAMETERS, a=4.0))
+    shard.mark(7, PARAMETERS, settled=6)
+    shard.cuts.on_disk(7)  # here, and not elsewhere
+    shard.do(Fill(target=PARAMETERS, a=5.0))
+    shard.mark(8, PARAMETERS, settled=7)
+    _, second = split(shard.cuts.extend(PLAIN, cut=8))
+    assert second is not None
+    other.cuts.restore(second)
+    assert other.held == [(8, True), (5, False), (8, False)]
+    other.recall(5, whole=False)
+    assert other.at(PARAMETERS) == 2.0
+
+
+def test_the_cut_that_all_share_is_not_saved_twice() -> None:
+    shard = Shard().begin()
+    shard.mark(5, PARAMETERS)
+    shard.cuts.on_disk(5)
+    shard.cuts.forget(5)
+    again = shard.cuts.extend(PLAIN, cut=5)
+    assert sorted(again.arrays) == ["values", "vector.parameters"]
 
 
 def test_only_the_present_can_be_saved() -> None:
@@ -149,14 +194,26 @@ def test_only_the_present_can_be_saved() -> None:
 
 
 def test_a_snapshot_without_a_cut_is_the_shards_alone() -> None:
-    assert split(PLAIN) == (PLAIN, 0, {})
+    assert split(PLAIN) == (PLAIN, None)
 
 
-@pytest.mark.parametrize("fact", ["{", '{"cut":5,"vectors":["parameters","s0"]}'])
-def test_a_damaged_snapshot_is_refused(fact: str) -> None:
+@pytest.mark.parametrize(
+    ("fact", "arrays"),
+    [
+        ("{", {}),
+        ('{"cut":5,"vectors":["parameters","s0"]}', {}),
+        ('{"cut":5,"vectors":["parameters"],"earlier":[4,0]}', {}),
+        ('{"cut":5,"vectors":["parameters"]}', {"earlier": np.ones(64)}),
+        (
+            '{"cut":5,"vectors":["parameters"],"earlier":[4,0]}',
+            {"earlier": np.ones(63)},
+        ),
+    ],
+)
+def test_a_damaged_snapshot_is_refused(fact: str, arrays: dict[str, Vector]) -> None:
     snapshot = Snapshot(
         label="3",
-        arrays={"vector.parameters": np.ones(64)},
+        arrays={"vector.parameters": np.ones(64), **arrays},
         facts={"cut": fact},
     )
     with pytest.raises(StorageError, match="snapshot '3'"):

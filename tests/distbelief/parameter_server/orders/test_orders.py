@@ -261,7 +261,8 @@ def test_a_cut_is_saved_with_its_vectors_and_restored() -> None:
     other = Bench(restored=snapshot)
     attached = other.order(1, Attach(), epoch=2)
     assert attached is not None
-    assert [(r.cut, r.whole) for r in attached.cuts] == [(9, True), (9, False)]
+    held = [(9, True), (0, False), (9, False)]
+    assert [(r.cut, r.whole) for r in attached.cuts] == held
     other.order(2, Recall(cut=9, whole=True), epoch=2)
     measured = other.order(3, MEASURE, epoch=2)
     assert measured is not None
