@@ -14,26 +14,23 @@ import secrets
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from importlib import import_module
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Protocol, Self, final
+from typing import Protocol, Self, final
 
 import msgspec
 from rich.console import Console
 
-from distbelief import files
 from distbelief.errors import StorageError
 from distbelief.job.configuration.jobfile import Job, load_job
 from distbelief.job.configuring import check_data, supervisor_config
 from distbelief.job.directory.final_files import draw_curve_of, write_model
-from distbelief.job.directory.metrics import Measurement, MetricsFile
+from distbelief.job.directory.metrics import MetricsFile
 from distbelief.job.directory.run import Run
-from distbelief.job.directory.run_directory import RunDirectory, Status
+from distbelief.job.directory.run_directory import RunDirectory
 from distbelief.job.directory.store import SnapshotStore
 from distbelief.job.directory.summary import (
     Summary,
@@ -59,6 +56,8 @@ from distbelief.job.processes.trying import CHECK, try_out
 from distbelief.job.resuming.legacy import Legacy
 from distbelief.job.resuming.resuming import check_same, take_up
 from distbelief.job.supervision.supervisor import USER, Supervisor
+from distbelief.job.voice import Voice
+from distbelief.job.watching import Watch, Watching, status_of
 from distbelief.messages import Stop
 from distbelief.node import Node
 from distbelief.parameter_server.layout.layout import Layout
@@ -67,14 +66,6 @@ from distbelief.runtime.task.task import prepare
 from distbelief.transport.places import LOOPBACK, Place
 from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
-
-
-STATUS_SECONDS: Final = 1.0
-DRAWING_SECONDS: Final = 2.0
-"""Of training, after which what draws the curve is imported."""
-
-
-Watch = Callable[[SupervisorView], bool]
 
 
 class Detours(Protocol):
@@ -195,9 +186,9 @@ class _Training:
         self._run = run
         self._memory = memory
         self._launcher = launcher
-        self._console = console
+        self._voice = Voice(console, run)
         self._initial_file = run.path / "initial.safetensors"
-        self._store = SnapshotStore(run.snapshots, report=self._warn)
+        self._store = SnapshotStore(run.snapshots, report=self._voice.warn)
         self._answer = Answer()
         self._legacy = Legacy()
         self._layout: Layout | None = None
@@ -205,13 +196,7 @@ class _Training:
         self._error: str | None = None
         self._model_error: str | None = None
         self.exit_code = 0
-        self._log_file = files.LineFile(
-            run.log_file(SUPERVISOR),
-            tell=lambda why: self._say(f"{why}. The job goes on without this log"),
-        )
         self._n_ended = 0
-        self._may_draw = False
-        self._status_at = 0.0
 
     # ---------------------------------------------------------------- before it
 
@@ -226,7 +211,7 @@ class _Training:
         prepare(job.data.train, table="data.train")
         if job.data.test is not None:
             prepare(job.data.test, table="data.test")
-        with self._console.status("Trying model and data ..."):
+        with self._voice.console.status("Trying model and data ..."):
             self._answer = try_out(
                 job,
                 self._launcher,
@@ -252,13 +237,12 @@ class _Training:
             self._run,
             layout=self._layout,
             train=self._answer.task.train,
-            report=self._warn,
+            report=self._voice.warn,
             n_machines=self._answer.n_machines,
         )
         self._legacy, self._store = resumed.legacy, resumed.store
         for line in resumed.told:
-            self._say(line)
-            self._log("info", line)
+            self._voice.announce(line)
 
     # ------------------------------------------------------------------ while it
 
@@ -269,7 +253,7 @@ class _Training:
         hosting: Hosting | None = None,
     ) -> None:
         """Run the supervisor until the job ends."""
-        console = self._console
+        console = self._voice.console
         config = supervisor_config(self._job, self._answer, legacy=self._legacy)
         supervisor = Supervisor(config)
         token = secrets.token_hex(16)
@@ -278,7 +262,7 @@ class _Training:
             name=SUPERVISOR,
             incarnation=self._legacy.incarnation,
             token=token,
-            log=self._log,
+            log=self._voice.log,
             port=reach.port,
         )
         display = Progress(
@@ -304,7 +288,7 @@ class _Training:
                 look = hosted.view
                 self._invite(hosting, hosting.address(transport.endpoint, token), lent)
             node = Node(
-                role, transport=transport, log=self._log, launcher=self._launcher
+                role, transport=transport, log=self._voice.log, launcher=self._launcher
             )
 
             def stop(number: signal.Signals) -> None:
@@ -315,11 +299,17 @@ class _Training:
             with display:
                 if console.is_terminal is False:
                     console.print(f"{self._job.name}: {self._run.path}")
-                error = node.run(
-                    on_tick=lambda: self._tick(
-                        supervisor, look, display, metrics, watch
-                    )
+                watching = Watching(
+                    supervisor,
+                    look=look,
+                    display=display,
+                    metrics=metrics,
+                    run=self._run,
+                    name=self._job.name,
+                    voice=self._voice,
+                    watch=watch,
                 )
+                error = node.run(on_tick=lambda: self._tick(watching))
             self._view = look(time.monotonic())
         self._error = None if supervisor.interrupted else error
         if supervisor.interrupted:
@@ -330,8 +320,7 @@ class _Training:
     def _invite(self, hosting: Hosting, address: JobAddress, lent: ExitStack) -> None:
         """Let other machines know where to join."""
         for line in hosting.lines(address):
-            self._say(line)
-            self._log("info", line)
+            self._voice.announce(line)
         machines = hosting.lent(
             self._job,
             address,
@@ -362,47 +351,11 @@ class _Training:
         (self._memory.directory / ".spec.json").write_bytes(msgspec.json.encode(spec))
         return spec
 
-    def _tick(
-        self,
-        supervisor: Supervisor,
-        look: Callable[[float], SupervisorView],
-        display: Progress,
-        metrics: MetricsFile,
-        watch: Watch | None,
-    ) -> None:
-        now = time.monotonic()
-        view = look(now)
-        if watch is not None and watch(view):
-            supervisor.wind_up("it was told to stop")
-        with suppress(OSError):  # as in `_say`; what follows needs no screen
-            display.update(view)
-        try:
-            for record in supervisor.take_records():
-                metrics.append(Measurement.of(record))
-            if now - self._status_at >= STATUS_SECONDS:
-                self._status_at = now
-                self._write_status(view)
-        except StorageError as error:  # the training itself needs neither
-            self._warn(str(error))
-        if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
-            # Its import takes most of a second, which Ctrl+C would have to wait for.
-            self._may_draw = True
-            name = "distbelief.job.directory.curve"
-            threading.Thread(target=import_module, args=(name,), daemon=True).start()
+    def _tick(self, watching: Watching) -> None:
+        watching.tick()
         if self._launcher.n_ended != self._n_ended:
             self._n_ended = self._launcher.n_ended
             self._memory.remove_orphans()
-
-    def _write_status(self, view: SupervisorView, *, ended: bool = False) -> None:
-        status = Status(
-            name=self._job.name,
-            pid=os.getpid(),
-            written=time.time(),  # noqa: TID251 -- the time of day, for other programs
-            view=view,
-            ended=ended,
-            error=self._error,
-        )
-        self._run.write_status(status)
 
     # ------------------------------------------------------------------- after it
 
@@ -425,7 +378,8 @@ class _Training:
             model_error=self._model_error,
         )
         self._keep(lambda: write_summary(self._run, summary))
-        self._keep(lambda: self._write_status(self._view, ended=True))
+        status = status_of(self._job.name, self._view, ended=True, error=self._error)
+        self._keep(lambda: self._run.write_status(status))
         return summary
 
     def _keep(self, write: Callable[[], object]) -> None:
@@ -433,8 +387,8 @@ class _Training:
         try:
             write()
         except StorageError as error:
-            self._say(str(error))
-            self._warn(str(error))
+            self._voice.say(str(error))
+            self._voice.warn(str(error))
             self.exit_code = self.exit_code or 1
 
     def draw(self) -> None:
@@ -443,7 +397,7 @@ class _Training:
 
     def __enter__(self) -> Self:
         """Begin: the supervisor's log."""
-        self._log("info", f"begins in {self._run.path}")
+        self._voice.log("info", f"begins in {self._run.path}")
         return self
 
     def __exit__(
@@ -454,15 +408,3 @@ class _Training:
     ) -> None:
         """Remove what was only for the shards' first lives."""
         self._initial_file.unlink(missing_ok=True)
-
-    def _log(self, level: str, text: str) -> None:
-        now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
-        self._log_file.append(f"{now} supervisor {level}: {text}")
-
-    def _say(self, text: str) -> None:
-        """Say it on the screen, where it stays."""
-        with suppress(OSError):  # a file on the same full disk, perhaps
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def _warn(self, text: str) -> None:
-        self._log("warning", text)

@@ -9,7 +9,8 @@ from distbelief.job.configuration import toml_text
 from distbelief.job.configuration.jobfile import parse_job
 from distbelief.job.directory.metrics import Measurement, read_metrics
 from distbelief.job.directory.run import Run
-from distbelief.job.training import Watch, train
+from distbelief.job.training import train
+from distbelief.job.watching import Watch
 
 
 PROBLEMS: Final = "experiments.benchmarks.batches.problems"

@@ -8,7 +8,7 @@ import signal
 from typing import Final, final
 
 from distbelief.job.display.view import SupervisorView
-from distbelief.job.training import Watch
+from distbelief.job.watching import Watch
 from experiments.benchmarks.batches.jobs import PROBLEMS, Ours, job
 from experiments.benchmarks.measuring import measurement
 

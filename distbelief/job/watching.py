@@ -1,0 +1,103 @@
+"""What is done at each tick of a running job: it is shown, measured and written down.
+
+view of the job -> who asked to watch it, the display, status.json
+records         -> metrics.jsonl
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from typing import Final, final
+
+from distbelief.errors import StorageError
+from distbelief.job.directory.metrics import Measurement, MetricsFile
+from distbelief.job.directory.run_directory import RunDirectory, Status
+from distbelief.job.display.progress import Progress
+from distbelief.job.display.view import SupervisorView
+from distbelief.job.supervision.supervisor import Supervisor
+from distbelief.job.voice import Voice
+
+
+STATUS_SECONDS: Final = 1.0
+DRAWING_SECONDS: Final = 2.0
+"""Of training, after which what draws the curve is imported."""
+
+Watch = Callable[[SupervisorView], bool]
+
+
+@final
+class Watching:
+    """Looks at one supervisor.
+
+    Args:
+        supervisor: Of the job.
+        look: Returns what is to be seen at a time.
+        display: Where it is shown.
+        metrics: Where measurements are written.
+        run: Whose status is written.
+        name: Of the job.
+        voice: Warns of what cannot be written.
+        watch: Called with each view; returns whether to end the job.
+    """
+
+    def __init__(  # noqa: PLR0913 -- one call site; each is a thing of its own
+        self,
+        supervisor: Supervisor,
+        *,
+        look: Callable[[float], SupervisorView],
+        display: Progress,
+        metrics: MetricsFile,
+        run: RunDirectory,
+        name: str,
+        voice: Voice,
+        watch: Watch | None,
+    ) -> None:
+        self._supervisor = supervisor
+        self._look = look
+        self._display = display
+        self._metrics = metrics
+        self._run = run
+        self._name = name
+        self._voice = voice
+        self._watch = watch
+        self._may_draw = False
+        self._status_at = 0.0
+
+    def tick(self) -> None:
+        """Look once."""
+        now = time.monotonic()
+        view = self._look(now)
+        if self._watch is not None and self._watch(view):
+            self._supervisor.wind_up("it was told to stop")
+        with suppress(OSError):  # what follows needs no screen
+            self._display.update(view)
+        try:
+            for record in self._supervisor.take_records():
+                self._metrics.append(Measurement.of(record))
+            if now - self._status_at >= STATUS_SECONDS:
+                self._status_at = now
+                self._run.write_status(status_of(self._name, view))
+        except StorageError as error:  # the training itself needs neither
+            self._voice.warn(str(error))
+        if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
+            # Its import takes most of a second, which Ctrl+C would have to wait for.
+            self._may_draw = True
+            name = "distbelief.job.directory.curve"
+            threading.Thread(target=import_module, args=(name,), daemon=True).start()
+
+
+def status_of(
+    name: str, view: SupervisorView, *, ended: bool = False, error: str | None = None
+) -> Status:
+    """Return what other programs are to know of this job now."""
+    return Status(
+        name=name,
+        pid=os.getpid(),
+        written=time.time(),  # noqa: TID251 -- the time of day, for other programs
+        view=view,
+        ended=ended,
+        error=error,
+    )
