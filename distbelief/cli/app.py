@@ -183,6 +183,11 @@ def train(  # noqa: PLR0913 -- options
                 hosting=hosting,
             )
         exit_code = run.exit_code
+        if exit_code == FAILED and not sys.stdout.isatty():
+            # Who keeps the output in a file reads here why it is short.
+            why = run.summary.error or "see its log"
+            text = f"{job.name} failed: {why}; its logs are in {run.directory / 'logs'}"
+            typer.echo(text, err=True)
     raise typer.Exit(exit_code)
 
 

@@ -246,9 +246,11 @@ def test_a_factory_that_fails_in_a_role_ends_the_job_with_its_words(
     with train(folder, *LONG, *bad, "--json") as command:
         assert command.wait() == 1, command.output
         assert not alive(command.all_pids())
-    error = json.loads(command.output)["error"]
+    summary, told = command.output.rsplit("}\n", 1)  # the latter on standard error
+    error = json.loads(summary + "}")["error"]
     assert error.startswith("replica 1: [data.train] tiny:fragile failed: OSError")
     assert "the disk with the data is gone" in error
+    assert told.startswith(f"tiny failed: {error}; its logs are in runs/tiny/logs")
 
 
 @pytest.mark.untraced
@@ -256,6 +258,6 @@ def test_a_training_that_diverges_says_so(folder: Path) -> None:
     rule = 'algorithm.rule={ name = "sgd", learning_rate = 1e30 }'
     with train(folder, *LONG, "--set", rule, "--json") as command:
         assert command.wait() == 1, command.output
-    error = json.loads(command.output)["error"]
+    error = json.loads(command.output.rsplit("}\n", 1)[0] + "}")["error"]
     assert "NaN or infinite" in error
     assert "Use a lower learning_rate" in error
