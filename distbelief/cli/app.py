@@ -80,11 +80,6 @@ app = typer.Typer(
 )
 
 
-def main() -> None:
-    """Run the command line; the entry point of the program."""
-    app()
-
-
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 -- typer calls it so
     if wanted:
         typer.echo(f"distbelief {version('distbelief')}")

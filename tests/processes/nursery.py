@@ -217,7 +217,7 @@ def run(request: dict[str, object], *, output: int) -> None:
     for target, descriptor in enumerate((null, output, output)):
         os.dup2(descriptor, target)
     sys.argv = ["distbelief", *cast("list[str]", request["words"])]
-    import_module("distbelief.cli.app").main()  # which exits
+    import_module("distbelief.cli.entry").main()  # which exits
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def loaded_by(*arguments: str) -> tuple[int, list[str]]:
     """Run the command line in a fresh process; return its code, and what it loaded."""
     code = (
         "import sys\n"
-        "from distbelief.cli.app import main\n"
+        "from distbelief.cli.entry import main\n"
         "try:\n    main()\n"
         "except SystemExit as end:\n    code = end.code\n"
         "heavy = [m for m in ('torch', 'matplotlib', 'zmq') if m in sys.modules]\n"
@@ -233,6 +233,9 @@ def test_no_runs_at_all_is_a_mistake_that_is_explained() -> None:
     assert done.stderr.startswith("there is no run in ")
 
 
+ENTER = "from distbelief.cli.entry import main; main()"
+
+
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_reader_that_had_enough_is_no_error(options: list[str]) -> None:
     a_run("runs/demo").close()
@@ -241,7 +244,11 @@ def test_a_reader_that_had_enough_is_no_error(options: list[str]) -> None:
     with os.fdopen(writer, "wb") as pipe:
         done = subprocess.run(
             [
-                *(sys.executable, "-c", "from distbelief.cli.app import main; main()"),
+                *(
+                    sys.executable,
+                    "-c",
+                    "from distbelief.cli.entry import main; main()",
+                ),
                 *("status", *options),
             ],
             stdout=pipe,
