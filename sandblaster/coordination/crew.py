@@ -2,7 +2,8 @@
 
     Account of somebody new       a member; an Assignment when there is work
     Assignment                    repeated until an Account knows of it
-    silence                       no member any more; one again when it speaks
+    silence                       no member any more; one again when it speaks, and
+                              versions of what it is told go on
 
 All words are of the whole state, so one that is lost, late or doubled does no harm: the
 next says it all again, and versions tell which is newer.
@@ -140,6 +141,8 @@ class Crew:
         self._members: dict[Address, Member] = {}
         # The newest life known to be over: incarnation, and life within.
         self._gone: dict[Address, tuple[int, int]] = {}
+        # What those who left were told last: it may yet reach them.
+        self._told: dict[Address, int] = {}
         self._epoch = 0
         self._evaluation = 0
         self._versions: tuple[ShardVersion, ...] = ()
@@ -194,13 +197,14 @@ class Crew:
                 return None
             self._n_joined += 1
             self.n_changes += 1
+            version = max(account.version, self._told.get(event.sender, 0))
             member = Member(
                 name=event.sender,
                 number=self._n_joined,
                 incarnation=event.incarnation,
                 life=account.life,
-                version=account.version,
-                known=account.version,
+                version=version,
+                known=version,
                 heard_at=now,
                 joined_at=now,
             )
@@ -233,6 +237,7 @@ class Crew:
         if member is not None:
             self.n_changes += 1
             self.n_wasted_lost += member.n_computed
+            self._told[name] = member.version
             if is_over:
                 self._gone[name] = member.incarnation, member.life
         return member

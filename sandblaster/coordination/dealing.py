@@ -10,7 +10,8 @@ Rules (paper: Dean et al. 2012, section 4.2, and the keys of its rules):
   twice as fast does twice as many (DB-14). They are dealt in runs, first those that the
   replica computed the last time: its data is near.
 * Nobody is dealt a set that the others would have done before: towards the end a slow
-  replica waits. Of what it could do in time, it is dealt half: estimates err.
+  replica waits. Of what it could do in time, it is dealt half: estimates err. Of the
+  last sets, fewer than replicas, each is a whole one: as many replicas take one.
 * A set may be dealt when it is within a window of the oldest that is not counted.
 * When nothing is left to deal, an idle replica gets a second copy of the set that will
   be done last, if it would have it done before (DB-15), by more than a hiccup and a few
@@ -130,7 +131,8 @@ class Dealing:
     def _deal_in_time(self, now: Seconds) -> None:
         """Give whoever is hungry half of what it would do until all is done."""
         loads, undealt = self._loads, self._undealt
-        end = loads.end(len(undealt), now)
+        whole = loads.end_of_whole(len(undealt), now)
+        end = max(whole, loads.end(len(undealt), now))
         for member in _in_turn(loads.hungry(end, now)):
             if not undealt.n_dealable:
                 break
@@ -144,7 +146,7 @@ class Dealing:
                 # The last of these is done later than it would be if it were parted:
                 # so others have less to do. Otherwise the end is where it was.
                 loads.look(now)
-                end = loads.end(len(undealt), now)
+                end = max(whole, loads.end(len(undealt), now))
 
     def _give_some(self, member: Member, n_wanted: int, now: Seconds) -> int:
         if n_wanted < 1 or not self._undealt.n_dealable:

@@ -1,8 +1,12 @@
 """How fast replicas compute, and fetch before: each its own way, newcomers as others.
 
-The typical pace is looked up again when an eighth of all paces are new, and one for 16
-members who have none: of 2,000 replicas that have just begun, all would be looked at
-again for each word otherwise.
+A newcomer computes at the typical pace, and waits for parameters as long as whoever has
+waited longest: where they come to one after the other, those who have them first say
+nothing of the others, who would all be late by them.
+
+Both are looked up again when an eighth of all paces are new, and one for 16 members who
+have none, or somebody has waited longer: of 2,000 replicas that have just begun, all
+would be looked at again for each word otherwise.
 """
 
 from bisect import bisect_left, insort
@@ -16,7 +20,10 @@ _PACES_OF_NEWS: Final = 8
 """The typical pace is looked up again when one of so many paces is new ..."""
 
 _NEWCOMERS_OF_NEWS: Final = 16
-"""... and one for so many members without a pace."""
+"""... and one for so many members without a pace; or ..."""
+
+_WAIT_OF_NEWS: Final = 1.1
+"""... if somebody has waited this many times as long for parameters as anybody else."""
 
 
 @final
@@ -32,8 +39,9 @@ class Paces:
         self._sorted: list[float] = []
         self._lags: dict[int, Seconds] = {}
         self._typical = 0.0
-        self._typical_lag: Seconds = 0.0
-        self._n_new = 0  # since that was looked up
+        self._longest_lag: Seconds = 0.0
+        self._n_new = 0  # since those were looked up
+        self._has_waited = False  # much longer than anybody had until then
         self._had_newcomers = False  # then
         self.newcomers: dict[int, Member] = {}
 
@@ -42,6 +50,7 @@ class Paces:
         self._change(member.number, member.seconds_per_example)
         if member.lag is not None:
             self._lags[member.number] = member.lag
+            self._has_waited |= member.lag > _WAIT_OF_NEWS * self._longest_lag
         if member.seconds_per_example is None:
             self.newcomers[member.number] = member
         else:
@@ -72,9 +81,9 @@ class Paces:
         is_due = not had_newcomers or self._has_news
         if not self.newcomers or not is_due:
             return False
-        self._n_new = 0
+        self._n_new, self._has_waited = 0, False
         self._typical = typical(self._sorted) or 0.0
-        self._typical_lag = typical(self._lags.values()) or 0.0
+        self._longest_lag = max(self._lags.values(), default=0.0)
         return True
 
     @property
@@ -82,7 +91,8 @@ class Paces:
         is_first = not self._typical and self.is_known
         n_of_paces = len(self._sorted) / _PACES_OF_NEWS
         n_of_newcomers = len(self.newcomers) / _NEWCOMERS_OF_NEWS
-        return is_first or self._n_new >= max(n_of_paces, n_of_newcomers)
+        is_enough = self._n_new >= max(n_of_paces, n_of_newcomers)
+        return is_first or is_enough or self._has_waited
 
     # -------------------------------------------------------------------- what is seen
 
@@ -103,4 +113,4 @@ class Paces:
 
     def lag_of(self, member: Member) -> Seconds:
         """Return how long a member waits for parameters, in each evaluation."""
-        return self._typical_lag if member.lag is None else member.lag
+        return self._longest_lag if member.lag is None else member.lag

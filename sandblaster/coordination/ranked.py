@@ -171,6 +171,11 @@ class Ranked:
         lines = [self._falling(slope, now) for slope in self._columns]
         return ((s, -number) for s, number in merge(*lines, reverse=True))
 
+    def shortest(self, now: Seconds) -> Iterator[tuple[Seconds, int]]:
+        """Yield seconds and numbers, the shortest first; if equal, the later number."""
+        lines = [self._rising(slope, now) for slope in self._columns]
+        return ((s, -number) for s, number in merge(*lines))
+
     def below(self, seconds: Seconds, now: Seconds) -> Sum:
         """Return the sum of all that take less than this."""
         n, weight, weighted = 0, 0.0, 0.0
@@ -180,6 +185,10 @@ class Ranked:
             weight += part.weight
             weighted += part.weighted + slope * now * part.weight
         return Sum(n, weight, weighted)
+
+    def _rising(self, slope: Slope, now: Seconds) -> Iterator[tuple[Seconds, int]]:
+        for offset, number, _ in self._columns[slope].rising():
+            yield offset + slope * now, number
 
     def _falling(self, slope: Slope, now: Seconds) -> Iterator[tuple[Seconds, int]]:
         for offset, number, _ in self._columns[slope].falling():

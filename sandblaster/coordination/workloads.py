@@ -13,7 +13,7 @@ is: so dealing to one of 2,000 replicas costs little more than to one of two.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 from typing import Final, final
 
 from distbelief.roles import Seconds
@@ -31,6 +31,9 @@ from sandblaster.coordination.ranked import Line, Ranked
 
 _ROUNDING: Final = 1e-9
 """What is later by no more than this share is as early."""
+
+_N_WHOLE_MAX: Final = 512
+"""Sets that are looked at one by one: of more the last ones matter little."""
 
 
 @final
@@ -177,6 +180,28 @@ class Workloads:
         """
         quickest = self._paces.quickest * self._set_size
         return seconds_to_end(self._all, n_sets, now) + quickest
+
+    def end_of_whole(self, n_sets: int, now: Seconds) -> Seconds:
+        """Return when so many sets will be done if the hungry take them, each whole.
+
+        Where there are more of them than sets, the quickest take one each, while `end`
+        has everybody do a part. 0 if nobody is hungry, or sets are too many to look at.
+        """
+        if n_sets > _N_WHOLE_MAX:
+            return 0.0
+        others, end = self._hungry.shortest(now), 0.0
+        other = next(others, None)
+        again: list[tuple[Seconds, Seconds]] = []  # when done once more; of each set
+        for _ in range(n_sets):
+            if other is not None and (not again or other[0] <= again[0][0]):
+                end = other[0]
+                seconds = self.set_seconds(self._rows[other[1]].member)
+                heappush(again, (end + seconds, seconds))
+                other = next(others, None)
+            elif again:
+                end, seconds = again[0]
+                heapreplace(again, (end + seconds, seconds))
+        return end
 
     def n_in_time(self, member: Member, end: Seconds, now: Seconds) -> int:
         """Return how many more sets a member would do until then."""

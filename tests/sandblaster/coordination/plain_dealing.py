@@ -32,6 +32,7 @@ class PlainDealing:
         self.sets = Granting(starts, numbers=numbers, loads=loads)
         self.undealt = list(range(len(starts)))
         self.began_at: Seconds | None = None
+        self.whole: Seconds = 0.0
         self.n_backups = 0
 
     def account(self, member: Member, account: Account, now: Seconds) -> None:
@@ -54,6 +55,7 @@ class PlainDealing:
         members = sorted(self.crew, key=lambda m: (len(m.outstanding), m.name))
         if members and self.began_at is None:
             self.began_at = now
+        self.whole = self.end_of_whole(now)
         for member in members:
             n_wanted = self.n_wanted(member, now) if self.undealt else 0
             if n_wanted:
@@ -88,8 +90,22 @@ class PlainDealing:
             speed += 1.0 / paces[name]
             sets += begin / paces[name]
             end = sets / speed
-        left = end + min(paces.values()) - begins[member.name]
+        left = max(self.whole, end + min(paces.values())) - begins[member.name]
         return max(0, math.floor(left / paces[member.name] + 1e-9))
+
+    def end_of_whole(self, now: Seconds) -> Seconds:
+        """All that the hungry could do, one set after the other, in order of time."""
+        n_sets = len(self.undealt)
+        ends: list[Seconds] = []
+        for member in self.crew:
+            seconds = self.set_seconds(member)
+            at_once = n_at_once(member, seconds)
+            if seconds and len(member.outstanding) <= at_once // 2 + 1:
+                end = max(remaining(member, self.crew, now).values(), default=0.0)
+                for _ in range(n_sets):
+                    end += seconds
+                    ends.append(end)
+        return sorted(ends)[n_sets - 1] if n_sets and ends else 0.0
 
     def set_seconds(self, member: Member) -> Seconds:
         return seconds_of(member, self.config.cutting.set_size, self.crew)
@@ -181,7 +197,7 @@ def lag_of(member: Member, others: Iterable[Member]) -> Seconds:
     """Return how long a member waits for parameters."""
     if member.lag is not None:
         return member.lag
-    return typical(other.lag for other in others) or 0.0
+    return max((other.lag for other in others if other.lag is not None), default=0.0)
 
 
 def remaining(
