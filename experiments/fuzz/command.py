@@ -1,16 +1,21 @@
 """Every decoder, so many times: what it took, how fast, and what went wrong.
 
     python -m experiments.fuzz [NAME ...] [--executions 1e7] [--seconds 60] [--seed 1]
-        [--engine atheris]
+        [--engine atheris] [--keep FOLDER]
 
 One process for each decoder, one after the other. A finding is an exception that is no
 refusal, memory taken because bytes say so, or anything that `watching` forbids: code
 run, unpickled or started. The exit code is 1 if there is one.
+
+With a folder to keep, runs add up there (`tally`), and atheris goes on from what it has
+found: a decoder that has had its executions by this engine, as it is now, is not tried
+again. Each run begins from a seed of its own.
 """
 
 import argparse
 import json
 import math
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,22 +29,13 @@ from rich.table import Table
 
 from experiments.fuzz import engines, own, remote
 from experiments.fuzz.engines import Trial
-from experiments.fuzz.targets import Open
+from experiments.fuzz.tally import Run, Tally, fingerprint
+from experiments.fuzz.targets import Decoder, Open
 from experiments.fuzz.watching import Watch
 
 
 DECODERS: Final[Mapping[str, Open]] = {**remote.DECODERS, **own.DECODERS}
-
-
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one decoder."""
-
-    name: str
-    what: str
-    n: int
-    n_taken: int
-    seconds: float
-    findings: list[str]
+ENGINES: Final = ("own", "atheris")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,18 +43,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.child is not None:
         _try(options)
         return
-    verdicts = []
+    tally = _tally(options)
+    found: dict[str, list[Run]] = {}
     for name in options.names or DECODERS:
-        verdict = _run(name, options)
-        verdicts.append(verdict)
-        print(_line(verdict), flush=True)
-        for finding in verdict.findings:
+        run = _run(name, options)
+        if run.n or run.findings:
+            tally.add(run)
+        found[name] = tally.runs(name, run.fingerprint) or [run]
+        print(_line(run, of=found[name]), flush=True)
+        for finding in run.findings:
             print(f"    {finding}", flush=True)
-    _show(verdicts, engine=options.engine)
-    n_findings = sum(len(verdict.findings) for verdict in verdicts)
+    _show(found)
+    n_findings = sum(len(run.findings) for runs in found.values() for run in runs)
     figures = {
-        "decoders": len(verdicts),
-        "executions_least": min(verdict.n for verdict in verdicts),
+        "decoders": len(found),
+        "executions_least": min(sum(run.n for run in runs) for runs in found.values()),
         "findings": n_findings,
     }
     print(json.dumps({"benchmark": "fuzz", "figures": figures}))
@@ -66,72 +65,104 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(1)
 
 
-def _run(name: str, options: argparse.Namespace) -> Verdict:
+def _run(name: str, options: argparse.Namespace) -> Run:
     """Try one decoder in a process of its own."""
     with TemporaryDirectory(prefix="distbelief-fuzz-") as folder:
         words = [sys.executable, "-m", "experiments.fuzz", name, "--child", folder]
         words += ["--executions", str(options.executions), "--seed", str(options.seed)]
         words += ["--engine", options.engine, "--seconds", str(options.seconds)]
+        words += [] if options.keep is None else ["--keep", str(options.keep)]
+        # Who is told to end has it end, and says what it has said.
+        signal.signal(signal.SIGTERM, lambda *_: None)
         said = subprocess.run(words, stdout=subprocess.PIPE, check=False)
         last = said.stdout.splitlines()[-1] if said.stdout else b""
         try:
-            return msgspec.json.decode(last, type=Verdict)
+            return msgspec.json.decode(last, type=Run)
         except msgspec.DecodeError:
             finding = f"its process ended with {said.returncode}"
-            return Verdict(
-                name=name, what="?", n=0, n_taken=0, seconds=0.0, findings=[finding]
+            return Run(
+                name=name,
+                what="?",
+                fingerprint="?",
+                engine=options.engine,
+                seed=options.seed,
+                n=0,
+                n_taken=0,
+                seconds=0.0,
+                findings=[finding],
             )
 
 
 def _try(options: argparse.Namespace) -> None:
     """Be that process."""
-    name, n = options.names[0], int(options.executions)
+    name = options.names[0]
     with DECODERS[name]() as decoder:
-        trial = Trial(
-            decoder=decoder, watch=Watch(), seconds_max=float(options.seconds)
+        _try_decoder(name, decoder, options)
+
+
+def _try_decoder(name: str, decoder: Decoder, options: argparse.Namespace) -> None:
+    code = fingerprint(decoder)
+    before = _tally(options).runs(name, code)
+    n = int(options.executions)
+    n -= sum(run.n for run in before if run.engine == options.engine)
+    seed = options.seed + len(before)
+    warm = Trial(decoder=decoder, watch=Watch(hears=False))
+    engines.warm_up(warm)
+    trial = Trial(decoder=decoder, watch=Watch(), seconds_max=float(options.seconds))
+    signal.signal(signal.SIGTERM, lambda *_: trial.end())
+
+    def ended(seconds: float) -> None:
+        run = Run(
+            name=name,
+            what=decoder.what,
+            fingerprint=code,
+            engine=options.engine,
+            seed=seed,
+            n=trial.n,
+            n_taken=trial.n_taken,
+            seconds=seconds,
+            findings=trial.findings,
         )
+        print(msgspec.json.encode(run).decode(), flush=True)
 
-        def ended(seconds: float) -> None:
-            verdict = Verdict(
-                name=name,
-                what=decoder.what,
-                n=trial.n,
-                n_taken=trial.n_taken,
-                seconds=seconds,
-                findings=trial.findings,
-            )
-            print(msgspec.json.encode(verdict).decode(), flush=True)
-
-        engines.bound_memory()
-        if options.engine == "atheris":
-            folder = Path(options.child)
-            engines.fuzz(trial, folder, n=n, seed=options.seed, ended=ended)
-        else:
-            ended(engines.mutate(trial, n=n, seed=options.seed))
+    engines.bound_memory()
+    if n <= 0:
+        ended(0.0)
+    elif options.engine == "atheris":
+        folder = Path(options.child) if options.keep is None else options.keep / name
+        engines.fuzz(trial, folder, n=n, seed=seed, ended=ended)
+    else:
+        ended(engines.mutate(trial, n=n, seed=seed))
 
 
-def _line(verdict: Verdict) -> str:
-    rate = verdict.n / verdict.seconds if verdict.seconds else 0.0
+def _tally(options: argparse.Namespace) -> Tally:
+    return Tally(None if options.keep is None else options.keep / "tally.jsonl")
+
+
+def _line(run: Run, *, of: Sequence[Run]) -> str:
+    rate = run.n / run.seconds if run.seconds else 0.0
     return (
-        f"{verdict.name:>8}  {verdict.n:>12,} executions  {rate:>9,.0f}/s  "
-        f"{len(verdict.findings)} findings"
+        f"{run.name:>8}  {run.n:>12,} executions of {sum(r.n for r in of):>12,}  "
+        f"{rate:>9,.0f}/s  {len(run.findings)} findings"
     )
 
 
-def _show(verdicts: Sequence[Verdict], *, engine: str) -> None:
-    table = Table(title=f"Decoders under {engine}")
+def _show(found: Mapping[str, Sequence[Run]]) -> None:
+    table = Table(title="Decoders, as they are now")
     for column in ("decoder", "of"):
         table.add_column(column)
-    for column in ("executions", "taken", "per second of processor", "findings"):
+    for column in (*ENGINES, "taken", "per second", "findings"):
         table.add_column(column, justify="right")
-    for verdict in verdicts:
+    for name, runs in found.items():
+        n, seconds = sum(run.n for run in runs), sum(run.seconds for run in runs)
+        by = {e: sum(run.n for run in runs if run.engine == e) for e in ENGINES}
         table.add_row(
-            verdict.name,
-            verdict.what,
-            f"{verdict.n:,}",
-            f"{verdict.n_taken / max(1, verdict.n):.1%}",
-            f"{verdict.n / verdict.seconds:,.0f}" if verdict.seconds else "",
-            str(len(verdict.findings)),
+            name,
+            runs[0].what,
+            *(f"{by[engine]:,}" for engine in ENGINES),
+            f"{sum(run.n_taken for run in runs) / max(1, n):.1%}",
+            f"{n / seconds:,.0f}" if seconds else "",
+            str(sum(len(run.findings) for run in runs)),
         )
     Console(width=110).print(table)
 
@@ -147,7 +178,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--seconds", type=float, default=math.inf, help="of a processor, for each"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--engine", choices=("own", "atheris"), default="own")
+    parser.add_argument("--engine", choices=ENGINES, default="own")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="runs add up there")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in DECODERS]

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from distbelief.job.directory.metrics import Measurement, measurements_in
-from distbelief.job.directory.run_directory import RunDirectory, Status
+from distbelief.job.directory.run_directory import RunDirectory, Status, status_in
 from distbelief.job.hosts.address import JobAddress
 from distbelief.job.resuming.cuts import Cut, newest_cut
 from distbelief.parameter_server.layout.layout import Layout, TensorSpec
@@ -157,12 +157,11 @@ def _metrics() -> Decoder:
     return Decoder(what="lines of metrics.jsonl", seeds=lines, decode=measurements_in)
 
 
-def _status() -> Open:
-    return lambda: _in_file(
-        "status.json",
-        _json(*_samples_of(Status)),
-        lambda folder: folder / "status.json",
-        lambda folder: RunDirectory(folder, lock=None).read_status(),
+def _status() -> Decoder:
+    return Decoder(
+        what="status.json",
+        seeds=_json(*_samples_of(Status)),
+        decode=partial(status_in, file=_PATH),
     )
 
 
@@ -199,7 +198,7 @@ DECODERS: Final[Mapping[str, Open]] = MappingProxyType(
         "allowed": plain(_allowed),
         "secret": plain(_secret),
         "metrics": plain(_metrics),
-        "status": _status(),
+        "status": plain(_status),
         "cut": _cut(),
     }
 )

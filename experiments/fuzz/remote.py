@@ -61,6 +61,30 @@ epochs = 2
 directory = "runs/x"
 """
 
+SANDBLASTER: Final = """
+name = "x"
+[model]
+factory = "nets:make"
+[data.train]
+factory = "nets:samples"
+arguments = { n = 9 }
+[data.test]
+factory = "nets:samples"
+[algorithm]
+name = "sandblaster"
+loss = "mse"
+[cluster]
+replicas = 3
+shards = 2
+[evaluation]
+every = "2 s"
+[stop]
+seconds = "1 h"
+[output]
+directory = "runs/x"
+report_every = "250 ms"
+"""
+
 N_SAMPLES: Final = 12  # of each kind of message
 _HEAD: Final = struct.Struct("<HB")  # bytes of the header, arrays; both follow
 _STEP: Final = struct.Struct("<IIB")  # offset, length of all, bytes that follow
@@ -127,8 +151,8 @@ def _piece() -> Decoder:
     )
 
 
-def _spec() -> Spec:
-    job = parse_job(JOB, path=Path("/home/ada/nets/x.toml"), overrides=())
+def _spec(text: str = JOB) -> Spec:
+    job = parse_job(text, path=Path("/home/ada/nets/x.toml"), overrides=())
     tensors = [TensorSpec(name="w", shape=(3, 2), kind="parameter")]
     return Spec(
         job=msgspec.Raw(job.to_json()),
@@ -153,8 +177,8 @@ def _brief() -> Decoder:
 
 
 def _job() -> Decoder:
-    content = bytes(_spec().job)
-    return Decoder(what="the job in it", seeds=(content,), decode=job_from_json)
+    contents = [bytes(_spec(text).job) for text in (JOB, SANDBLASTER)]
+    return Decoder(what="the job in it", seeds=tuple(contents), decode=job_from_json)
 
 
 def _plan() -> Decoder:

@@ -1,7 +1,9 @@
 """Algorithms are found by name among the entry points of installed packages."""
 
 import inspect
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
@@ -139,7 +141,7 @@ def find(name: object) -> EntryPoint:
     Raises:
         JobFileError: there is none; it lists those installed.
     """
-    installed = {point.name: point for point in entry_points(group=GROUP)}
+    installed = _installed(tuple(sys.path))
     if isinstance(name, str) and name in installed:
         return installed[name]
     known = ", ".join(sorted(installed)) or "none; is the package itself installed?"
@@ -148,6 +150,11 @@ def find(name: object) -> EntryPoint:
     raise JobFileError(
         f"is not installed. {mend} Installed: {known}".replace("  ", " ")
     )
+
+
+@cache  # every directory of the path is listed, and every package's file read
+def _installed(_path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}
 
 
 def load(point: EntryPoint) -> Algorithm:

@@ -8,6 +8,7 @@ of the job file: table, key, value, and what is wanted instead.
 import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from functools import cache
 from typing import TypeVar
 
 import msgspec
@@ -73,7 +74,7 @@ def decode(
         Mistake: naming the place, the value and the mend.
     """
     table = as_table(value, path)
-    kind = inspect.type_info(struct)
+    kind = _kind(struct)
     _check_keys(table, kind, path)
     try:
         return msgspec.convert(_without_units(table, quantities or {}, path), struct)
@@ -81,6 +82,11 @@ def decode(
         raise _explained(error, table, path, quantities or {}) from None
     except JobError as error:  # raised by a struct's __post_init__
         raise Mistake(path, _headed(str(error), path)) from None
+
+
+@cache  # msgspec evaluates the annotations of all its fields, each time
+def _kind(struct: type[msgspec.Struct]) -> inspect.Type:
+    return inspect.type_info(struct)
 
 
 def as_table(value: object, path: Path) -> dict[str, object]:

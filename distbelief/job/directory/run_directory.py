@@ -212,16 +212,11 @@ class RunDirectory:
         try:
             with self.status_file.open("rb") as file:
                 content = file.read(STATUS_BYTES_MAX)
-            return msgspec.json.decode(content, type=Status)
         except FileNotFoundError:
             return None
         except OSError as error:
             raise files.explained(error, self.status_file, doing="read") from error
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise StorageError(
-                f"{self.status_file} is damaged ({error}): it was written by another "
-                "version, or by another program"
-            ) from None
+        return status_in(content, self.status_file)
 
     def writer_pid(self) -> int | None:
         """Return the process that holds the lock now, if any does."""
@@ -263,6 +258,25 @@ class RunDirectory:
             run.close()
             raise files.explained(error, path, doing="write to") from error
         return run
+
+
+def status_in(content: bytes, file: Path) -> Status:
+    """Return the status that stands in status.json.
+
+    Args:
+        content: Of the file.
+        file: For messages.
+
+    Raises:
+        StorageError: it is damaged.
+    """
+    try:
+        return msgspec.json.decode(content, type=Status)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise StorageError(
+            f"{file} is damaged ({error}): it was written by another version, or by "
+            "another program"
+        ) from None
 
 
 def _lock(path: Path, *, fresh: bool = False) -> int:
