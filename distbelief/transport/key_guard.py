@@ -31,7 +31,7 @@ import zmq
 
 from distbelief.errors import RemoteProtocolError, TransportError
 from distbelief.roles import SUPERVISOR, Seconds
-from distbelief.transport import connections
+from distbelief.transport import connections, hoards
 from distbelief.transport.connections import Connection, Peer
 from distbelief.transport.guard import (
     NOT_NOW,
@@ -95,6 +95,7 @@ class KeyGuard:
             per_second_max=leak,
             burst_max=burst,
             silent_max=self._caps.connections_max,
+            ended_max=self._caps.unheard_max,
             own=pair.public,
         )
         self._siege = Siege(per_second_max=leak, burst_max=burst)
@@ -237,9 +238,9 @@ class KeyGuard:
     def watch(self, port: int) -> None:
         """Look at all connections to this port, if it is time to."""
         self._port = port
-        now = self._now()
+        now, caps = self._now(), self._caps
         seconds = now - self._watched_at
-        if seconds < self._caps.watch_seconds and not self._is_rushed(now):
+        if seconds < caps.watch_seconds and not self._is_rushed(now):
             return
         self._watched_at = now
         self._speakers.refresh()
@@ -248,7 +249,7 @@ class KeyGuard:
         self._forget({connection.peer for connection in found}, now)
         n_of: Counter[str] = Counter()  # connections, by key or else by address
         cuts: dict[Peer, tuple[Record, str]] = {}
-        hoards: set[str] = set()  # addresses
+        hoarding: set[str] = set()  # addresses
         greedy = self._greedy(found, now)
         # Asked after that: what was whole when it was looked at still waits.
         nothing_waits = self._inbox is not None and not self._inbox.poll(0)
@@ -260,19 +261,22 @@ class KeyGuard:
             why = greedy.get(record.key)
             why = why or self._objection(connection, record, n_of[whose])
             if nothing_waits and why is None:
-                why = self._unfinished(connection, record)
-                hoards |= {record.peer[0]} if why and not record.key else set()
+                why = hoards.objection(connection, record, caps)
+                hoarding |= {record.peer[0]} if why and not record.key else set()
             if why is not None:
                 cuts[connection.peer] = record, why
+        records = self._books.connections
+        cuts = hoards.alike(found, records, caps, addresses=hoarding) | cuts
         connections.cut(port, cuts.keys())
         # Which key it was that never said a whole word, ZeroMQ does not tell.
-        until = now + self._caps.suspended_seconds
+        until = now + caps.suspended_seconds
         self._books.barred = {
             address: at for address, at in self._books.barred.items() if at > now
-        } | dict.fromkeys(hoards, until)
+        } | dict.fromkeys(hoarding, until)
         for record, why in cuts.values():
             self._closed(record, why)
-        self._look_at_newcomers(seconds)
+        n_silent = sum(not self._record(each, now).key for each in found)
+        self._look_at_newcomers(seconds, n_silent=n_silent)
 
     def _greedy(self, found: Sequence[Connection], now: Seconds) -> dict[str, str]:
         """Return the keys whose connections hold too much together, and why."""
@@ -290,7 +294,8 @@ class KeyGuard:
         """Forget the connections that have ended."""
         books = self._books
         for peer in books.connections.keys() - seen:
-            descriptor = books.connections.pop(peer).descriptor
+            record = books.connections.pop(peer)
+            descriptor, key = record.descriptor, record.key
             if descriptor is None:
                 continue
             books.speaking.pop(descriptor, None)
@@ -299,6 +304,7 @@ class KeyGuard:
             follower = connections.at(descriptor, self._port)
             if follower is not None:
                 self._record(follower, now).n_bytes = follower.n_bytes
+                self._newcomers.spoke(key)
 
     def _is_rushed(self, now: Seconds) -> bool:
         """Return whether there are so many newcomers that it cannot wait."""
@@ -307,10 +313,12 @@ class KeyGuard:
         self._peeked_at = now
         return self._newcomers.are_too_many()
 
-    def _look_at_newcomers(self, seconds: Seconds) -> None:
-        for key in self._newcomers.mute(seconds):
+    def _look_at_newcomers(self, seconds: Seconds, *, n_silent: int) -> None:
+        mute = self._newcomers.mute(seconds, n_open=n_silent)
+        for key in mute:
             self._suspend(key, "it opens connections, and says nothing")
-        n = self._newcomers.look(seconds)
+        # They were let in, and should not have been.
+        n = self._newcomers.look(seconds) + round(sum(mute.values()))
         welcome = {
             record.peer[0]
             for record in self._books.connections.values()
@@ -355,13 +363,6 @@ class KeyGuard:
         """Sort the oldest first, those never seen last."""
         record = self._books.connections.get(connection.peer)
         return self._now() if record is None else record.since
-
-    def _unfinished(self, connection: Connection, record: Record) -> str | None:
-        """Return what is wrong with a message that has come in parts so far."""
-        held = connection.n_bytes - connection.n_waiting - record.n_bytes
-        if held <= self._caps.unfinished_bytes_max:
-            return None
-        return f"{held} bytes wait, of a message that does not end"
 
     def _objection(
         self, connection: Connection, record: Record, n_alike: int

@@ -4,10 +4,12 @@ ZeroMQ tells of each connection that it has accepted, and asks later, when it ha
 a key, whether that one is let in. Whoever is, does not count: the roles of a large job
 all come at once. But only so many of one key, or else its holder could keep the server
 busy with nothing but handshakes; and whose key opens connection after connection, and
-says nothing that ZeroMQ takes, is out for no good.
+says nothing that ZeroMQ takes, is out for no good: sooner if they end so, for honest
+ones wait until there is something to say.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Final, final
 
 import zmq
@@ -27,6 +29,7 @@ class Newcomers:
         per_second_max: Of one key that is let in, over some seconds.
         burst_max: Likewise, at once.
         silent_max: Connections of one key on which nothing was said, at once.
+        ended_max: Of them, that have ended.
         own: A key of which any number may come: this side's.
     """
 
@@ -36,12 +39,14 @@ class Newcomers:
         per_second_max: float,
         burst_max: float,
         silent_max: float,
+        ended_max: float,
         own: str = "",
     ) -> None:
         self._own = own
         self._per_second_max = per_second_max
         self._burst_max = burst_max
         self._silent_max = silent_max
+        self._ended_max = ended_max
         self._words: Inbox | None = None
         self._n = 0  # accepted since the last look
         self._n_admitted: Counter[str] = Counter()  # by key, since the last look
@@ -65,11 +70,15 @@ class Newcomers:
         """A connection of this key has said its first word."""
         self._n_spoke[key] += 1
 
-    def mute(self, seconds: Seconds) -> list[str]:
+    def mute(self, seconds: Seconds, *, n_open: int) -> Mapping[str, float]:
         """Return keys of too many connections that never say anything; before `look`.
 
         Args:
             seconds: Since the last look.
+            n_open: Connections of anybody that have said nothing, and are here.
+
+        Returns:
+            Of each, how many there were.
         """
         leaked = self._per_second_max * seconds
         silent: dict[str, float] = {}
@@ -79,7 +88,8 @@ class Newcomers:
             if level:
                 silent[key] = level
         self._n_spoke.clear()
-        found = [key for key, level in silent.items() if level > self._silent_max]
+        n_max = min(self._silent_max, n_open + self._ended_max)
+        found = {key: level for key, level in silent.items() if level > n_max}
         self._silent = {key: n for key, n in silent.items() if key not in found}
         return found
 

@@ -22,6 +22,7 @@ class Caps:
         unread_bytes_of_key_max: Of all connections of one key: a machine's roles share
             one, and each may have 64 blocks on their way to each shard.
         connections_max: Of one address, that have said nothing so far.
+        unheard_max: Connections of one key that have ended with nothing said, at once.
         connections_of_key_max: Of one key: the roles of a machine, each with a link to
             every shard of the other, share one.
         newcomers_per_second_max: Connections that are opened, over some seconds: of
@@ -35,9 +36,10 @@ class Caps:
     messages_per_second_max: float = 5_000.0  # blocks of 1 MiB: 40 Gbit/s
     burst_messages_max: float = 20_000.0
     unread_bytes_max: int = 1 << 28
-    unfinished_bytes_max: int = 1 << 23
+    unfinished_bytes_max: int = 3 << 20
     unread_bytes_of_key_max: int = 1 << 30
     connections_max: int = 1024
+    unheard_max: int = 64
     connections_of_key_max: int = 4096
     newcomers_per_second_max: float = 20.0
     burst_newcomers_max: float = 300.0

@@ -9,14 +9,16 @@ after nobody attacks.
 
 The attacker's link carries 1 Gbit/s. Two cores are all there is. The attacker's
 processes have one of them, and all that is honest the other: server, worker, and what
-the kernel does for what comes in at their hosts (receive packet steering). So what an
+the kernel does for what comes in at their hosts (receive packet steering); what comes
+back to the attacker's host is done by his. So what an
 attacker's own machine would do is not charged to anybody, and all that its victims do
 is. What is left of it (one memory, one cache, one kernel) shows in turns that are no
 attacks: beside one that only burns its core, and one that asks for connections where
-nobody listens.
+nobody listens. After each attack somebody burns as much of that core as it took.
 
     throughput_kept   pushes a second beside the worst attacker, over those in the turns
                       before and after: 1.0 means that nobody noticed
+    kept_over_burn    the same, over what is kept beside one who burns as much
     kept_less_knocks  the same, if what as many knocks at a closed port cost is no loss
     memory_over_cap   the most memory by which a process of the server grew, over the
                       cap on what one key may have there unread (`peers.Caps`)
@@ -52,6 +54,8 @@ from experiments.benchmarks.network.switch import switched
 BITS_PER_SECOND: Final = 4e10  # no bottleneck: a full link is nobody's to mend
 HOSTILE_BITS_PER_SECOND: Final = 1e9
 HONEST_CORE, HOSTILE_CORE = "0", "1"
+CORES: Final = (HONEST_CORE, HONEST_CORE, HOSTILE_CORE)  # server, worker, attacker
+BURN: Final = "burn"
 NETS: Final = "from torch import nn\n\ndef make():\n    return nn.Linear(512, 512)\n"
 SETTLE_SECONDS: Final = 0.1
 WARM_SECONDS: Final = 1.0
@@ -65,7 +69,7 @@ STATED_BYTES: Final = Caps().unread_bytes_of_key_max
 class Turn:
     """What came of one turn."""
 
-    kind: str
+    kind: str  # "" of nobody
     rate: float
     cpu: dict[str, float]  # seconds of processor a second, by side
     tries: int = 0
@@ -91,15 +95,21 @@ class Field:
         found: tuple[int] = struct.unpack_from("<q", self.counter, 0)
         return found[0]
 
-    def turn(self, kind: str, seconds: float) -> None:
-        """Measure for so long, beside an attacker of this kind; "" for nobody."""
+    def turn(self, kind: str, seconds: float, *, share: float = 1.0) -> None:
+        """Measure for so long, beside an attacker of this kind; "" for nobody.
+
+        Args:
+            kind: Of attack.
+            seconds: For so long.
+            share: Of his core, that he may take.
+        """
         with ExitStack() as stack:
             attacker = stack.enter_context(self._attacker(kind)) if kind else None
             pids = measurement.family(self.server.pid)
             before = _resident(pids)
             if attacker is not None:
                 assert attacker.stdin is not None
-                attacker.stdin.write(f"{seconds + SETTLE_SECONDS}\n")
+                attacker.stdin.write(f"{seconds + SETTLE_SECONDS} {share}\n")
                 attacker.stdin.flush()
             time.sleep(SETTLE_SECONDS)
             grown, n, used = 0, self.n_pushes, self._cpu(pids, attacker)
@@ -175,6 +185,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             arena.turn("", PEACE_SECONDS)
             arena.turn(kind, options.seconds)
             arena.turn("", PEACE_SECONDS)
+            if kind in ATTACKS:
+                share = arena.turns[1].cpu["attacker"]
+                arena.turn(BURN, options.seconds, share=share)
+                arena.turn("", PEACE_SECONDS)
             turns += arena.turns
     report(turns)
 
@@ -182,30 +196,42 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def report(turns: Sequence[Turn]) -> None:
     """Print what each attacker cost, and the figures as the last line."""
     kept: dict[str, list[float]] = {}
+    burnt: dict[str, list[float]] = {}  # beside one who burns as much as an attack
     grown: dict[str, int] = {}
     rows: dict[str, dict[str, str]] = {}
+    attack = ""
     for before, turn, after in zip(turns, turns[1:], turns[2:], strict=False):
-        if turn.kind:
-            peace = mean([before.rate, after.rate])
-            kept.setdefault(turn.kind, []).append(turn.rate / peace)
-            grown[turn.kind] = max(turn.grown, grown.get(turn.kind, 0))
-            rows[turn.kind] = {
-                "tries": f"{turn.tries:,}",
-                "server's cores": f"{turn.cpu['server']:.2f}",
-                "attacker's": f"{turn.cpu['attacker']:.2f}",
-            }
+        if not turn.kind:
+            continue
+        share = turn.rate / mean([before.rate, after.rate])
+        if turn.kind == BURN and attack:
+            burnt.setdefault(attack, []).append(share)
+            attack = ""
+            continue
+        attack = turn.kind if turn.kind in ATTACKS else ""
+        kept.setdefault(turn.kind, []).append(share)
+        grown[turn.kind] = max(turn.grown, grown.get(turn.kind, 0))
+        rows[turn.kind] = {
+            "tries": f"{turn.tries:,}",
+            "server's cores": f"{turn.cpu['server']:.2f}",
+            "attacker's": f"{turn.cpu['attacker']:.2f}",
+        }
+    means = {kind: mean(values) for kind, values in kept.items()}
+    over = {kind: means[kind] / mean(values) for kind, values in burnt.items()}
     for kind, cells in rows.items():
         cells["throughput kept"] = measurement.Spread.of(kept[kind]).show(3)
+        cells["over burn"] = f"{over[kind]:.3f}" if kind in over else ""
         cells["grown by"] = f"{grown[kind] / 2**20:.1f} MiB"
     measurement.show("One attacker with a core of its own", rows)
-    means = {kind: mean(values) for kind, values in kept.items()}
     figures = {f"kept_{kind}": value for kind, value in means.items()}
+    figures |= {f"over_burn_{kind}": value for kind, value in over.items()}
     tries = {kind: mean(t.tries for t in turns if t.kind == kind) for kind in means}
     a_knock = (1.0 - means.get("knock", 1.0)) / max(1.0, tries.get("knock", 1.0))
     less = {k: means[k] + a_knock * tries[k] for k in means if k in ATTACKS}
     figures |= {f"less_knocks_{kind}": value for kind, value in less.items()}
     figures |= {
         "throughput_kept": min((means[k] for k in less), default=1.0),
+        "kept_over_burn": min(over.values(), default=1.0),
         "kept_less_knocks": min(less.values(), default=1.0),
         "memory_over_cap": max(grown.values()) / STATED_BYTES,
     }
@@ -218,8 +244,8 @@ def _field() -> Iterator[Field]:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="distbelief-")))
         lan = stack.enter_context(switched(3, bits_per_second=BITS_PER_SECOND))
         lan.limit(lan.hosts[2], bits_per_second=HOSTILE_BITS_PER_SECOND)
-        for host in lan.hosts[:2]:
-            _steer(host, HONEST_CORE)
+        for host, core in zip(lan.hosts, CORES, strict=True):
+            _steer(host, core)
         (folder / "nets.py").write_text(NETS)
         for name in ("server-keys", "worker-keys"):
             KeyFiles(folder / name).make()

@@ -2,8 +2,9 @@
 
     python -m experiments.benchmarks.network.hostile_peer KIND ARGUMENTS (JSON)
 
-It says "ready", waits for a line with a number of seconds, and tells at the end how
-often it tried. Each kind goes on as fast as a whole core lets it.
+It says "ready", waits for a line with a number of seconds and a share of its core, and
+tells at the end how often it tried. Each kind goes on as fast as a whole core lets it,
+but for who burns: he rests for what is not his share.
 
     honest      pushes and fetches                    needs a key that is allowed
     random      connects, sends random bytes
@@ -47,6 +48,7 @@ MEBIBYTE: Final = 1 << 20
 N_DRIPS: Final = 300
 DRIP_SECONDS: Final = 0.25
 N_AT_ONCE: Final = 64
+REST_SECONDS: Final = 0.001
 CLOSED: Final = 7  # a port where nobody listens
 N_PARTS: Final = 4000  # of a message: more than anybody takes
 
@@ -80,8 +82,17 @@ def main() -> None:
         _be_honest(told)
         return
     print("ready", flush=True)
-    until = time.monotonic() + float(sys.stdin.readline())
-    n = {**ATTACKS, **CONTROLS}[kind](told, lambda: time.monotonic() < until)
+    seconds, share = map(float, sys.stdin.readline().split())
+    until = time.monotonic() + seconds
+    begun, used = time.monotonic(), time.process_time()
+
+    def goes_on() -> bool:
+        now = time.monotonic()
+        if kind == "burn" and time.process_time() - used > share * (now - begun):
+            time.sleep(REST_SECONDS)
+        return now < until
+
+    n = {**ATTACKS, **CONTROLS}[kind](told, goes_on)
     print(json.dumps({"tries": n}), flush=True)
 
 
