@@ -9,6 +9,9 @@ waits for time-outs, which do not shrink with it.
 
     learnt   accuracies after 1, 2, 3 ... evaluations, of one seed
     pace     seconds of the large cluster for one of them
+
+What is learnt is the same with every code that sums alike. A pace is not: it is kept
+with a fingerprint of the code that it was found with.
 """
 
 from collections.abc import Sequence
@@ -25,6 +28,7 @@ from distbelief.roles import Action, Address, Event, Role, Seconds
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.options import ClusterOptions
 from distbelief.simulation.world import Builder
+from experiments.figures.code import code_of
 from experiments.figures.courses import (
     Course,
     Point,
@@ -43,15 +47,39 @@ EVALUATIONS: Final = 4
 _COORDINATOR: Final = Address("coordinator")
 _SEED: Final = 0
 _HISTORY: Final = 10.0
+_FOLDERS: Final = (
+    "sandblaster",
+    "distbelief/parameter_server",
+    "distbelief/simulation",
+)
+"""The code that decides how long an evaluation takes."""
+
+
+@final
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How long an evaluation takes.
+
+    Attributes:
+        seconds: Of the large cluster.
+        code: With which that was found.
+    """
+
+    seconds: float
+    code: str
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the code is another one by now."""
+        return self.code != code_of(*_FOLDERS)
 
 
 def composed(entry: Entry, *, setting: float, seed: int) -> Course | None:
     """Return a course of Sandblaster, if both its parts were run."""
     learnt = kept_course(LEARNER, setting=setting, seed=seed)
-    seconds = pace(entry)
-    if learnt is None or seconds is None:
+    known = pace(entry)
+    if learnt is None or known is None:
         return None
-    return at_pace(learnt, entry, seconds)
+    return at_pace(learnt, entry, known.seconds)
 
 
 def at_pace(learnt: Course, entry: Entry, seconds: float) -> Course:
@@ -91,21 +119,31 @@ def learn(setting: float, *, seed: int, staging: Staging, tell: Tell) -> Course:
     return course_of(LEARNER, setting=setting, seed=seed, staging=staging, tell=tell)
 
 
-def find_pace(entry: Entry, *, staging: Staging, tell: Tell) -> float:
-    """Run a few evaluations with all replicas, unless that is kept."""
+def find_pace(entry: Entry, *, staging: Staging, tell: Tell) -> Pace:
+    """Run a few evaluations with all replicas, unless that is kept, of this code."""
     known = pace(entry)
-    if known is None:
+    if known is None or known.is_stale:
         short = msgspec.structs.replace(entry, samples=EVALUATIONS * N_TRAIN)
         host = _Timed(Rig(entry.replicas, entry.haste), [])
         run(short, setting=_HISTORY, seed=_SEED, staging=staging, tell=tell, host=host)
-        known = round(entry.haste * interval(host.begun), 2)
+        seconds = round(entry.haste * interval(host.begun), 2)
+        known = Pace(seconds=seconds, code=code_of(*_FOLDERS))
         keep(_path(entry), known, of=_of(entry))
     return known
 
 
-def pace(entry: Entry) -> float | None:
-    """Return the seconds of one evaluation by all replicas, if they are known."""
-    return kept(_path(entry), _of(entry), float)
+def pace(entry: Entry) -> Pace | None:
+    """Return how long an evaluation by all replicas takes, if that is known."""
+    return kept(_path(entry), _of(entry), Pace)
+
+
+def stale(entries: Sequence[Entry]) -> list[Entry]:
+    """Return those whose pace was found with another code."""
+    return [
+        entry
+        for entry in entries
+        if entry.kind == "l-bfgs" and (known := pace(entry)) and known.is_stale
+    ]
 
 
 def interval(begun: Sequence[Seconds]) -> Seconds:
@@ -165,7 +203,9 @@ class _Watched:
 
 
 def _of(entry: Entry) -> str:
-    return fingerprint(identity(entry, setting=_HISTORY), EVALUATIONS, "between")
+    return fingerprint(
+        identity(entry, setting=_HISTORY), EVALUATIONS, "between", "code"
+    )
 
 
 def _path(entry: Entry) -> Path:

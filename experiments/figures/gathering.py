@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from experiments.figures.batched import composed, find_pace, learn
+from experiments.figures.batched import composed, find_pace, learn, stale
 from experiments.figures.courses import (
     Course,
     check_warm_starts,
@@ -30,6 +30,7 @@ def gather(entries: Sequence[Entry], options: Options, runs: Runs) -> list[Cours
             runs.say(f"{entry.label}: no setting yet: run experiments.figures.search")
         else:
             settings[entry] = setting
+    _look_at_paces([*settings], options, runs)
     courses: list[Course] = []
     for seed in range(options.seeds):
         for entry, setting in settings.items():
@@ -42,6 +43,19 @@ def gather(entries: Sequence[Entry], options: Options, runs: Runs) -> list[Cours
                 courses.append(known)
     check_warm_starts(courses)
     return courses
+
+
+def _look_at_paces(entries: Sequence[Entry], options: Options, runs: Runs) -> None:
+    """Find paces of another code anew, if wanted; else say of which they are."""
+    for entry in stale(entries):
+        if options.run and options.wants(entry):
+            with runs.one(f"{entry.label}, its pace") as tell:
+                find_pace(entry, staging=runs.staging, tell=tell)
+        else:
+            runs.say(
+                f"{entry.label}: its pace was found with another code: --run --only "
+                f'"[{entry.replicas}]" finds it anew'
+            )
 
 
 def _kept(entry: Entry, setting: float, seed: int) -> Course | None:
