@@ -114,6 +114,10 @@ class Guard(Protocol):
         """Let whoever may speak as `to` speak as `name`, and nobody else."""
         ...
 
+    def drained(self) -> None:
+        """Note that no message waits to be read just now."""
+        ...
+
     def watch(self, port: int) -> None:
         """Look at all connections to this port, if it is time to."""
         ...
@@ -180,6 +184,9 @@ class TokenGuard:
 
     def entrust(self, name: str, to: str) -> None:
         """Do nothing: who knows the token may name any sender."""
+
+    def drained(self) -> None:
+        """Do nothing."""
 
     def watch(self, port: int) -> None:
         """Do nothing."""

@@ -88,7 +88,7 @@ class KeyGuard:
         self._watched_at: Seconds = now()
         self._peeked_at: Seconds = now()
         self._port = 0
-        self._inbox: Inbox | None = None
+        self._has_drained = False  # since the last look
         leak = self._caps.newcomers_per_second_max
         burst = self._caps.burst_newcomers_max
         self._newcomers = Newcomers(
@@ -111,7 +111,6 @@ class KeyGuard:
 
     def listen(self, inbox: Inbox) -> str:
         """Ask everybody for a key."""
-        self._inbox = inbox
         inbox.curve_server = True
         inbox.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret.reveal())
         inbox.handshake_ivl = round(1000 * self._caps.handshake_seconds_max)
@@ -235,6 +234,10 @@ class KeyGuard:
 
     # ----------------------------------------------------------------------- looks
 
+    def drained(self) -> None:
+        """Note that all that was whole has been handed over."""
+        self._has_drained = True
+
     def watch(self, port: int) -> None:
         """Look at all connections to this port, if it is time to."""
         self._port = port
@@ -251,8 +254,6 @@ class KeyGuard:
         cuts: dict[Peer, tuple[Record, str]] = {}
         hoarding: set[str] = set()  # addresses
         greedy = self._greedy(found, now)
-        # Asked after that: what was whole when it was looked at still waits.
-        nothing_waits = self._inbox is not None and not self._inbox.poll(0)
         for connection in found:
             record = self._record(connection, now)
             record.forgive(round(_BEAT_BYTES * seconds), at_most=connection.n_bytes)
@@ -260,13 +261,13 @@ class KeyGuard:
             n_of[whose] += 1
             why = greedy.get(record.key)
             why = why or self._objection(connection, record, n_of[whose])
-            if nothing_waits and why is None:
-                why = hoards.objection(connection, record, caps)
+            if self._has_drained and why is None:
+                why = hoards.objection(record, caps)
                 hoarding |= {record.peer[0]} if why and not record.key else set()
             if why is not None:
                 cuts[connection.peer] = record, why
-        records = self._books.connections
-        cuts = hoards.alike(found, records, caps, addresses=hoarding) | cuts
+        records = self._books.connections.values()
+        cuts = hoards.alike(records, caps, addresses=hoarding) | cuts
         connections.cut(port, cuts.keys())
         # Which key it was that never said a whole word, ZeroMQ does not tell.
         until = now + caps.suspended_seconds
@@ -275,6 +276,10 @@ class KeyGuard:
         } | dict.fromkeys(hoarding, until)
         for record, why in cuts.values():
             self._closed(record, why)
+        for connection in found:
+            n_taken = connection.n_bytes - connection.n_waiting
+            self._record(connection, now).n_taken = n_taken
+        self._has_drained = False
         n_silent = sum(not self._record(each, now).key for each in found)
         self._look_at_newcomers(seconds, n_silent=n_silent)
 
@@ -317,8 +322,9 @@ class KeyGuard:
         mute = self._newcomers.mute(seconds, n_open=n_silent)
         for key in mute:
             self._suspend(key, "it opens connections, and says nothing")
-        # They were let in, and should not have been.
-        n = self._newcomers.look(seconds) + round(sum(mute.values()))
+        n = self._newcomers.look(seconds)
+        if mute:  # they were let in, and more of them will come
+            n += round(self._caps.burst_newcomers_max)
         welcome = {
             record.peer[0]
             for record in self._books.connections.values()

@@ -9,7 +9,6 @@ ones wait until there is something to say.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Final, final
 
 import zmq
@@ -70,15 +69,12 @@ class Newcomers:
         """A connection of this key has said its first word."""
         self._n_spoke[key] += 1
 
-    def mute(self, seconds: Seconds, *, n_open: int) -> Mapping[str, float]:
+    def mute(self, seconds: Seconds, *, n_open: int) -> list[str]:
         """Return keys of too many connections that never say anything; before `look`.
 
         Args:
             seconds: Since the last look.
             n_open: Connections of anybody that have said nothing, and are here.
-
-        Returns:
-            Of each, how many there were.
         """
         leaked = self._per_second_max * seconds
         silent: dict[str, float] = {}
@@ -89,16 +85,21 @@ class Newcomers:
                 silent[key] = level
         self._n_spoke.clear()
         n_max = min(self._silent_max, n_open + self._ended_max)
-        found = {key: level for key, level in silent.items() if level > n_max}
+        found = [key for key, level in silent.items() if level > n_max]
         self._silent = {key: n for key, n in silent.items() if key not in found}
         return found
 
     def are_too_many(self) -> bool:
-        """Return whether more have come since the last look than may at once."""
+        """Return whether more have come since the last look than may at once.
+
+        Or if so many were let in, and have said nothing yet, that some may have ended.
+        """
         while self._words is not None and self._words.poll(0):
             self._words.recv_multipart()
             self._n += 1
-        return self._n - self._n_admitted.total() > self._burst_max
+        n_admitted = self._n_admitted.total()
+        n_silent = n_admitted - self._n_spoke.total()
+        return self._n - n_admitted > self._burst_max or n_silent > self._ended_max
 
     def look(self, seconds: Seconds) -> int:
         """Return how many have come since the last look, less those let in meanwhile.

@@ -17,7 +17,7 @@ class Caps:
         messages_per_second_max: Of one key, over some seconds.
         burst_messages_max: Of one key, at once.
         unread_bytes_max: Of one connection.
-        unfinished_bytes_max: Of one connection, in ZeroMQ, while no message waits: it
+        unfinished_bytes_max: Of one connection, in ZeroMQ, though no message waits: it
             can be but a part of one, and two frames are the most that any has.
         unread_bytes_of_key_max: Of all connections of one key: a machine's roles share
             one, and each may have 64 blocks on their way to each shard.
@@ -36,7 +36,7 @@ class Caps:
     messages_per_second_max: float = 5_000.0  # blocks of 1 MiB: 40 Gbit/s
     burst_messages_max: float = 20_000.0
     unread_bytes_max: int = 1 << 28
-    unfinished_bytes_max: int = 3 << 20
+    unfinished_bytes_max: int = (2 << 20) + (1 << 17)
     unread_bytes_of_key_max: int = 1 << 30
     connections_max: int = 1024
     unheard_max: int = 64
@@ -59,6 +59,7 @@ class Record:
         descriptor: By which ZeroMQ knows it, once it has said something.
         since: When it was first seen.
         n_bytes: That have been read here, or are forgiven.
+        n_taken: That ZeroMQ had read at the last look.
     """
 
     peer: Peer
@@ -66,6 +67,7 @@ class Record:
     descriptor: int | None = None
     since: Seconds
     n_bytes: int = 0
+    n_taken: int = 0
 
     def forgive(self, n: int, *, at_most: int) -> None:
         """Take so many for read, if so many have come."""

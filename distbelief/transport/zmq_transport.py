@@ -295,6 +295,7 @@ class ZmqTransport:
         for _ in range(self._options.batch_max):
             # Asking first is five times faster than to be told `Again` by an exception.
             if not zmq.zmq_poll([(self._inbox, zmq.POLLIN)], 0):
+                self._guard.drained()
                 return
             try:
                 frames, source = self._take()

@@ -8,13 +8,13 @@ time (`network.hostile_peer`), which goes on as fast as a whole core lets it. Be
 after nobody attacks.
 
 The attacker's link carries 1 Gbit/s. Two cores are all there is. The attacker's
-processes have one of them, and all that is honest the other: server, worker, and what
-the kernel does for what comes in at their hosts (receive packet steering); what comes
-back to the attacker's host is done by his. So what an
-attacker's own machine would do is not charged to anybody, and all that its victims do
-is. What is left of it (one memory, one cache, one kernel) shows in turns that are no
-attacks: beside one that only burns its core, and one that asks for connections where
-nobody listens. After each attack somebody burns as much of that core as it took.
+processes have one of them, and all that is honest the other: server, worker. What the
+kernel does for what comes in at a host is done by the core of that host (receive packet
+steering). So what an attacker's own machine would do is not charged to anybody, and all
+that its victims do is. What is left of it (one memory, one cache, one kernel) shows in
+turns that are no attacks: beside one that only burns its core, and one that asks for
+connections where nobody listens. After each attack somebody burns as much of that core
+as it took.
 
     throughput_kept   pushes a second beside the worst attacker, over those in the turns
                       before and after: 1.0 means that nobody noticed

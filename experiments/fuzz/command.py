@@ -45,7 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     tally = _tally(options)
     found: dict[str, list[Run]] = {}
+    told: list[int] = []  # to end: the process that tries does so, too, and is heard
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
     for name in options.names or DECODERS:
+        if told:
+            break
         run = _run(name, options)
         if run.n or run.findings:
             tally.add(run)
@@ -72,8 +76,6 @@ def _run(name: str, options: argparse.Namespace) -> Run:
         words += ["--executions", str(options.executions), "--seed", str(options.seed)]
         words += ["--engine", options.engine, "--seconds", str(options.seconds)]
         words += [] if options.keep is None else ["--keep", str(options.keep)]
-        # Who is told to end has it end, and says what it has said.
-        signal.signal(signal.SIGTERM, lambda *_: None)
         said = subprocess.run(words, stdout=subprocess.PIPE, check=False)
         last = said.stdout.splitlines()[-1] if said.stdout else b""
         try:
@@ -126,6 +128,7 @@ def _try_decoder(name: str, decoder: Decoder, options: argparse.Namespace) -> No
         print(msgspec.json.encode(run).decode(), flush=True)
 
     engines.bound_memory()
+    engines.bound_time(trial.seconds_max)
     if n <= 0:
         ended(0.0)
     elif options.engine == "atheris":

@@ -25,6 +25,7 @@ MEMORY_BYTES_MAX: Final = 1 << 30
 """Beyond what the process has at the beginning."""
 
 N_FINDINGS_MAX: Final = 8
+N_SECONDS_GRACE: Final = 60
 N_WORD_BYTES_MAX: Final = 64  # of libFuzzer
 _WORD: Final = re.compile(rb"[A-Za-z_]{3,}")
 N_BETWEEN_LOOKS: Final = 1024  # at the clock
@@ -103,6 +104,13 @@ def bound_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
 
 
+def bound_time(seconds: float) -> None:
+    """Let this process end if it takes much more: its decoder hangs then."""
+    if math.isfinite(seconds):
+        most = round(time.process_time() + seconds + N_SECONDS_GRACE)
+        resource.setrlimit(resource.RLIMIT_CPU, (most, most))
+
+
 def mutate(trial: Trial, *, n: int, seed: int) -> float:
     """Try so many mutations; return the seconds of processor that took."""
     mutator = Mutator(trial.decoder.seeds, draw=numbers(seed))
@@ -159,7 +167,7 @@ def fuzz(
     words.write_text("".join(_words(trial.decoder.seeds)), encoding="ascii")
     options = [f"-runs={2 * n}", f"-seed={seed + 1}", f"-max_len={N_BYTES_MAX}"]
     options += [f"-dict={words}", "-keep_seed=1", "-len_control=0", "-verbosity=0"]
-    options += ["-handle_term=0"]
+    options += ["-handle_term=0", "-timeout=0"]  # by the clock on the wall
     argv = [sys.argv[0], *options, str(folder)]
     atheris.Setup(argv, once, custom_mutator=other)
     atheris.Fuzz()

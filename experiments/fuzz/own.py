@@ -5,13 +5,11 @@ secret    a key file          facts    of a shard's snapshot   metrics  lines of
 status    of a running job    cut      which snapshots are in use
 """
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Final
 
@@ -21,7 +19,7 @@ import numpy as np
 from distbelief.job.directory.metrics import Measurement, measurements_in
 from distbelief.job.directory.run_directory import RunDirectory, Status, status_in
 from distbelief.job.hosts.address import JobAddress
-from distbelief.job.resuming.cuts import Cut, newest_cut
+from distbelief.job.resuming.cuts import Cut, cut_in
 from distbelief.parameter_server.layout.layout import Layout, TensorSpec
 from distbelief.parameter_server.rules.steps import Steps
 from distbelief.parameter_server.rules.update_rules import SGD
@@ -41,7 +39,6 @@ from experiments.fuzz.targets import Decoder, Open, plain
 N_SAMPLES: Final = 8
 _PATH: Final = Path("file")
 _KEY: Final = "5f" * 32
-_MEMORY: Final = Path("/dev/shm")
 
 
 def _text(what: str, read: Callable[[str], object], *words: str) -> Decoder:
@@ -107,35 +104,6 @@ def _json(*values: object) -> tuple[bytes, ...]:
     return tuple(map(msgspec.json.encode, values))
 
 
-@contextmanager
-def _in_file(
-    what: str,
-    seeds: tuple[bytes, ...],
-    place: Callable[[Path], Path],
-    read: Callable[[Path], object],
-) -> Iterator[Decoder]:
-    """Write the bytes to a file, and read it as the program does.
-
-    Args:
-        what: In words.
-        seeds: Legal contents.
-        place: Makes what is around the file in a directory; returns its path.
-        read: Reads what is in that directory.
-    """
-    base = _MEMORY if _MEMORY.is_dir() else None
-    with TemporaryDirectory(dir=base) as folder:
-        path = place(Path(folder))
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-
-        def decode(data: bytes) -> None:
-            os.pwrite(file, data, 0)
-            os.ftruncate(file, len(data))
-            read(Path(folder))
-
-        yield Decoder(what=what, seeds=seeds, decode=decode)
-        os.close(file)
-
-
 def _allowed() -> Decoder:
     entry = f"{_KEY} worker,host lab-3\n# nobody else\n".encode()
     return Decoder(
@@ -165,16 +133,12 @@ def _status() -> Decoder:
     )
 
 
-def _cut() -> Open:
-    def place(folder: Path) -> Path:
-        (folder / "snapshots").mkdir()
-        return folder / "snapshots" / "cut.json"
-
-    return lambda: _in_file(
-        "cut.json",
-        _json(*_samples_of(Cut)),
-        place,
-        lambda folder: newest_cut(RunDirectory(folder, lock=None)),
+def _cut() -> Decoder:
+    run = RunDirectory(Path("run"), lock=None)
+    return Decoder(
+        what="cut.json",
+        seeds=_json(*_samples_of(Cut)),
+        decode=partial(cut_in, file=_PATH, run=run),
     )
 
 
@@ -199,6 +163,6 @@ DECODERS: Final[Mapping[str, Open]] = MappingProxyType(
         "secret": plain(_secret),
         "metrics": plain(_metrics),
         "status": plain(_status),
-        "cut": _cut(),
+        "cut": plain(_cut),
     }
 )

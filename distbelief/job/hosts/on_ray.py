@@ -11,11 +11,14 @@ any machine does that comes late.
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Protocol, cast, final
+from typing import Final, Protocol, cast, final
 
 from distbelief.errors import JobError
 from distbelief.job.configuration.sections import Job
 from distbelief.job.processes.allowing import import_paths
+
+
+FAREWELL_SECONDS: Final = 2.0
 
 
 @final
@@ -103,6 +106,7 @@ class RayHosts:
     def __init__(self, wanted: RayWanted) -> None:
         self._wanted = wanted
         self._actors: list[_Actor] = []
+        self._ends: list[object] = []  # of what they do
         self._group: object = None
 
     def start(self, address: str, *, directory: Path) -> None:
@@ -142,7 +146,7 @@ class RayHosts:
             )
             machine = make(RayMachine).options(scheduling_strategy=strategy)
             actor = cast("_Actor", machine.remote())
-            actor.join.remote(
+            end = actor.join.remote(
                 address=address,
                 keys=wanted.keys,
                 cores=wanted.cores,
@@ -151,15 +155,19 @@ class RayHosts:
                 directory=str(directory / f"ray-{index}"),
             )
             self._actors.append(actor)
+            self._ends.append(end)
 
     def close(self) -> None:
-        """Give back what Ray lent."""
+        """Give back what Ray lent, once those who joined have seen that it is over."""
         if self._group is None:
             return
         import ray  # noqa: PLC0415 -- an extra
         from ray.util import remove_placement_group  # noqa: PLC0415 -- an extra
 
+        # Else Ray would tell the user of each that its task has failed.
+        if self._ends:
+            ray.wait(self._ends, num_returns=len(self._ends), timeout=FAREWELL_SECONDS)
         for actor in self._actors:
             ray.kill(actor)
         remove_placement_group(self._group)
-        self._actors, self._group = [], None
+        self._actors, self._ends, self._group = [], [], None

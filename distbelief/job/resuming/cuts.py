@@ -84,13 +84,12 @@ def newest_cut(run: RunDirectory) -> tuple[Path, Cut | None]:
     directory = run.snapshots if made is None else made[1]
     file = directory / _FILE
     try:
-        cut = msgspec.json.decode(file.read_bytes(), type=Cut)
+        content = file.read_bytes()
     except FileNotFoundError:
         return directory, _cut_of_job(run)
     except OSError as error:
         raise files.explained(error, file, doing="read") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _distrusted(file, run, str(error)) from None
+    cut = cut_in(content, file, run)
     beyond = _shards_beyond(directory, cut.n_shards)
     if beyond:
         names = ", ".join(beyond)
@@ -98,6 +97,23 @@ def newest_cut(run: RunDirectory) -> tuple[Path, Cut | None]:
             file, run, f"n_shards is {cut.n_shards}, but there are snapshots of {names}"
         )
     return directory, cut
+
+
+def cut_in(content: bytes, file: Path, run: RunDirectory) -> Cut:
+    """Return the cut that stands in cut.json.
+
+    Args:
+        content: Of the file.
+        file: For messages.
+        run: Likewise.
+
+    Raises:
+        StorageError: it is damaged.
+    """
+    try:
+        return msgspec.json.decode(content, type=Cut)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _distrusted(file, run, str(error)) from None
 
 
 def write_cut(directory: Path, cut: Cut) -> None:

@@ -474,6 +474,29 @@ def test_who_only_begins_messages_does_not_come_back_at_once(world: World) -> No
     assert works(server, worker)  # from the same address, but here already
 
 
+def test_who_only_begins_messages_is_found_among_those_who_end_them(
+    world: World,
+) -> None:
+    """A server that had something to do never looked: for 3.5 s, or for good."""
+    caps = Caps(unfinished_bytes_max=2 * MEBIBYTE, watch_seconds=0.01)
+    server, worker = world.server(caps=caps), world.worker()
+    worker.connect("supervisor", 1, server.endpoint)
+    assert works(server, worker)
+    link = world.member(server)
+    watch = world.lost(link, server)
+    link.send_multipart([bytes(MEBIBYTE)] * 512, copy=False)
+
+    def is_cut() -> bool:
+        worker.send("supervisor", Save(label="honest"))
+        assert server._inbox.poll(5000)  # when it looks at connections, too
+        server.poll(0.0)
+        list(server.receive())
+        return watch.poll(0) > 0
+
+    wait(until=is_cut)
+    assert any("a message that does not end" in text for text in world.log)
+
+
 def test_heartbeats_are_not_held_against_anybody(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,12 +520,15 @@ def test_heartbeats_are_not_held_against_anybody(
     for _ in range(400):
         now += 1000.0
         n_bytes += 500 * 60
+        guard.drained()
         guard.watch(1)
     assert n_bytes > Caps().unfinished_bytes_max
     assert world.log == []
     n_bytes += Caps().unfinished_bytes_max + 128_000
-    now += 1.0
-    guard.watch(1)
+    for _ in range(2):
+        now += 1.0
+        guard.drained()
+        guard.watch(1)
     assert "of a message that does not end" in world.log[0]
     guard._newcomers.close()
     inbox.close(0)
@@ -582,7 +608,8 @@ def test_a_frame_that_is_too_large_is_not_taken(
 
 def test_whose_frames_are_never_taken_is_kept_out_after_a_while(world: World) -> None:
     """ZeroMQ ends such a connection by itself; he came 1,500 times a second."""
-    server = world.server(caps=Caps(connections_max=8, watch_seconds=0.01))
+    caps = Caps(connections_max=8, newcomers_per_second_max=0.01, watch_seconds=0.01)
+    server = world.server(caps=caps)
     pair = KeyPair.new()
     world.allow(pair.public, "hostile")
 
