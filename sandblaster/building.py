@@ -1,5 +1,6 @@
 """Builds the coordinator and the replicas of a job, in the processes that run them."""
 
+import json
 from dataclasses import replace
 from typing import Final
 
@@ -21,6 +22,7 @@ from distbelief.runtime.task.task import BuildContext, build_loss, build_model
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordination.coordinator import Coordinator
 from sandblaster.coordination.coordinator_config import CoordinatorConfig
+from sandblaster.methods.any_method import AnyMethod
 from sandblaster.replicas.replica import ReplicaConfig, SandblasterReplica
 from sandblaster.replicas.samples import Samples
 from sandblaster.replicas.sums import summed
@@ -30,6 +32,22 @@ from sandblaster.replicas.warm_start import WarmStartReplica
 WINDOW_SETS_MIN: Final = 64
 """Sets that may be dealt beyond the oldest unfinished one: everybody has one to compute
 and one to go on with, however many replicas there are."""
+
+
+_FREE: Final = frozenset(
+    {
+        "gradient_tolerance",
+        "value_tolerance",
+        "value_iterations",
+        "n_iterations_max",
+        "n_evaluations_max",
+        "rounding",
+        "n_history",
+        "sufficient_decrease",
+        "curvature",
+    }
+)
+"""Settings of methods that a run may change when it goes on."""
 
 
 def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> Role:
@@ -55,11 +73,22 @@ def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> 
             backups=config.backups,
             n_warm=0 if config.warm_start is None else context.n_replicas,
             await_begin=context.await_begin,
+            goal=goal_of(config.chosen(), loss=context.task.loss),
         ),
         method=msgspec.structs.replace(config.chosen(), rounding=rounding),
         shards=shards,
         n_examples=n_examples,
     )
+
+
+def goal_of(method: AnyMethod, *, loss: str) -> str:
+    """Return what must be the same for a method to go on from what it had written down.
+
+    Tolerances and bounds may change, and how much of a history is remembered.
+    """
+    fields: dict[str, object] = msgspec.to_builtins(method)
+    kept = {name: value for name, value in fields.items() if name not in _FREE}
+    return json.dumps({"loss": loss, **kept}, sort_keys=True)
 
 
 def build_replica(

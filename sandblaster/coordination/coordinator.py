@@ -100,7 +100,7 @@ class Coordinator:
         self._orders = ShardOrders(config, shards=shards)
         self._crew = Crew(config)
         self._replicas = Oversight(config, self._crew)
-        self._journal = Journal(None)
+        self._journal = Journal(None, goal=config.goal)
         self._writing = Writing(config, self._journal, incarnation=0)
         self._figures = Figures()
         self._wishes = Wishes()
@@ -194,7 +194,8 @@ class Coordinator:
 
     def _start(self, event: Started) -> None:
         self._incarnation = event.incarnation
-        self._journal = journal = Journal(event.restored)
+        journal = Journal(event.restored, goal=self._config.goal)
+        self._journal = journal
         self._writing = Writing(self._config, journal, incarnation=event.incarnation)
         if self._journal.base_clocks is not None:
             self._warming = None  # the life before has seen it over

@@ -28,6 +28,8 @@ class CoordinatorConfig:
         starved_seconds_max: So long without any replica, and the run is given up.
         n_warm: Replicas that begin with a warm start; 0: there is none.
         await_begin: Wait for `Begin`.
+        goal: Which method minimises what: a life that finds states of another goal on
+            its disk begins anew at the parameters.
     """
 
     cutting: Cutting
@@ -41,6 +43,7 @@ class CoordinatorConfig:
     starved_seconds_max: Seconds = 600.0
     n_warm: int = 0
     await_begin: bool = True
+    goal: str = ""
 
     def __post_init__(self) -> None:
         for name in (

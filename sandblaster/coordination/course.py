@@ -172,7 +172,12 @@ class Course:
                 figures.offset = choice.entry.offset
             else:
                 figures.offset = choice.entry.iteration
-        if choice.cut and not choice.whole:
+        if choice.has_other_goal:
+            self.note = (
+                "method, loss, l1, l2 or batches are others than before: the method "
+                "begins anew at the parameters"
+            )
+        elif choice.cut and not choice.whole:
             self.note = "going on from parameters alone: the method begins anew there"
         self.has_point = True
         result = yield from self._drive(self._method.steps(state))
@@ -212,6 +217,7 @@ class Course:
                 offset=self._figures.offset,
                 samples=self._figures.samples,
                 evaluations=self._figures.n_evaluations,
+                goal=self._config.goal,
                 state="",
             ),
         )

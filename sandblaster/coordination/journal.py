@@ -19,6 +19,9 @@ which shards keep a snapshot an entry is kept here.
 When a run has ended, its last point is in the published values, and with it cut 0 from
 then on: shards that nobody drives save that alone, if their vectors have moved on.
 
+The state of a cut is of one method and one function. Who resumes a run may have chosen
+others: then its cuts are so many points to begin at, and no more (`CutEntry.goal`).
+
 Grants are not written down: what an evaluation had gathered is given up with the epoch
 in which it began, so no grant outlives its coordinator.
 """
@@ -47,6 +50,7 @@ class CutEntry(msgspec.Struct, frozen=True, kw_only=True):
     offset: Count  # of those, how many the state does not know of
     samples: Count  # examples of all evaluations
     evaluations: Count = 0  # that were begun
+    goal: str = ""  # which method was to minimise what
     state: str
 
 
@@ -66,11 +70,16 @@ class Choice:
     cut: int
     whole: bool
     entry: CutEntry | None  # None: nothing is known of it; it may be the beginning
+    has_other_goal: bool = False  # so what is known of it does not count
 
 
 @final
 class Journal:
     """The coordinator's half of all cuts.
+
+    Args:
+        restored: What an earlier life has written, if there was one.
+        goal: Which method minimises what; a state of another goal is not gone on from.
 
     Attributes:
         on_disk: The newest cut that every shard has on disk; 0: none.
@@ -78,7 +87,8 @@ class Journal:
         end_clocks: Of the values that they published at the end; None: it goes on.
     """
 
-    def __init__(self, restored: Snapshot | None) -> None:
+    def __init__(self, restored: Snapshot | None, *, goal: str = "") -> None:
+        self._goal = goal
         self._entries: dict[int, CutEntry] = {}
         self.on_disk = 0
         self._before_on_disk: tuple[int, ...] = ()  # the newest last
@@ -120,6 +130,7 @@ class Journal:
             offset=offset,
             samples=samples,
             evaluations=evaluations,
+            goal=self._goal,
             state=iterated.state,
         )
 
@@ -191,13 +202,21 @@ class Journal:
         whole = [
             cut
             for cut in shared
-            if cut in self._entries and all(cuts[cut] for cuts in per_shard)
+            if self._goes_on(cut) and all(cuts[cut] for cuts in per_shard)
         ]
         # A newer cut of which nothing is written down is one iteration newer at most.
         cut = max(whole or shared)
         known = cut > 0 or begins is self.end_clocks
         entry = self._entries.get(cut) if known else None
-        return Choice(cut=cut, whole=bool(whole), entry=entry)
+        has_other_goal = not whole and entry is not None and entry.goal != self._goal
+        return Choice(
+            cut=cut, whole=bool(whole), entry=entry, has_other_goal=has_other_goal
+        )
+
+    def _goes_on(self, cut: int) -> bool:
+        """Return whether a state of this cut is here, and of this goal."""
+        entry = self._entries.get(cut)
+        return entry is not None and entry.goal == self._goal
 
     def _all_at(
         self,

@@ -7,10 +7,10 @@ requests make an iteration, whatever m is.
     after each trial   s = x_trial - x, y = g_trial - g, and their dot products
     next direction     -H g, from dot products alone (`direction`)
 
-A pair is kept if s.y > 1e-14 |s| |y|. The rule has no scale, so it is the same for the
-loss in another unit. A search's curvature condition makes s.y positive anyway, except
-in rounding; skipping more was found to cost accuracy (Ceres: 43 of 54 problems solved
-at 1e-10, 53 at 1e-14).
+A pair is kept if s.y > 1e-14 |s| |y|, and y.y has not vanished in rounding. The rule
+has no scale, so it is the same for the loss in another unit. A search's curvature
+condition makes s.y positive anyway, except in rounding; skipping more was found to cost
+accuracy (Ceres: 43 of 54 problems solved at 1e-10, 53 at 1e-14).
 """
 
 import math
@@ -142,7 +142,8 @@ class QuasiNewton:
         gram = self._gram
         gram.put(new, (*self.vectors, *new), trial.scalars)
         gram.rename(new[-1], self._steepest)
-        if gram[s, y] > _CURVATURE_MIN * math.sqrt(gram[s, s]) * math.sqrt(gram[y, y]):
+        sizes = math.sqrt(gram[s, s]) * math.sqrt(gram[y, y])
+        if gram[y, y] > 0.0 and gram[s, y] > _CURVATURE_MIN * sizes:
             self._slots = (*self._slots, spare)[-self._n_history :]
         gram.restrict((*self.vectors, self._steepest))
 

@@ -14,7 +14,12 @@ A batch's tail is evaluated apart from the rest, and is the next batch's head, s
 overlap costs nothing. Each iteration evaluates its batch once per trial, and then what
 is new of the next batch. The step is halved until the batch's own loss has fallen
 enough. Losses of different batches say nothing about progress, so no test is made on
-them: `value_tolerance` is not used; `gradient_tolerance` is for the batch's gradient.
+them: `value_tolerance` is not used.
+
+A batch whose gradient is as small as `gradient_tolerance` says nothing of the others: a
+small one may be fitted to the last bit, far from any minimum. So the gradient of all
+examples is evaluated there. If that is not small, the run goes on with the next batch,
+and after the k-th time it passes over the next k batches of this kind unasked.
 """
 
 import math
@@ -118,6 +123,8 @@ class _State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     present: Present
     start: int  # of the present batch
     memory: str
+    n_refuted: int = 0
+    n_unasked: int = 0
 
 
 @final
@@ -127,47 +134,44 @@ class _Run:
     descent: QuasiNewton
     batch: Batch
     any_finite: bool = True  # at a trial of the last search
+    n_refuted: int = 0  # times that a batch's gradient was small, and not all examples'
+    n_unasked: int = 0  # batches of this kind, since then
 
     def steps(self, resumed: _State | None) -> Steps[Result]:
-        if resumed is None:
-            present = yield from self._begin()
-            if not Sample(0.0, present.loss, present.gradient_norm).finite:
-                return self._result(present, Reason.NOT_FINITE)
-            step_length = 0.0
-        else:
-            present, step_length = resumed.present, None
+        if resumed is not None:
+            self.n_refuted, self.n_unasked = resumed.n_refuted, resumed.n_unasked
+            return (yield from self._descend(resumed.present, None))
+        present = yield from self._begin()
+        if not Sample(0.0, present.loss, present.gradient_norm).finite:
+            return self._result(present, Reason.NOT_FINITE)
+        return (yield from self._descend(present, 0.0))
+
+    def _descend(self, present: Present, step_length: float | None) -> Steps[Result]:
+        """Go on until it ends; a step has just been made, or none (None)."""
         while True:
-            reason = self._verdict(present)
-            if step_length is not None:
-                stop = yield from told_to_stop(self._cut(present, step_length))
-                reason = reason or (Reason.STOPPED if stop else None)
+            reason = yield from self._arrived(present, step_length)
             if reason is not None:
                 return self._result(present, reason)
+            step_length = None
+            if small_gradient(self.method, present.gradient_norm):
+                present, reason = yield from self._ask_all(present)
+                if reason is not None:
+                    return self._result(present, reason)
+                continue
             present = yield from self._turn(present)
             moved = yield from self._search(present)
-            if moved is None and self.descent.remembers:
+            if moved is not None:
+                present, step_length = moved
+            elif self.descent.remembers:
                 self.descent.forget(gradient_square=present.gradient_square)
-                step_length = None
-                continue
-            if moved is None:
+            else:
                 return self._result(present, self._failure)
-            present, step_length = moved
 
     # --------------------------------------------------------------------- parts
 
     def _begin(self) -> Steps[Present]:
-        """Evaluate the first batch at "parameters"."""
-        rest, tail = self.batch.rest, self.batch.tail
-        rest_loss, _ = yield from self._at(PARAMETERS, rest, gradient=_REST)
-        mean = mean_gradient(GRADIENT, ((rest, _REST), (tail, _TAIL)))
-        tail_loss, (norm, square) = yield from self._at(
-            PARAMETERS,
-            tail,
-            gradient=_TAIL,
-            after=(mean, *_size(GRADIENT)),
-        )
-        self.descent.forget(gradient_square=square)
-        loss = mean_loss(((rest, rest_loss), (tail, tail_loss)))
+        """Begin with the first batch."""
+        loss, norm, square = yield from self._here()
         return Present(
             iteration=0,
             n_evaluations=2,
@@ -178,6 +182,54 @@ class _Run:
             gradient_norm=norm,
             gradient_square=square,
         )
+
+    def _arrived(
+        self, present: Present, step_length: float | None
+    ) -> Steps[Reason | None]:
+        """Tell of a step; return why to go no further, if so."""
+        reason = self._bound(present)
+        if step_length is not None:
+            stop = yield from told_to_stop(self._cut(present, step_length))
+            reason = reason or (Reason.STOPPED if stop else None)
+        return reason
+
+    def _ask_all(self, present: Present) -> Steps[tuple[Present, Reason | None]]:
+        """This batch's gradient is small: ask all examples, or go on to the next."""
+        if self.n_unasked >= self.n_refuted:
+            whole = Objective(l2=self.method.l2)
+            loss, (norm,) = yield from whole.at(
+                PARAMETERS, gradient=_REST, after=(Norm(x=_REST, order="inf"),)
+            )
+            n = present.n_evaluations + 1
+            present = msgspec.structs.replace(present, n_evaluations=n)
+            if small_gradient(self.method, norm):
+                found = msgspec.structs.replace(present, loss=loss, gradient_norm=norm)
+                return found, Reason.CONVERGED_GRADIENT
+            self.n_refuted, self.n_unasked = self.n_refuted + 1, 0
+        else:
+            self.n_unasked += 1
+        self.batch = self.batch.next()
+        loss, norm, square = yield from self._here()
+        return (
+            msgspec.structs.replace(
+                _counted(present), loss=loss, gradient_norm=norm, gradient_square=square
+            ),
+            None,
+        )
+
+    def _here(self) -> Steps[tuple[float, float, float]]:
+        """Evaluate the present batch at "parameters", and forget what was before."""
+        rest, tail = self.batch.rest, self.batch.tail
+        rest_loss, _ = yield from self._at(PARAMETERS, rest, gradient=_REST)
+        mean = mean_gradient(GRADIENT, ((rest, _REST), (tail, _TAIL)))
+        tail_loss, (norm, square) = yield from self._at(
+            PARAMETERS,
+            tail,
+            gradient=_TAIL,
+            after=(mean, *_size(GRADIENT)),
+        )
+        self.descent.forget(gradient_square=square)
+        return mean_loss(((rest, rest_loss), (tail, tail_loss))), norm, square
 
     def _turn(self, present: Present) -> Steps[Present]:
         """Form the direction."""
@@ -287,9 +339,7 @@ class _Run:
         found = self.any_finite
         return Reason.LINE_SEARCH_FAILED if found else Reason.NO_FINITE_TRIAL
 
-    def _verdict(self, present: Present) -> Reason | None:
-        if small_gradient(self.method, present.gradient_norm):
-            return Reason.CONVERGED_GRADIENT
+    def _bound(self, present: Present) -> Reason | None:
         return bound_reached(
             self.method,
             iteration=present.iteration,
@@ -300,7 +350,11 @@ class _Run:
 
     def _state(self, present: Present) -> str:
         state = _State(
-            present=present, start=self.batch.start, memory=self.descent.memory
+            present=present,
+            start=self.batch.start,
+            memory=self.descent.memory,
+            n_refuted=self.n_refuted,
+            n_unasked=self.n_unasked,
         )
         return msgspec.json.encode(state).decode()
 

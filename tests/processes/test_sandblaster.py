@@ -199,6 +199,36 @@ def test_a_loss_that_is_no_number_is_told_and_nothing_has_converged(
 
 
 @pytest.mark.untraced
+def test_who_resumes_with_another_goal_begins_anew_at_the_point(tmp_path: Path) -> None:
+    """A run that had converged, resumed with l2 = 1, was "done" without evaluating.
+
+    Resumed by another method, it could not read what the first had written down.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 3, dtype=torch.float64, generator=generator)
+    y = (x[:, 0] + torch.randn(60, generator=generator) > 0).long()
+    model, run = nn.Linear(3, 2).double(), tmp_path / "run"
+
+    def ends(**goal: object) -> int:
+        result = sandblaster.minimize(model, "cross_entropy", (x, y), **goal)
+        assert result.reason is Reason.CONVERGED_GRADIENT, result.message
+        model.zero_grad()
+        l2 = float(str(goal.get("l2", 0.1)))
+        loss = nn.functional.cross_entropy(model(x), y)
+        (loss + l2 / 2 * sum((p**2).sum() for p in model.parameters())).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.abs().max() <= 1.1e-5
+        return int(result.nfev)
+
+    first = ends(l2=0.1, directory=run)
+    second = ends(l2=1.0, method="gradient-descent", resume=run)
+    assert first < second
+    log = (run / "logs" / "coordinator.log").read_text()
+    assert log.count("the method begins anew at the parameters") == 1
+
+
+@pytest.mark.untraced
 def test_minimize_finds_what_scipy_finds(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 6, dtype=torch.float64, generator=generator)
@@ -307,6 +337,54 @@ def test_minimize_ends_when_its_callback_says_so(folder: Path) -> None:
     assert not result.success
     assert result.reason is Reason.STOPPED
     assert result.message == "it was told to stop"
+
+
+@pytest.mark.soak
+def test_what_the_callback_raises_ends_the_run_and_is_raised_then(folder: Path) -> None:
+    """It was logged and lost, with display and metrics: and raised over the result.
+
+    The optimisation went on to its end, the callback was called once more, and so its
+    error came out of `minimize` in place of a result nobody could have any more.
+    """
+    model = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 3))
+    begun = parameters_to_vector(model.parameters()).detach().clone()
+    seen: list[float] = []
+
+    def callback(result: sandblaster.minimizing.MinimizeResult) -> None:
+        seen.append(result.nit)
+        raise ZeroDivisionError("my plot fell over")
+
+    where = folder / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        with pytest.raises(ZeroDivisionError, match="my plot fell over") as raised:
+            sandblaster.minimize(
+                model, "cross_entropy", "tiny:slow", callback=callback, directory=where
+            )
+        assert raised.traceback[-1].name == "callback"
+        (last_call,) = seen
+        now = parameters_to_vector(model.parameters()).detach()
+        assert not torch.equal(now, begun)  # what was found until then
+        status = json.loads((where / "status.json").read_text())
+        assert status["ended"]
+        stopped = json.loads((where / "summary.json").read_text())
+        assert stopped["stop_reason"] == "it was told to stop"
+        again = sandblaster.minimize(
+            model, "cross_entropy", "tiny:slow", resume=where, max_iterations=20
+        )
+    assert again.nit > last_call
+    assert again.reason is Reason.MAX_ITERATIONS
+
+
+@pytest.mark.soak
+def test_a_job_that_is_refused_leaves_no_copy_of_model_and_data(folder: Path) -> None:
+    """What only a trial shows left both files, in a directory that had no run."""
+    model = nn.Linear(3, 2)
+    data = torch.zeros(8, 3), torch.zeros(8, dtype=torch.int64)
+    with pytest.raises(JobError, match=r"there is no loss 'cross_entropi'"):
+        sandblaster.minimize(model, "cross_entropi", data, directory=folder / "new")
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"tiny.py", "tiny.toml"}
 
 
 @pytest.mark.soak

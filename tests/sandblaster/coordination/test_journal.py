@@ -67,6 +67,28 @@ def test_a_run_goes_on_from_the_newest_cut_that_all_share(
         assert choice.entry.state == f"state {cut}"
 
 
+def test_what_another_goal_has_left_is_a_point_and_no_more() -> None:
+    """A run that had converged was resumed with another l2, and was done at once."""
+    written = Journal(None, goal="l2 = 0")
+    written.base_clocks = (0, 0)
+    for cut in (28, 31):
+        written.write(cut, iterated(cut), samples=10 * cut, offset=2)
+    written.kept(28)
+    snapshot = written.snapshot(incarnation=1)
+    same = Journal(snapshot, goal="l2 = 0").choose([held("31")] * 2)
+    assert (same.cut, same.whole, same.has_other_goal) == (31, True, False)
+    changed = Journal(snapshot, goal="l2 = 1")
+    other = changed.choose([held("31")] * 2)
+    assert (other.cut, other.whole, other.has_other_goal) == (31, False, True)
+    assert other.entry is not None
+    assert other.entry.iteration == 33
+
+    changed.write(40, iterated(3), samples=400, offset=33)
+    assert changed.choose([held("40 (28)")] * 2).whole
+    back = changed.choose([held("28 (28)")] * 2)  # a shard has lost what came after
+    assert (back.cut, back.whole) == (28, False)
+
+
 def test_shards_that_share_nothing_are_told_with_what_each_holds() -> None:
     with pytest.raises(StorageError, match=r"shard 0: \[31\]; shard 1: \[28\]"):
         journal(28, 31).choose([held("31"), held("(28)")])

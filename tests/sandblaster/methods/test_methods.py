@@ -271,6 +271,20 @@ def test_a_loss_without_minimum_ends_at_a_bound(name: str) -> None:
     assert result.n_evaluations <= 40
 
 
+@pytest.mark.parametrize("method", [LBFGS(), OWLQN(l1=1e-30), ConjugateGradient()])
+def test_differences_that_vanish_in_rounding_end_no_run(method: AnyMethod) -> None:
+    """y.y is 0 where s.y is not yet: it was divided by."""
+
+    def quartic(x: Doubles) -> tuple[float, Doubles]:
+        return float((x**4).sum()), 4.0 * x**3
+
+    greedy = msgspec.structs.replace(
+        method, gradient_tolerance=0.0, value_tolerance=0.0
+    )
+    _, result = minimize_flat(quartic, np.ones(3), greedy)
+    assert result.loss <= 1e-40
+
+
 @each_method
 def test_a_start_at_the_minimum_ends_at_once(name: str) -> None:
     _, result = minimize_flat(bowl, np.zeros(3), METHODS[name])
