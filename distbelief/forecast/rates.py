@@ -32,10 +32,10 @@ from distbelief.forecast.exchange import Exchange
 from distbelief.job.configuration.sections import Job
 from distbelief.partition.profiling.profile import Host, this_host
 from distbelief.roles import Compute, Cost, Seconds
-from distbelief.simulation.desk import Handling
+from distbelief.simulation.desk import Delay, Handling
 
 
-VERSION: Final = 5
+VERSION: Final = 6
 
 Unit = Literal["flops", "bytes", "times"]
 
@@ -86,11 +86,14 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         }
         usual = [value for key, value in self.handling.items() if " " not in key]
         other = self.handling.get(kind, fmean(usual) if usual else 0.0)
+        found = self.exchange
         return Handling(
             seconds=seconds,
-            other=other + self.exchange.message,
-            begins=self.exchange.begins,
-            answers=self.exchange.answers,
+            other=other + found.message,
+            begins=Delay(idle=found.begins, crowded=found.crowded_begins),
+            answers=Delay(idle=found.answers, crowded=found.crowded_answers),
+            # Beside the latency of its link.
+            comes=Delay(crowded=max(0.0, found.crowded_latency - found.latency)),
         )
 
     def _besides(self, label: str) -> Seconds:
@@ -202,4 +205,6 @@ def _path(job: Job, host: Host) -> Path:
         os.cpu_count(),
     )
     digest = hashlib.sha256(msgspec.json.encode(what)).hexdigest()[:16]
+    # Roles compute with as many threads as the job says, whatever this process does.
+    host = msgspec.structs.replace(host, n_threads=cluster.threads)
     return host.path.with_name(f"rates-{digest}-{host.path.stem[-8:]}.json")

@@ -13,6 +13,7 @@ import msgspec
 
 from distbelief.roles import Lane, Seconds
 from distbelief.simulation.agenda import Agenda, Call
+from distbelief.simulation.desk import Delay
 from distbelief.simulation.sharing import Demand, Job, Sharing
 
 
@@ -36,11 +37,15 @@ class Lanes:
     Args:
         agenda: When things end.
         sharing: What else runs on its host; None if it has its speed for itself.
-        begins: Until one that sleeps begins what it is handed.
+        begins: Until one that sleeps begins what it is handed, on a shared host.
     """
 
     def __init__(
-        self, agenda: Agenda, sharing: Sharing | None = None, *, begins: Seconds = 0.0
+        self,
+        agenda: Agenda,
+        sharing: Sharing | None = None,
+        *,
+        begins: Delay | None = None,
     ) -> None:
         self._agenda = agenda
         self._sharing = sharing
@@ -57,9 +62,11 @@ class Lanes:
         queue.append(work)
         if len(queue) > 1:
             return
-        if self._begins:
-            at = self._agenda.now + self._begins
-            self._agenda.at(at, partial(self._wake, lane, work))
+        delay: Seconds = 0.0
+        if self._begins is not None and self._sharing is not None:
+            delay = self._begins.at(self._sharing.load)
+        if delay > 0:
+            self._agenda.at(self._agenda.now + delay, partial(self._wake, lane, work))
         else:
             self._begin(lane, wakes=True)
 

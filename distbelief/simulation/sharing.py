@@ -124,9 +124,14 @@ class Sharing:
             self._plan()
 
     @property
-    def _is_crowded(self) -> bool:
+    def load(self) -> float:
+        """How many threads compute for each core."""
         threads = sum(job.demand.threads for job in self._jobs if job.runs)
-        return threads >= self.processor.cores
+        return threads / self.processor.cores
+
+    @property
+    def _is_crowded(self) -> bool:
+        return self.load >= 1.0
 
     def _wake(self, job: Job) -> None:
         if job in self._jobs:

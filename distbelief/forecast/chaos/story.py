@@ -114,6 +114,16 @@ def shown(story: Story) -> RenderableType:
     return Group(table, Text(), *(Text(text) for text in _summary(story)))
 
 
+def _spared(story: Story, n_blows: int) -> str:
+    text = f"{n_blows} more blows were to fall after its end"
+    if not story.real:
+        return text
+    return (
+        f"{text}: all lie over {story.horizon:g} s of training; "
+        "--set stop.seconds=N lays them over N"
+    )
+
+
 def _summary(story: Story) -> list[str]:
     lost = [f"{story.pushes_lost:,} acknowledged pushes"]
     if story.messages_lost is not None:
@@ -125,7 +135,7 @@ def _summary(story: Story) -> list[str]:
     metric = words.metric(story.metric, story.metric_name)
     n_struck = sum(line.what == "blow" for line in story.lines)
     n_spared = len(story.blows) - n_struck
-    lines = [f"{n_spared} more blows were to fall after its end"] if n_spared else []
+    lines = [_spared(story, n_spared)] if n_spared else []
     lines += [
         f"Lost: {', '.join(lost)}; {story.pushes_refused:,} pushes refused as too late",
         f"Done again: {_steps(story)}; started again: {', '.join(again) or 'nobody'}",

@@ -47,7 +47,8 @@ class _Course:
     def observe(self, happening: Happening) -> None:
         event = happening.event
         if isinstance(event, Computed) and event.name in _STEPS:
-            self.n_steps += 1
+            # Without a result it met an update of its parameters, and did nothing.
+            self.n_steps += event.result is not None
 
     @property
     def view(self) -> SupervisorView:

@@ -26,11 +26,12 @@ from distbelief.roles import Address, Event, PeerLost
 CLOSE_SECONDS_MAX: Final = 5.0
 """How long the fork server may take to end its children."""
 
-_THREAD_VARIABLES: Final = (
+THREAD_VARIABLES: Final = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "MKL_NUM_THREADS",
 )
+"""Of libraries: how many threads each begins with."""
 
 
 @final
@@ -93,7 +94,7 @@ class Launcher:
             return
         # One thread for each library: roles set torch's own number themselves, and a
         # thread that exists before a fork is missing in the child.
-        environment = {**os.environ} | dict.fromkeys(_THREAD_VARIABLES, "1")
+        environment = {**os.environ} | dict.fromkeys(THREAD_VARIABLES, "1")
         # `-P`: a file queue.py of the user's must not be taken for Python's own.
         command = [sys.executable, "-P", "-m", forkserver.__name__, str(os.getpid())]
         # Ctrl+C must not reach it before it can ignore that; ours waits for a moment.

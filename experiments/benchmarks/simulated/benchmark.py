@@ -23,6 +23,7 @@ the paper's speech net of 42 million parameters, in as many blocks (`scales`).
     samples_per_second_error    jobs below; a share
     staleness_error             likewise; of jobs that push to a clock
     bytes_differ                jobs whose bytes were not the same to the last one
+    others                      cores taken by what is not of this benchmark; the worst
 """
 
 import argparse

@@ -4,6 +4,7 @@
     samples/s    of all replicas, while it went steadily
     staleness    of a push, mean, in pushes
     pushed, fetched    bytes between replicas and shards: equal to the last one
+    others       cores that were taken by what is not of this benchmark
 
 Nothing is fitted on the jobs that are compared: constants are measured on single pieces
 of work and on messages (`forecast.measuring`), and printed with where they are from.
@@ -21,6 +22,7 @@ from distbelief.forecast.chaos.schedule import Blow
 from distbelief.job.configuration.jobfile import parse_job
 from distbelief.job.configuration.sections import Job
 from experiments.benchmarks.measuring import measurement
+from experiments.benchmarks.measuring.quiet import Quiet
 
 
 JOB: Final = """
@@ -106,19 +108,26 @@ CASES: Final[Mapping[str, Case]] = {
 def truth(names: Sequence[str] = tuple(CASES)) -> dict[str, float]:
     """Run these jobs in virtual time and for real."""
     found: dict[str, Agreement] = {}
+    others: dict[str, float] = {}
     for case in (CASES[name] for name in names):
-        found[case.name] = both_ways(case.job, blows=case.blows, horizon=HORIZON)
-        print(case.name, _row(found[case.name]), flush=True)
+        with Quiet() as quiet:
+            both = both_ways(case.job, blows=case.blows, horizon=HORIZON)
+        found[case.name], others[case.name] = both, quiet.others
+        print(case.name, _row(both), f"others {quiet.others:.2f} cores", flush=True)
     for last in list(found.values())[-1:]:
         for name, value, origin in last.constants:
             print(f"  {name}: {value} ({origin})")
-    rows = {name: _row(both) for name, both in found.items()}
+    rows = {
+        name: {**_row(both), "others": f"{others[name]:.2f}"}
+        for name, both in found.items()
+    }
     measurement.show("simulated / real on this host", rows)
     return {
         "step_time_error": _worst(found, "step_seconds"),
         "samples_per_second_error": _worst(found, "samples_per_second"),
         "staleness_error": _worst(_stale(found), "staleness_mean"),
         "bytes_differ": float(sum(not _equal_bytes(both) for both in found.values())),
+        "others": max(others.values(), default=0.0),
     }
 
 

@@ -87,6 +87,32 @@ def test_a_job_broken_twice_by_one_seed_breaks_alike() -> None:
     told = f"{len(story.blows)} more blows were to fall after its end"
     assert told not in text
     assert told in printed(ended)
+    assert "stop.seconds" not in printed(ended)
+    # A job that trains for 5 s met 3 of 13 blows, and nobody said how to meet them all.
+    real = msgspec.structs.replace(ended, real=True, horizon=30.0)
+    assert (
+        f"{told}: all lie over 30 s of training; "
+        "--set stop.seconds=N lays them over N" in printed(real)
+    )
+
+
+@pytest.mark.untraced
+def test_steps_that_met_an_update_are_not_steps_done_again() -> None:
+    """Nobody but an evaluator was killed in a job of 898 steps: "Done again: 4,275".
+
+    A step whose parameters are being written meanwhile is tried once more, in a moment.
+    """
+    with Staging() as staging:
+        staged = staging.stage(small())
+        roles = [entry.name for entry in staged.roster]
+        seeds = (s for s in range(1000) if not _kills(schedule(s, roles)))
+        story = break_virtually(staged, seed=next(seeds))
+    assert story.steps_again is not None
+    assert story.steps_again <= 2 * 2  # of two replicas: done, and not told of any more
+
+
+def _kills(blows: Sequence[Blow]) -> bool:
+    return any(blow.kind == "kill" for blow in blows)
 
 
 @pytest.mark.untraced

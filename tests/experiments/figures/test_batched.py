@@ -4,6 +4,7 @@ import pytest
 
 from experiments.figures import batched
 from experiments.figures.batched import Pace, pace, stale
+from experiments.figures.code import code_of
 from experiments.figures.entries import FIGURE_4
 from experiments.figures.results import keep
 
@@ -24,7 +25,7 @@ def test_a_pace_of_another_code_is_stale(
     assert stale([SANDBLASTER]) == []
     kept_pace("of another time", folder=tmp_path)
     assert stale([SANDBLASTER]) == [SANDBLASTER]
-    kept_pace(batched.code_of(*batched._FOLDERS), folder=tmp_path)
+    kept_pace(code_of(*batched._FOLDERS), folder=tmp_path)
     assert stale([SANDBLASTER]) == []
     known = pace(SANDBLASTER)
     assert known is not None

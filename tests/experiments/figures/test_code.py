@@ -24,7 +24,7 @@ def test_texts_that_are_used_are_statements() -> None:
 
 
 def test_another_statement_and_another_name_are_another_code(tmp_path: Path) -> None:
-    codes = set()
+    codes: set[str] = set()
     for name, source in (("a.py", PLAIN), ("b.py", PLAIN), ("a.py", PLAIN + "N = 1\n")):
         root = tmp_path / str(len(codes))
         (root / "room" / "inner").mkdir(parents=True)

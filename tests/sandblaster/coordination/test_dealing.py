@@ -245,6 +245,7 @@ def test_nobody_is_late_at_first_as_long_as_one_after_the_other_comes() -> None:
     names = [Address(f"replica-{index}") for index in range(20)]
     table = Table(*names, n_sets=20)
     table.deal()
+    now = 1.0
     for index, name in enumerate(names[:-1]):
         now = 1.0 + 0.3 * index
         table.says(name, table.computes(name, now=now), now=now, staged=True)

@@ -57,7 +57,9 @@ def test_the_worst_of_all_jobs_counts(
         "both_ways",
         lambda job, **_: both["a" if job.batch_size == 1 else "b"],
     )
-    assert truth(["a", "b"]) == pytest.approx(
+    figures = truth(["a", "b"])
+    assert figures.pop("others") >= 0.0  # of this machine, whatever it does
+    assert figures == pytest.approx(
         {
             "step_time_error": 0.2,
             "samples_per_second_error": 0.25,
@@ -65,4 +67,6 @@ def test_the_worst_of_all_jobs_counts(
             "bytes_differ": 1.0,
         }
     )
-    assert "latency: 1 us (measured)" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "latency: 1 us (measured)" in told
+    assert "others " in told
