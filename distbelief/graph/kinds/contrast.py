@@ -26,7 +26,8 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.kind import LayerKind, Step, Work
-from distbelief.graph.kinds.l2_pooling import gaussian, safe_sqrt
+from distbelief.graph.kinds.l2_pooling import safe_sqrt
+from distbelief.graph.kinds.window_sums import Weights, gaussian, window_sums
 from distbelief.graph.layer import Layer
 from distbelief.graph.region import Interval, Region
 
@@ -147,7 +148,8 @@ def _normalised(
     centred = x[inner] - _local_mean(x.mean(1, keepdim=True), far, near, size)
     power = _local_mean(centred.square().mean(1, keepdim=True), near, wanted, size)
     middle = (slice(None), slice(None), *wanted.within(near).slices)
-    return centred[middle] / safe_sqrt(power).clamp_min(epsilon)
+    # Of the one map of deviations, not of each map by them: that costs twice as much.
+    return centred[middle] * safe_sqrt(power).clamp_min(epsilon).reciprocal()
 
 
 def _local_mean(
@@ -161,20 +163,24 @@ def _local_mean(
         wanted: Rows and columns.
         size: Of the window.
     """
-    weights = gaussian(size, like=maps)
+    weights = gaussian(size)
     for dim, (span, interval) in enumerate(zip(given, wanted, strict=True)):
         before = interval[0] - size // 2
         pads = (span[0] - before, interval[1] + size // 2 - span[1])
-        along = [1, 1, 1, 1]
-        along[dim + 2] = size
-        kernel = weights.view(along)
         padding = (*pads, 0, 0) if dim == 1 else (0, 0, *pads)
-        sums = functional.conv2d(functional.pad(maps, padding), kernel)
         inside = [1, 1, 1, 1]
         inside[dim + 2] = span[1] - span[0]
-        ones = functional.pad(maps.new_ones(inside), padding)
-        maps = sums / functional.conv2d(ones, kernel)
+        sums = _along(dim, functional.pad(maps, padding), weights)
+        maps = sums / _along(
+            dim, functional.pad(maps.new_ones(inside), padding), weights
+        )
     return maps
+
+
+def _along(dim: int, maps: torch.Tensor, weights: Weights) -> torch.Tensor:
+    """Return weighted sums along rows (0) or columns (1)."""
+    rows, columns = (weights, (1.0,)) if dim == 0 else ((1.0,), weights)
+    return window_sums(maps, rows=rows, columns=columns)
 
 
 def _grown(interval: Interval, radius: int, extent: int) -> Interval:

@@ -14,7 +14,6 @@ plain in Le et al. 2012, section 3.1; weighted in Sermanet et al. 2012, "Convolu
 neural networks applied to house numbers digit classification", section 2.1.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, final
 
@@ -26,6 +25,7 @@ from typing_extensions import override
 from distbelief.graph.kind import Step
 from distbelief.graph.kinds.convolution import padded
 from distbelief.graph.kinds.pooling import Pooling, windows
+from distbelief.graph.kinds.window_sums import gaussian, window_sums
 from distbelief.graph.layer import Layer
 from distbelief.graph.region import Region
 
@@ -118,11 +118,8 @@ def _pooled(
     epsilon: float,
     weighted: bool,
 ) -> torch.Tensor:
-    squares = tile.square()
-    if weighted:
-        sums = _weighted(squares, size, stride)
-    else:
-        sums = functional.avg_pool2d(squares, size, stride) * math.prod(size)
+    rows, columns = (gaussian(n) if weighted else (1.0,) * n for n in size)
+    sums = window_sums(tile.square(), rows=rows, columns=columns, stride=stride)
     return safe_sqrt(sums + epsilon)
 
 
@@ -130,22 +127,3 @@ def safe_sqrt(x: torch.Tensor) -> torch.Tensor:
     """Return the root, with gradient 0 where x is 0 (a unit that is silent)."""
     positive = x > 0
     return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), 0.0)
-
-
-def gaussian(size: int, *, like: torch.Tensor) -> torch.Tensor:
-    """Return `size` weights of deviation size / 4 that sum to one."""
-    places = torch.arange(size, dtype=like.dtype, device=like.device) - (size - 1) / 2
-    weights = torch.exp(-0.5 * (places / (size / 4)) ** 2)
-    return weights / weights.sum()
-
-
-def _weighted(
-    tile: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]
-) -> torch.Tensor:
-    """Return sums over windows, weighted by a Gaussian whose weights sum to one."""
-    rows = gaussian(size[0], like=tile).view(1, 1, -1, 1)
-    columns = gaussian(size[1], like=tile).view(1, 1, 1, -1)
-    maps = tile.flatten(0, 1).unsqueeze(1)
-    maps = functional.conv2d(maps, rows, stride=(stride[0], 1))
-    maps = functional.conv2d(maps, columns, stride=(1, stride[1]))
-    return maps.view(*tile.shape[:2], *maps.shape[2:])

@@ -118,14 +118,11 @@ class Bench:
         """Whether time is up."""
         return self._limits.clock() >= self._deadline
 
-    def once(self, layer: Layer) -> Time:
-        """Return the time of one run of a whole layer, without warming up."""
-        return self._once(
-            kind_of(layer),
-            layer,
-            layer.region,
-            self._given(kind_of(layer), layer, layer.region, self._batch),
-        )
+    def ready(self, layer: Layer) -> Callable[[], Time]:
+        """Return what runs a whole layer once, without warming up, and takes time."""
+        kind = kind_of(layer)
+        given = self._given(kind, layer, layer.region, self._batch)
+        return lambda: self._once(kind, layer, layer.region, given)
 
     def slices(self, layer: Layer) -> dict[str, Slices]:
         """Return the times of a layer along each dimension.

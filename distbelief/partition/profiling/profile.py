@@ -28,7 +28,7 @@ from distbelief import files
 from distbelief.errors import StorageError
 
 
-VERSION: Final = 4
+VERSION: Final = 5
 """Of what is measured, and how; what another version has measured is not used."""
 
 WHOLE: Final = "whole"

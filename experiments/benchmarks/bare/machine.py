@@ -87,6 +87,8 @@ class BareMachine:
         machine: Which one this is.
         workload: The net and the batch.
         micro_batches: Parts of a batch.
+        tensors: The net's, whole, if the process has them already.
+        life: What its messages are marked with.
 
     Attributes:
         n_done: Steps that are done.
@@ -101,6 +103,8 @@ class BareMachine:
         *,
         workload: Workload,
         micro_batches: int,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        life: int = LIFE,
     ) -> None:
         flow = dataflow(compiled, machine, loss=workload.loss_layer)
         self.n_done = 0
@@ -121,7 +125,8 @@ class BareMachine:
             training=True,
             seed=(0,),
         )
-        values = workload.tensors()
+        self._life = life
+        values = tensors or workload.tensors()
         self._parameters = [
             values[name][region.slices].clone() for name, region in flow.items
         ]
@@ -140,7 +145,7 @@ class BareMachine:
         actions: list[Action] = []
         match event:
             case Started():
-                self._stepping.begin(LIFE)
+                self._stepping.begin(self._life)
                 actions = [*self._stepping.place(now), *self._remind(now)]
             case TimerFired(name=name) if name == _REMIND:
                 actions = self._remind(now)
@@ -169,7 +174,7 @@ class BareMachine:
     def _open(self) -> None:
         self.gradients.clear()
         self._stepping.open(
-            Portion(life=LIFE, step=self._stepping.step, inputs=self._inputs),
+            Portion(life=self._life, step=self._stepping.step, inputs=self._inputs),
             self._parameters,
             put=self.gradients.__setitem__,
             close=_close,

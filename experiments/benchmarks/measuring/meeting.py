@@ -26,7 +26,10 @@ _TOKEN: Final = "benchmark"
 class Stepper(Protocol):
     """A role that counts its steps."""
 
-    n_done: int
+    @property
+    def n_done(self) -> int:
+        """Steps that are done."""
+        ...
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for."""

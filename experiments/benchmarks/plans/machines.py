@@ -1,7 +1,6 @@
 """Machines for benchmarks: what a message takes here, and replicas of bare machines."""
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -14,14 +13,7 @@ from distbelief.partition.planning import Order
 from distbelief.partition.profiling.fewer_samples import FewerSamples
 from distbelief.partition.profiling.host import Network, here
 from distbelief.partition.profiling.measuring import profiled
-from distbelief.partition.profiling.profile import (
-    Figures,
-    Profile,
-    Slices,
-    add,
-    load,
-    this_host,
-)
+from distbelief.partition.profiling.profile import Profile
 from distbelief.partition.profiling.profiled_costs import ProfiledCosts
 from distbelief.program.plan import Plan, plan_for
 from experiments.benchmarks.bare.machine import Setting
@@ -77,49 +69,6 @@ def kept_network(folder: Path, *, seconds: float) -> Network:
         return msgspec.json.decode(path.read_bytes(), type=Network)
     found = network(folder, seconds=seconds)
     path.write_bytes(msgspec.json.encode(found))
-    return found
-
-
-def merged(folders: Sequence[Path]) -> None:
-    """Let the profile of this host be what several profiles have in common.
-
-    Args:
-        folders: Caches. What is measured now and what was measured then are worth the
-            same: of each figure the median counts.
-    """
-    profiles = []
-    place = os.environ["XDG_CACHE_HOME"]
-    for folder in folders:
-        os.environ["XDG_CACHE_HOME"] = str(folder)
-        profile = load(this_host())
-        assert profile is not None, folder
-        profiles.append(profile)
-    os.environ["XDG_CACHE_HOME"] = place
-    keys = set[str]().union(*(profile.layers for profile in profiles))
-    layers = {
-        key: _median([p.layers[key] for p in profiles if key in p.layers])
-        for key in keys
-    }
-    figures = [profile.figures for profile in profiles if profile.figures]
-    found = {
-        name: median(getattr(each, name) for each in figures)
-        for name in Figures.__struct_fields__
-        if name != "date"
-    }
-    add(this_host(), layers=layers, figures=replace(figures[-1], **found))
-
-
-def _median(passes: Sequence[Mapping[str, Slices]]) -> dict[str, Slices]:
-    found = {}
-    for word, first in passes[0].items():
-        slices = [each[word] for each in passes if word in each]
-        forward = zip(*(each.forward for each in slices), strict=True)
-        backward = zip(*(each.backward for each in slices), strict=True)
-        found[word] = replace(
-            first,
-            forward=tuple(map(median, forward)),
-            backward=tuple(map(median, backward)),
-        )
     return found
 
 

@@ -2,98 +2,59 @@
 
 A host that others use too is faster and slower by tens of percent within minutes, so a
 prediction can be no better than its profile is new. So layers are measured again, whole
-and once each, just before and after whatever is predicted, in as many processes at once
-as it has: what they share, memory above all, they share then too. Slices of a layer are
-taken to have become slower by as much as the whole.
+and once each, just before and after whatever is predicted: in one process, and in as
+many at once as it has, for what they share, memory above all, they share then too. Each
+counts for as much as machines compute at once (`overlap`). Slices of a layer are taken
+to have become slower by as much as the whole.
 
 Nothing here knows of any plan, so nothing is fitted on what plans took.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from statistics import fmean
-from types import TracebackType
-from typing import Self, final
+from typing import final
 
 import msgspec
 from msgspec.structs import replace
 
 from distbelief.partition.profiling.profile import WHOLE, Profile, Slices
-from experiments.benchmarks.measuring import paced
-from experiments.benchmarks.measuring.workload import Workload
 
 
 Pace = dict[str, tuple[float, float]]
 """Seconds of the forward and backward pass of whole layers, by key."""
 
-_END_SECONDS: float = 20.0
-
 
 @final
-class Pacemaker:
-    """Processes that measure layers when asked to; a context manager.
+class Paces(msgspec.Struct, frozen=True, kw_only=True):
+    """Paces of one moment.
 
-    Args:
-        workload: The net.
-        n_processes: How many at most.
-        folder: For what they are told.
+    Attributes:
+        alone: Of a process while no other measures.
+        together: Of all of them at once.
     """
 
-    def __init__(self, workload: Workload, n_processes: int, folder: Path) -> None:
-        self._file = folder / "pace.json"
-        self._file.write_bytes(msgspec.json.encode(workload))
-        self._n_processes = n_processes
-        self._processes: list[subprocess.Popen[str]] = []
+    alone: Pace
+    together: Pace
 
-    def __enter__(self) -> Self:
-        """Start all, and wait until they are warm."""
-        for _ in range(self._n_processes):
-            module = "experiments.benchmarks.plans.layers_now"
-            self._processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", module, str(self._file)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                )
+    @property
+    def seconds(self) -> float:
+        """Of all layers, in both."""
+        return sum(
+            sum(passes)
+            for pace in (self.alone, self.together)
+            for passes in pace.values()
+        )
+
+    def at(self, overlap: float) -> Pace:
+        """Return the pace of who computes this share while others compute as well."""
+        return {
+            key: (
+                overlap * both[0] + (1.0 - overlap) * self.alone[key][0],
+                overlap * both[1] + (1.0 - overlap) * self.alone[key][1],
             )
-        for process in self._processes:
-            assert _line(process) == paced.READY
-        return self
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
-        """End all."""
-        for process in self._processes:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            with suppress(BrokenPipeError):  # it has ended
-                process.stdin.close()
-            try:
-                process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()
-
-    def measure(self, n_processes: int) -> Pace:
-        """Measure all layers in so many processes at once; return the means."""
-        asked = self._processes[:n_processes]
-        for process in asked:
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-        return mean_pace([json.loads(_line(process)) for process in asked])
+            for key, both in self.together.items()
+            if key in self.alone
+        }
 
 
 def mean_pace(paces: Sequence[Pace]) -> Pace:
@@ -137,11 +98,3 @@ def at_pace(profile: Profile, pace: Pace) -> Profile:
 
 def _ratio(now: float, then: Sequence[float]) -> float:
     return now / then[-1] if then[-1] else 1.0
-
-
-def _line(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline().strip()
-    if not line:
-        raise RuntimeError(f"{process.args!r} ended, with status {process.poll()}")
-    return line

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from distbelief.graph.kind import kind_of
 from distbelief.graph.kinds.contrast import LocalContrastNorm2d
-from distbelief.graph.kinds.l2_pooling import gaussian
+from distbelief.graph.kinds.window_sums import gaussian
 from distbelief.graph.layer import Layer
 from tests.distbelief.graph.kinds.comparison import (
     assert_parts_equal,
@@ -21,7 +21,7 @@ from tests.distbelief.graph.kinds.test_norms import random
 def naive(x: torch.Tensor, size: int, epsilon: float) -> torch.Tensor:
     """Place by place, as the module's documentation has it."""
     n_rows, n_columns = x.shape[2:]
-    weights = gaussian(size, like=x)
+    weights = gaussian(size)
     radius = size // 2
 
     def means(maps: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ def naive(x: torch.Tensor, size: int, epsilon: float) -> torch.Tensor:
                     ):
                         weight = (
                             weights[i - row + radius] * weights[j - column + radius]
-                        ).item()
+                        )
                         total = total + weight * maps[:, :, i, j].mean(1)
                         sum_of_weights += weight
                 found[:, 0, row, column] = total / sum_of_weights

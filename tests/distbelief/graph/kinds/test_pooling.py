@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from distbelief.graph.kind import kind_of
 from distbelief.graph.kinds.adaptive_pooling import adaptive_pool_layers
-from distbelief.graph.kinds.l2_pooling import L2Pool2d, gaussian
+from distbelief.graph.kinds.l2_pooling import L2Pool2d
+from distbelief.graph.kinds.window_sums import gaussian
 from distbelief.graph.layer import Layer, Option
 from distbelief.graph.window import Window
 from tests.distbelief.graph.kinds.comparison import (
@@ -135,7 +136,8 @@ def test_l2_pooling_is_the_root_of_the_sum_of_squares() -> None:
     x = random(2, 3, 6, 6)
     plain = L2Pool2d(2)(x)
     torch.testing.assert_close(plain, functional.lp_pool2d(x, 2.0, 2))
-    weights = torch.outer(gaussian(3, like=x), gaussian(3, like=x))
+    along = torch.tensor(gaussian(3), dtype=torch.float64)
+    weights = torch.outer(along, along)
     torch.testing.assert_close(weights.sum(), torch.tensor(1.0, dtype=torch.float64))
     weighted = L2Pool2d(3, stride=1, gaussian=True)(x)
     expected = (weights * x[:, :, 1:4, 2:5] ** 2).sum((2, 3)).sqrt()

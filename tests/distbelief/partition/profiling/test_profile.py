@@ -114,7 +114,7 @@ def test_a_file_that_is_broken_or_of_another_version_is_measured_anew(
     text = path.read_bytes()
     path.write_bytes(text[:-5])
     assert load(this_host()) is None
-    path.write_bytes(text.replace(b'"version": 4', b'"version": 3'))
+    path.write_bytes(text.replace(b'"version": 5', b'"version": 4'))
     assert load(this_host()) is None
     assert profiled(graph, batch=3, limits=limits()).layers == profile.layers
     assert load(this_host()) is not None
@@ -253,9 +253,10 @@ def test_whole_layers_can_be_measured_again_without_being_kept(
     graph: LayerGraph,
 ) -> None:
     profile = profiled(graph, batch=3, limits=limits())
-    now = present(graph, batch=3)
-    assert now.keys() == profile.layers.keys()
-    assert all(seconds >= 0.0 for time in now.values() for seconds in time)
+    measure = present(graph, batch=3)
+    for now in (measure(), measure()):
+        assert now.keys() == profile.layers.keys()
+        assert all(seconds >= 0.0 for time in now.values() for seconds in time)
     assert load(this_host()) == profile
 
 

@@ -1,12 +1,9 @@
 """Profiles brought to the pace of a moment."""
 
-from pathlib import Path
-
 import pytest
 
 from distbelief.partition.profiling.profile import Host, Profile, Slices
-from experiments.benchmarks.measuring.workload import Workload
-from experiments.benchmarks.plans.pace import Pacemaker, at_pace, mean_pace, slower
+from experiments.benchmarks.plans.pace import Paces, at_pace, mean_pace, slower
 
 
 def slices(*forward: float) -> Slices:
@@ -44,12 +41,9 @@ def test_how_much_slower_is_said_of_all_that_both_know() -> None:
     assert means == {"a": (2.0, 2.0)}
 
 
-@pytest.mark.processes
-@pytest.mark.soak
-def test_layers_are_measured_in_several_processes_at_once(tmp_path: Path) -> None:
-    workload = Workload(net="speech", batch_size=4, small=True)
-    with Pacemaker(workload, 2, tmp_path) as pacemaker:
-        alone, together = pacemaker.measure(1), pacemaker.measure(2)
-    assert alone.keys() == together.keys()
-    assert len(alone) >= 4
-    assert all(forward > 0 for forward, _ in alone.values())
+def test_who_computes_half_of_the_time_beside_others_has_the_pace_between() -> None:
+    paces = Paces(alone={"a": (1.0, 2.0)}, together={"a": (2.0, 6.0)})
+    assert paces.at(0.0) == paces.alone
+    assert paces.at(0.5) == {"a": (1.5, 4.0)}
+    assert paces.at(1.0) == paces.together
+    assert paces.seconds == 11.0
