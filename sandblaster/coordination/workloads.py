@@ -71,6 +71,7 @@ class Workloads:
         self._due: list[tuple[Seconds, int, int]] = []  # when, whose row, its n_looks
         self._paces = Paces()
         self._all, self._hungry, self._idle = Ranked(), Ranked(), Ranked()
+        self._with_one_more = Ranked()  # all, had they one set more
         self._latest, self._pushed = Ranked(), Ranked()
         self._pushes: dict[int, tuple[Member, Copy]] = {}  # by grant
         for member in crew:
@@ -108,8 +109,9 @@ class Workloads:
             return
         row = self._rows.pop(member.number, None)
         self._paces.forget(member)
-        for ranked in (self._all, self._hungry, self._idle, self._latest):
+        for ranked in (self._all, self._with_one_more, self._hungry, self._idle):
             ranked.drop(member.number)
+        self._latest.drop(member.number)
         if row is not None:
             self._forget_grants(row)
 
@@ -128,6 +130,7 @@ class Workloads:
         set_seconds = pace * self._set_size
         if pace:
             self._all.put(number, line, weight=1.0 / set_seconds)
+            self._with_one_more.put(number, line.later(set_seconds))
         n_held = len(member.outstanding)
         _put(self._idle, number, None if n_held else Line(pace))
         is_hungry = n_held <= n_at_once(member, set_seconds) // 2 + 1
@@ -182,14 +185,14 @@ class Workloads:
         return seconds_to_end(self._all, n_sets, now) + quickest
 
     def end_of_whole(self, n_sets: int, now: Seconds) -> Seconds:
-        """Return when so many sets will be done if the hungry take them, each whole.
+        """Return when so many sets will be done if none of them is parted.
 
-        Where there are more of them than sets, the quickest take one each, while `end`
-        has everybody do a part. 0 if nobody is hungry, or sets are too many to look at.
+        Where there are more members than sets, the first to be free take one each,
+        while `end` has everybody do a part. 0 if sets are too many to look at.
         """
         if n_sets > _N_WHOLE_MAX:
             return 0.0
-        others, end = self._hungry.shortest(now), 0.0
+        others, end = self._with_one_more.shortest(now), 0.0
         other = next(others, None)
         again: list[tuple[Seconds, Seconds]] = []  # when done once more; of each set
         for _ in range(n_sets):

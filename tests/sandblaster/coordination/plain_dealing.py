@@ -94,13 +94,12 @@ class PlainDealing:
         return max(0, math.floor(left / paces[member.name] + 1e-9))
 
     def end_of_whole(self, now: Seconds) -> Seconds:
-        """All that the hungry could do, one set after the other, in order of time."""
+        """All that everybody could do, one set after the other, in order of time."""
         n_sets = len(self.undealt)
         ends: list[Seconds] = []
         for member in self.crew:
             seconds = self.set_seconds(member)
-            at_once = n_at_once(member, seconds)
-            if seconds and len(member.outstanding) <= at_once // 2 + 1:
+            if seconds:
                 end = max(remaining(member, self.crew, now).values(), default=0.0)
                 for _ in range(n_sets):
                     end += seconds
