@@ -17,6 +17,7 @@ A run may begin with Downpour, on the same shards, and end with Sandblaster:
 """
 
 import math
+from difflib import get_close_matches
 from typing import Final, Literal, get_args
 
 import msgspec
@@ -34,6 +35,12 @@ from sandblaster.sets import Cutting
 
 MethodName = Literal["l-bfgs", "conjugate-gradient", "gradient-descent", "owl-qn"]
 METHODS: Final = get_args(MethodName)
+_OTHER_NAMES: Final = {"cg": "conjugate-gradient"}
+"""As scipy calls them, if that is not nearly the same."""
+
+HISTORY: Final = 10
+BATCH_MIN: Final = 3
+"""Examples: one shared with each of its neighbours, and one of its own."""
 
 SETS_PER_REPLICA: Final = 16
 """Of a batch, at the least: so a replica that is twice as slow costs no time."""
@@ -72,8 +79,8 @@ class WarmStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Raises:
             ValueError: which msgspec turns into an error that names the table.
         """
-        _at_least_one("samples", self.samples)
-        _at_least_one("batch_size", self.batch_size)
+        _at_least(1, "samples", self.samples)
+        _at_least(1, "batch_size", self.batch_size)
         self.downpour(loss="", seed=0, n_replicas=1)  # checks the rest
 
     def downpour(self, *, loss: str, seed: int, n_replicas: int) -> DownpourSettings:
@@ -101,12 +108,12 @@ class SandblasterSettings(
         method: What the coordinator does: one of `METHODS`.
         batch_size: Samples of one batch; None: all of them. Smaller ones need "l-bfgs",
             and each batch shares a part with the one before.
-        history: Pairs that L-BFGS and OWL-QN remember.
+        history: Pairs that L-BFGS and OWL-QN remember; the others remember none.
         max_iterations: Bound on accepted points.
         max_evaluations: Bound on evaluations; None: the method's own.
         tolerance: Ends when no element of the gradient is larger.
         value_tolerance: Ends when the loss has fallen by no more than this share of it
-            in a few iterations in a row; None: the method's own.
+            in a few iterations in a row; None: the method's own. Not for batches.
         l1: Penalty l1 |w|_1 (method "owl-qn" only), of every parameter, biases too.
         l2: Penalty l2 / 2 |w|^2, likewise.
         portion: Samples that a replica computes at once.
@@ -121,7 +128,7 @@ class SandblasterSettings(
     loss: str
     method: str = "l-bfgs"
     batch_size: int | None = None
-    history: int = 10
+    history: int = HISTORY
     max_iterations: int = 15_000
     max_evaluations: int | None = None
     tolerance: float = 1e-5
@@ -140,10 +147,11 @@ class SandblasterSettings(
         Raises:
             ValueError: which msgspec turns into an error that names the table.
         """
-        for name in ("batch_size", "history", "max_iterations", "max_evaluations"):
-            _at_least_one(name, getattr(self, name))
+        for name in ("history", "max_iterations", "max_evaluations"):
+            _at_least(1, name, getattr(self, name))
         for name in ("portion", "portions_per_set"):
-            _at_least_one(name, getattr(self, name))
+            _at_least(1, name, getattr(self, name))
+        _at_least(BATCH_MIN, "batch_size", self.batch_size)
         for name in ("tolerance", "value_tolerance", "l1", "l2"):
             value: float | None = getattr(self, name)
             if value is not None and not 0.0 <= value < math.inf:
@@ -156,9 +164,7 @@ class SandblasterSettings(
     def _check_method(self) -> None:
         """Refuse a method that is none, or that cannot have what is asked for."""
         if self.method not in METHODS:
-            raise ValueError(
-                f"method is {self.method!r}; it must be one of {', '.join(METHODS)}"
-            )
+            raise ValueError(f"method is {self.method!r}{_meant(self.method)}")
         if self.l1 and self.method != "owl-qn":
             raise ValueError(
                 f"l1 is {self.l1} with method {self.method!r}, which needs a smooth "
@@ -169,6 +175,30 @@ class SandblasterSettings(
                 f"batch_size is {self.batch_size} with method {self.method!r}, which "
                 'compares losses of one function: use method = "l-bfgs", or leave '
                 "batch_size out"
+            )
+        if not self.l1 and self.method == "owl-qn":
+            raise ValueError(
+                f"l1 is {self.l1} with method {self.method!r}, which is for a loss "
+                'with this penalty: use l1 above 0, or method = "l-bfgs"'
+            )
+        self._check_effect()
+
+    def _check_effect(self) -> None:
+        """Refuse what would have no effect.
+
+        The default says nothing: a job file as it ran names every key.
+        """
+        remembers = self.method in {"l-bfgs", "owl-qn"}
+        if self.history != HISTORY and not remembers:
+            raise ValueError(
+                f"history is {self.history} with method {self.method!r}, which "
+                'remembers no pairs: use method = "l-bfgs", or leave history out'
+            )
+        if self.value_tolerance and self.batch_size is not None:
+            raise ValueError(
+                f"value_tolerance is {self.value_tolerance} with batch_size "
+                f"{self.batch_size}: losses of different batches say nothing about "
+                "progress: use tolerance, or leave value_tolerance or batch_size out"
             )
 
     def chosen(self) -> AnyMethod:
@@ -218,6 +248,16 @@ class SandblasterSettings(
         return Cutting(portion_size=self.portion, portions_per_set=n_portions)
 
 
-def _at_least_one(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise ValueError(f"{name} is {value}; use 1 or more")
+def _at_least(least: int, name: str, value: int | None) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"{name} is {value}; use {least} or more")
+
+
+def _meant(method: str) -> str:
+    """Return what helps whoever wrote a method that is none."""
+    name = method.lower()
+    near = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else []
+    near = near or get_close_matches(name, METHODS, n=1)
+    if near:
+        return f". Did you mean {near[0]!r}?"
+    return f"; it must be one of {', '.join(METHODS)}"

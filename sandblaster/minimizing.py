@@ -10,30 +10,26 @@ what was learnt back. Model, loss and data get there without pickle (`sources`,
 
 import os
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import final
 
 from torch import nn
 
 from distbelief.errors import JobError
 from distbelief.job.configuration import toml_text
-from distbelief.job.configuration.jobfile import parse_job
+from distbelief.job.configuration.jobfile import load_job, parse_job
 from distbelief.job.configuration.sections import Job
-from distbelief.job.display.view import SupervisorView
+from distbelief.job.directory.run_directory import RunDirectory
+from distbelief.job.resuming.resuming import check_same
 from distbelief.job.training import train
+from distbelief.job.watching import HeldBack
+from sandblaster.calling.callback import Callback, CallbackWatch
 from sandblaster.calling.plain import plain
-from sandblaster.calling.problem import Problem, own_problem, problem_of
-from sandblaster.calling.result import MinimizeResult, interim_result, result_of
+from sandblaster.calling.problem import Problem, own_problem
+from sandblaster.calling.result import MinimizeResult, result_of
 from sandblaster.calling.sources import Factory, import_path
-from sandblaster.calling.tensor_files import as_pair
 from sandblaster.config import MethodName
-
-
-Callback = Callable[[MinimizeResult], object]
-"""Told of progress; returns True, or raises StopIteration, to end the run."""
 
 
 def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
@@ -71,11 +67,13 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         callback: Called at most four times a second, if there is a new iteration, with
             an OptimizeResult of what is known then (no x), and with the result if that
             has a newer one. It ends the run by returning True, or by raising
-            StopIteration.
+            StopIteration; whatever else it raises ends the run, too, and is raised
+            when that has ended in good order. Then it is not called again.
         directory: Run directory, kept; if there is one, DIRECTORY.2, and so on. What
             the processes read of model and data lies beside it, in DIRECTORY.problem.
             None: nothing is kept.
-        resume: Run directory of an earlier call with the same arguments, to go on with.
+        resume: Run directory of an earlier call with the same arguments, to go on
+            with: from its own last point, so the model may have other values by now.
         show: Whether to show how it goes, on standard output.
         options: Other keys of [algorithm]: batch_size, history, max_iterations,
             tolerance, l1, l2, portion, warm_start (a dict: Downpour first), ...
@@ -92,69 +90,46 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         JobError: what was given cannot be run, or failed while it ran.
         StorageError: a directory cannot be had.
     """
-    module = model if isinstance(model, nn.Module) else None
+    problem = Problem(model, data)
+    others: dict[str, object] = {
+        "algorithm": {
+            "name": "sandblaster",
+            "loss": loss if isinstance(loss, str) else _loss_path(loss),
+            "method": method,
+            **options,
+        },
+        "cluster": {
+            "replicas": replicas,
+            "shards": shards,
+            "partitions": partitions,
+            "threads": threads,
+        },
+        "source": {"file": "minimize", "import_paths": _import_paths()},
+    }
+    told = None if callback is None else CallbackWatch(callback)
     with ExitStack() as stack:
         if resume is not None:
             directory = resume
         if directory is None:
             directory = Path(stack.enter_context(TemporaryDirectory())) / "run"
-        if module is not None or as_pair(data) is not None:
-            run_directory = own_problem(Path(directory), resumes=resume is not None)
+        directory = Path(directory)
+        job = _job(others | problem.tables(directory), directory)
+        if resume is not None:
+            _check_resumes(job, directory)
+        # From here on files are written.
+        if problem.has_files:
+            run_directory = own_problem(directory, resumes=resume is not None)
             directory = stack.enter_context(run_directory)
-        problem = Problem(problem_of(Path(directory)))
-        tables = {
-            "model": problem.model(model),
-            "data": {"train": problem.data(data)},
-            "algorithm": {
-                "name": "sandblaster",
-                "loss": loss if isinstance(loss, str) else _loss_path(loss),
-                "method": method,
-                **options,
-            },
-            "cluster": {
-                "replicas": replicas,
-                "shards": shards,
-                "partitions": partitions,
-                "threads": threads,
-            },
-            "output": {"directory": str(directory)},
-            "source": {"file": "minimize", "import_paths": _import_paths()},
-        }
-        job = _job(tables)
-        watch = None if callback is None else _Watch(callback)
-        run = train(job, resume=resume, show=show, watch=watch)
-        result = result_of(run, module=module)
-        if watch is not None:
-            watch.end(result)
+            job = _job(others | problem.tables(directory), directory)
+            problem.write(directory, resumes=resume is not None)
+        del problem  # which may hold copies of the data
+        with nullcontext() if told is None else HeldBack(told) as watch:
+            run = train(job, resume=resume, show=show, watch=watch)
+            module = model if isinstance(model, nn.Module) else None
+            result = result_of(run, module=module)
+        if told is not None:
+            told.end(result)
         return result
-
-
-@final
-class _Watch:
-    """Calls the user's callback at each new iteration that is seen."""
-
-    def __init__(self, callback: Callback) -> None:
-        self._callback = callback
-        self._iteration: float | None = None
-
-    def __call__(self, view: SupervisorView) -> bool:
-        """Return whether to end."""
-        iteration = view.figures.get("iteration")
-        if view.phase != "training" or iteration in {None, self._iteration}:
-            return False
-        self._iteration = iteration
-        return self._call(interim_result(view))
-
-    def end(self, result: MinimizeResult) -> None:
-        """Tell the last iteration: a short run ends before anybody looks."""
-        if result.nit not in {0, self._iteration}:
-            self._call(result)
-
-    def _call(self, result: MinimizeResult) -> bool:
-        try:
-            return self._callback(result) is True
-        except StopIteration:
-            return True
 
 
 def _loss_path(loss: Factory) -> str:
@@ -172,6 +147,13 @@ def _import_paths() -> list[str]:
     return [str(path) for path in dict.fromkeys(paths) if path.is_dir()]
 
 
-def _job(tables: dict[str, object]) -> Job:
+def _job(tables: dict[str, object], directory: Path) -> Job:
+    tables = tables | {"output": {"directory": str(directory)}}
     written = {name: plain(table) for name, table in tables.items()}
     return parse_job(toml_text.write(written), path="minimize")
+
+
+def _check_resumes(job: Job, directory: Path) -> None:
+    """Refuse what `train` would refuse once the files were written."""
+    run = RunDirectory.open(directory, write=False)
+    check_same(job, load_job(run.job_file), directory=str(directory))

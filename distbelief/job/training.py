@@ -57,7 +57,7 @@ from distbelief.job.resuming.legacy import Legacy
 from distbelief.job.resuming.resuming import check_same, take_up
 from distbelief.job.supervision.supervisor import USER, Supervisor
 from distbelief.job.voice import Voice
-from distbelief.job.watching import Watch, Watching, status_of
+from distbelief.job.watching import HeldBack, Watch, Watching, status_of
 from distbelief.messages import Stop
 from distbelief.node import Node
 from distbelief.parameter_server.layout.layout import Layout
@@ -99,7 +99,8 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         show: Whether to show how it goes, on standard output.
         json: Whether to print the summary as JSON at the end.
         launcher: One that was started early, closed at the end; by default a new one.
-        watch: Called with each view of the job; returns whether to end it.
+        watch: Called with each view of the job; returns whether to end it. What it
+            raises ends it, too, and is raised when everything is written.
         detours: Of all messages; by default they go straight.
         hosting: Where other machines may join it; by default none may.
 
@@ -115,6 +116,8 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     if hosting is not None:
         hosting.reach.check()
     with ended_by_sigterm(), ExitStack() as stack:
+        if watch is not None:
+            watch = stack.enter_context(HeldBack(watch))
         # The server's import of torch takes longer than all else here.
         launcher = stack.enter_context(launcher or Launcher())
         if not isinstance(job, Job):

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from typing import Final, final
+from types import TracebackType
+from typing import Final, Self, final
 
 from distbelief.errors import StorageError
 from distbelief.job.directory.metrics import Measurement, MetricsFile
@@ -26,6 +27,50 @@ DRAWING_SECONDS: Final = 2.0
 """Of training, after which what draws the curve is imported."""
 
 Watch = Callable[[SupervisorView], bool]
+"""Told what is to be seen of a job, now and then; returns whether to end it."""
+
+
+@final
+class HeldBack:
+    """A watcher whose error ends the job in good order, and is raised only then.
+
+    It is raised at the end of a `with` block around the job, as it was. Until then the
+    watcher is called no more: whoever fails once is likely to fail again.
+
+    Args:
+        watch: Who may raise something.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._error: BaseException | None = None
+
+    def __call__(self, view: SupervisorView) -> bool:
+        """Return whether to end the job."""
+        if self._error is not None:
+            return True
+        try:
+            return self._watch(view)
+        except BaseException as error:  # noqa: BLE001 -- SystemExit, too, can wait
+            self._error = error
+            return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        """Raise what was raised.
+
+        It goes before what the block raises, which may be due to it, and which Python
+        keeps as its context.
+        """
+        if self._error is not None:
+            raise self._error
 
 
 @final

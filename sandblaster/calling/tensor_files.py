@@ -9,6 +9,7 @@ from typing import final
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.utils.data import TensorDataset
 
@@ -58,8 +59,18 @@ def pairs(path: str) -> TensorPairs:
     return TensorPairs(tensors["inputs"], tensors["targets"])
 
 
+def tensors_in(path: Path) -> dict[str, torch.Tensor] | None:
+    """Return what is in a file, or None if it is not there, or damaged."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError):
+        return None
+
+
 def as_pair(data: object) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return inputs and targets, if that is what the data are; else None.
+
+    They are as a file has them: contiguous, without gradients, in ordinary memory.
 
     Raises:
         JobError: they are, but cannot be used.
@@ -80,8 +91,8 @@ def as_pair(data: object) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def write_pairs(path: Path, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Write inputs and targets to `path`."""
-    inputs, targets = (part.detach().cpu().contiguous() for part in pair)
+    """Write inputs and targets, as `as_pair` returns them, to `path`."""
+    inputs, targets = pair
     if inputs.data_ptr() == targets.data_ptr():
         targets = targets.clone()  # the file must not hold one memory twice
     save_file({"inputs": inputs, "targets": targets}, path)
@@ -96,4 +107,6 @@ def _tensor(part: object) -> torch.Tensor | None:
                 f"minimize: data is an array of {part.dtype}, of which torch has no "
                 "tensors: make numbers of it"
             ) from None
-    return part if isinstance(part, torch.Tensor) else None
+    if not isinstance(part, torch.Tensor):
+        return None
+    return part.detach().cpu().contiguous()

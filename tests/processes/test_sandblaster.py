@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Literal
 from typing import cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import sandblaster
 from distbelief.errors import JobError
 from distbelief.program.plan import load
+from sandblaster.calling.result import MinimizeResult
 from sandblaster.local import minimize_flat
 from sandblaster.methods.lbfgs import LBFGS
 from sandblaster.reasons import Reason
@@ -209,11 +211,23 @@ def test_who_resumes_with_another_goal_begins_anew_at_the_point(tmp_path: Path) 
     y = (x[:, 0] + torch.randn(60, generator=generator) > 0).long()
     model, run = nn.Linear(3, 2).double(), tmp_path / "run"
 
-    def ends(**goal: object) -> int:
-        result = sandblaster.minimize(model, "cross_entropy", (x, y), **goal)
+    def ends(
+        l2: float,
+        method: Literal["l-bfgs", "gradient-descent"] = "l-bfgs",
+        directory: Path | None = None,
+        resume: Path | None = None,
+    ) -> int:
+        result = sandblaster.minimize(
+            model,
+            "cross_entropy",
+            (x, y),
+            method=method,
+            l2=l2,
+            directory=directory,
+            resume=resume,
+        )
         assert result.reason is Reason.CONVERGED_GRADIENT, result.message
         model.zero_grad()
-        l2 = float(str(goal.get("l2", 0.1)))
         loss = nn.functional.cross_entropy(model(x), y)
         (loss + l2 / 2 * sum((p**2).sum() for p in model.parameters())).backward()
         for parameter in model.parameters():
@@ -350,7 +364,7 @@ def test_what_the_callback_raises_ends_the_run_and_is_raised_then(folder: Path) 
     begun = parameters_to_vector(model.parameters()).detach().clone()
     seen: list[float] = []
 
-    def callback(result: sandblaster.minimizing.MinimizeResult) -> None:
+    def callback(result: MinimizeResult) -> None:
         seen.append(result.nit)
         raise ZeroDivisionError("my plot fell over")
 

@@ -68,7 +68,7 @@ def test_the_table_names_a_method(keys: Mapping[str, object], method: object) ->
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({"batch_size": 0}, "batch_size is 0; use 1 or more"),
+        ({"batch_size": 0}, "batch_size is 0; use 3 or more"),
         ({"batch_size": 2}, "batch_size is 2; use 3 or more"),
         ({"history": 0}, "history is 0; use 1 or more"),
         ({"portion": -1}, "portion is -1; use 1 or more"),
@@ -80,7 +80,26 @@ def test_the_table_names_a_method(keys: Mapping[str, object], method: object) ->
             {"batch_size": 9, "method": "owl-qn"},
             "batch_size is 9 with method 'owl-qn', which compares",
         ),
+        (
+            {"history": 3, "method": "conjugate-gradient"},
+            "history is 3 with method 'conjugate-gradient', .* or leave history out",
+        ),
+        (
+            {"history": 3, "method": "gradient-descent"},
+            "history is 3 with method 'gradient-descent', which",
+        ),
+        (
+            {"value_tolerance": 0.1, "batch_size": 9},
+            "value_tolerance is 0.1 with batch_size 9: .* tolerance, or leave",
+        ),
+        (
+            {"method": "owl-qn"},
+            "l1 is 0.0 with method 'owl-qn'.*: use l1 above 0, or method = \"l-bfgs\"",
+        ),
         ({"method": "newton"}, "method is 'newton'; it must be one of l-bfgs"),
+        ({"method": "lbfgs"}, "method is 'lbfgs'. Did you mean 'l-bfgs'?"),
+        ({"method": "L-BFGS-B"}, "method is 'L-BFGS-B'. Did you mean 'l-bfgs'?"),
+        ({"method": "CG"}, "method is 'CG'. Did you mean 'conjugate-gradient'?"),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name_and_value(
@@ -88,6 +107,12 @@ def test_what_cannot_be_run_is_refused_by_name_and_value(
 ) -> None:
     with pytest.raises(msgspec.ValidationError, match=text):
         settings(**keys)
+
+
+def test_what_has_the_effect_it_says_is_not_refused() -> None:
+    """Job files of runs name every key, so those with its default must be read."""
+    assert settings(method="conjugate-gradient", history=10).history == 10
+    assert settings(value_tolerance=0.0, batch_size=9).batch_size == 9
 
 
 def test_sets_are_as_large_as_balance_allows() -> None:

@@ -12,12 +12,17 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import sandblaster
+from distbelief import files
 from distbelief.data.dataset import read_batch
 from distbelief.errors import JobError, StorageError
+from distbelief.job.directory.run_directory import RunDirectory
+from distbelief.job.display.view import SupervisorView
 from experiments.digits.digits import images, net
+from sandblaster.calling.callback import CallbackWatch
 from sandblaster.calling.plain import plain
 from sandblaster.calling.problem import Problem, own_problem, problem_of
 from sandblaster.calling.recipes import build, recipe_of
+from sandblaster.calling.result import MinimizeResult
 from sandblaster.calling.sources import factory_table, import_path
 from sandblaster.calling.tensor_files import as_pair, pairs, write_pairs
 from sandblaster.minimizing import minimize
@@ -208,12 +213,13 @@ def test_two_calls_with_one_directory_have_files_of_their_own(tmp_path: Path) ->
     """The second wrote its data into the first one's file, which was still read."""
     wanted = tmp_path / "digits"
     with own_problem(wanted, resumes=False) as first:
-        first_file = Problem(problem_of(first)).data((torch.zeros(2), torch.zeros(2)))
+        Problem(net, (torch.zeros(2), torch.zeros(2))).write(first, resumes=False)
+        first_data = pairs(str(problem_of(first) / "train.safetensors"))
         assert first == wanted
         with own_problem(wanted, resumes=False) as second:
             assert second == tmp_path / "digits.2"
-            other_file = Problem(problem_of(second)).data((torch.ones(3),) * 2)
-        assert other_file != first_file
+            Problem(net, (torch.ones(3),) * 2).write(second, resumes=False)
+        assert len(first_data) == 2
         (first / "job.toml").parent.mkdir()
         (first / "job.toml").touch()  # it runs by now
         with (
@@ -234,3 +240,162 @@ def test_files_that_cannot_be_written_are_told(tmp_path: Path) -> None:
         own_problem(tmp_path / "digits", resumes=False),
     ):
         pass
+
+
+def test_a_refused_call_leaves_nothing(tmp_path: Path) -> None:
+    """It left both files: they were written before the options were looked at."""
+    model, data = nn.Linear(3, 2), (torch.zeros(4, 3), torch.zeros(4))
+    for options, text in (
+        ({"method": "lbfgs"}, "Did you mean 'l-bfgs'"),
+        ({"tol": 0.1}, r"no key 'tol'\. Did you mean 'tolerance'"),
+        ({"replicas": 0}, "replicas = 0: wants"),
+        ({"resume": tmp_path / "run"}, "run: there is no such directory"),
+    ):
+        given = {"directory": tmp_path / "run"} | options
+        with pytest.raises(JobError, match=text):
+            minimize(model, "mse", data, **given)
+    with pytest.raises(JobError, match="loss is MSELoss"):
+        minimize(model, nn.MSELoss(), data, directory=tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
+def fail(wanted: Path, *, resumes: bool, begins: bool) -> None:
+    """Have a run that fails: when it is tried out, or when it has begun."""
+    problem = Problem(nn.Linear(3, 2), (torch.zeros(4, 3), torch.zeros(4)))
+    with own_problem(wanted, resumes=resumes) as directory:
+        problem.write(directory, resumes=resumes)
+        if begins:
+            directory.mkdir(exist_ok=True)
+            files.write(directory / "job.toml", b"")
+        raise JobError("it cannot go on")
+
+
+def test_a_run_that_was_not_begun_leaves_nothing_new(tmp_path: Path) -> None:
+    """Of what only a trial of the job shows, such as an unknown loss."""
+    wanted = tmp_path / "run"
+
+    def refused(*, resumes: bool = False) -> None:
+        with pytest.raises(JobError, match="it cannot go on"):
+            fail(wanted, resumes=resumes, begins=False)
+
+    refused()
+    assert not list(tmp_path.iterdir())
+    problem_of(wanted).mkdir()
+    mine = problem_of(wanted) / "mine.txt"
+    mine.touch()
+    refused()
+    assert mine.exists()
+    assert not (problem_of(wanted) / "train.safetensors").exists()
+    mine.unlink()
+    wanted.mkdir()
+    (wanted / "job.toml").touch()  # a run whose files are lost
+    refused(resumes=True)
+    assert list(tmp_path.iterdir()) == [wanted]
+
+
+def test_a_run_that_has_begun_keeps_its_files(tmp_path: Path) -> None:
+    wanted = tmp_path / "run"
+    for resumes in (False, True):
+        with pytest.raises(JobError, match="it cannot go on"):
+            fail(wanted, resumes=resumes, begins=True)
+        names = sorted(path.name for path in problem_of(wanted).iterdir())
+        assert names == ["initial.safetensors", "lock", "train.safetensors"]
+
+
+def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
+    """Other data were written over its own before anybody looked, then refused."""
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    wanted = tmp_path / "run"
+    with own_problem(wanted, resumes=False):
+        Problem(model, (x, x)).write(wanted, resumes=False)
+    kept = {path: path.read_bytes() for path in problem_of(wanted).iterdir()}
+    with torch.no_grad():
+        model.weight += 1.0
+    with own_problem(wanted, resumes=True):
+        Problem(model, (x.numpy(), x)).write(wanted, resumes=True)
+        with pytest.raises(
+            JobError, match=r"on other data: they were crc32 .*, now th"
+        ):
+            Problem(model, (x + 1.0, x)).write(wanted, resumes=True)
+        with pytest.raises(
+            JobError, match=r"float32 \(4, 3\).*\(3, 3\)\. Give those it"
+        ):
+            Problem(model, (x[1:], x[1:])).write(wanted, resumes=True)
+    assert kept == {path: path.read_bytes() for path in kept}
+
+
+def test_what_a_run_has_lost_is_written_again(tmp_path: Path) -> None:
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    problem = Problem(model, (x.t(), x.t()))
+    initial, train = (
+        problem_of(tmp_path / "run") / f"{name}.safetensors"
+        for name in ("initial", "train")
+    )
+    for content in (None, b"", b"no tensors at all"):
+        with own_problem(tmp_path / "run", resumes=True):
+            if content is not None:
+                initial.write_bytes(content)
+                train.write_bytes(content)
+            problem.write(tmp_path / "run", resumes=True)
+            assert torch.equal(pairs(str(train)).tensors[0], x.t())
+            assert initial.stat().st_size > 20
+
+
+def test_the_lock_of_a_removed_file_is_none(tmp_path: Path) -> None:
+    """Who was refused removes it while another may just be waiting for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        take = RunDirectory.take
+        taken: list[Path] = []
+
+        def late(path: Path) -> RunDirectory:
+            lock = take(path)
+            if not taken:
+                (path / "lock").unlink()
+            taken.append(path)
+            return lock
+
+        patch.setattr(RunDirectory, "take", late)
+        with own_problem(tmp_path / "run", resumes=False) as directory:
+            assert directory == tmp_path / "run.2"
+
+
+# ---------------------------------------------------------------------------- callback
+
+
+def result_at(iteration: int) -> MinimizeResult:
+    result = MinimizeResult()
+    result.update(nit=iteration)
+    return result
+
+
+@pytest.mark.parametrize("how", [True, np.True_, StopIteration])
+def test_a_callback_that_ends_the_run_is_not_called_again(how: object) -> None:
+    """By StopIteration, as scipy's; a True of numpy ended nothing."""
+    seen: list[float] = []
+
+    def stop(result: MinimizeResult) -> object:
+        seen.append(result.nit)
+        if how is StopIteration:
+            raise StopIteration
+        return how
+
+    watch = CallbackWatch(stop)
+    assert not watch(SupervisorView(phase="training"))
+    for phase in ("training", "stopping"):
+        for iteration in (3.0, 4.0):
+            view = SupervisorView(phase=phase, figures={"iteration": iteration})
+            assert watch(view)
+    watch.end(result_at(5))
+    assert seen == [3]
+
+
+def test_a_callback_hears_of_each_iteration_once() -> None:
+    seen: list[float] = []
+    watch = CallbackWatch(lambda result: seen.append(result.nit))
+    for iteration in (1.0, 1.0, 2.0):
+        view = SupervisorView(phase="training", figures={"iteration": iteration})
+        assert not watch(view)
+    watch.end(result_at(2))
+    assert seen == [1, 2]
+    watch.end(result_at(3))
+    assert seen == [1, 2, 3]

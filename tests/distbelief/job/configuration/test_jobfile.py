@@ -170,6 +170,7 @@ def test_an_unknown_key_names_the_nearest_known_one() -> None:
     ("override", "message"),
     [
         # unknown keys, at every depth
+        ("eval={}", "has no key 'eval'. Did you mean 'evaluation'?"),
         ("clutser={}", "has no key 'clutser'. Did you mean 'cluster'?"),
         ("data.tets={}", "[data] has no key 'tets'. Did you mean 'test'?"),
         ("data.train.factry=x", "[data.train] has no key 'factry'. Did you mean 'fac"),
