@@ -4,8 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Literal
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 import pytest
