@@ -74,7 +74,9 @@ class OWLQN(Method, frozen=True, kw_only=True, tag="owlqn"):
     def __post_init__(self) -> None:
         check(self)
         if not self.l1 > 0.0:
-            raise ValueError(f"l1 is {self.l1}; use a number above 0, or method lbfgs")
+            raise ValueError(
+                f"l1 is {self.l1}; use a number above 0, or method 'l-bfgs'"
+            )
         check_decrease(self.sufficient_decrease)
         check_history(self.n_history)
 
