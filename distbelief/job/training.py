@@ -53,6 +53,7 @@ from distbelief.job.processes.signals import (
     ended_by_sigterm,
 )
 from distbelief.job.processes.trying import CHECK, try_out
+from distbelief.job.resuming.cuts import mark_of
 from distbelief.job.resuming.legacy import Legacy
 from distbelief.job.resuming.resuming import check_same, take_up
 from distbelief.job.supervision.supervisor import USER, Supervisor
@@ -61,6 +62,7 @@ from distbelief.job.watching import HeldBack, Watch, Watching, status_of
 from distbelief.messages import Stop
 from distbelief.node import Node
 from distbelief.parameter_server.layout.layout import Layout
+from distbelief.program.plan import load
 from distbelief.roles import SUPERVISOR, Received, Role
 from distbelief.runtime.task.task import prepare
 from distbelief.transport.places import LOOPBACK, Place
@@ -235,6 +237,7 @@ class _Training:
     def _take_up(self) -> None:
         assert self._layout is not None
         assert self._answer.task.train is not None
+        plan_file = self._run.plan_file
         resumed = take_up(
             self._job,
             self._run,
@@ -242,6 +245,7 @@ class _Training:
             train=self._answer.task.train,
             report=self._voice.warn,
             n_machines=self._answer.n_machines,
+            plan=None if self._answer.n_machines is None else mark_of(load(plan_file)),
         )
         self._legacy, self._store = resumed.legacy, resumed.store
         for line in resumed.told:

@@ -11,6 +11,7 @@ Rules:
 * The cuts before it stay as they are.
 """
 
+import hashlib
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from distbelief.job.configuration.jobfile import load_job
 from distbelief.job.configuration.sections import Processes
 from distbelief.job.directory.run_directory import RunDirectory
 from distbelief.job.directory.summary import DataFacts, read_summary
+from distbelief.program.plan import Plan
 from distbelief.runtime.machine.machine_names import machine_name
 
 
@@ -42,13 +44,24 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
         n_shards: Which together hold the model.
         n_replicas: Among which the data were divided.
         n_machines: Of each replica, by whose plan they are split; None if they are not.
+        plan: Mark of who computes what in a replica that is split (`mark_of`).
         train: The training data, as far as anybody looked at them.
     """
 
     n_shards: Processes
     n_replicas: Processes
     n_machines: Processes | None = None
+    plan: str | None = None
     train: DataFacts | None = None
+
+    def is_cut_like(self, other: "Cut") -> bool:
+        """Return whether each client of one finds in the other what it needs.
+
+        A machine that holds other tensors than before does not, though its name is the
+        same: shards count for each client how far it has come.
+        """
+        has_other_plan = None not in {self.plan, other.plan} and self.plan != other.plan
+        return self.numbers == other.numbers and not has_other_plan
 
     @property
     def numbers(self) -> tuple[int, int, int | None]:
@@ -71,6 +84,12 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
             for r, name in enumerate(self.replicas)
             for machine in range(self.n_machines)
         }
+
+
+def mark_of(plan: Plan) -> str:
+    """Return the same for all plans by which machines hold the same."""
+    placed = [[name, plan.placements[name]] for name in sorted(plan.placements)]
+    return hashlib.blake2b(msgspec.json.encode(placed), digest_size=8).hexdigest()
 
 
 def newest_cut(run: RunDirectory) -> tuple[Path, Cut | None]:

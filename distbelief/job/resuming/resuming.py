@@ -72,7 +72,7 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
             )
 
 
-def take_up(
+def take_up(  # noqa: PLR0913 -- one call site; each is a thing of its own
     job: Job,
     run: RunDirectory,
     *,
@@ -80,6 +80,7 @@ def take_up(
     train: DataFacts,
     report: Report,
     n_machines: int | None = None,
+    plan: str | None = None,
 ) -> Resumed:
     """Make this run, new or not, one that the job can go on with.
 
@@ -90,6 +91,7 @@ def take_up(
         train: The training data.
         report: Told of each damaged snapshot.
         n_machines: Of each replica, by whose plan they are split; None if they are not.
+        plan: Mark of that plan.
 
     Raises:
         JobError: the data are others, or what would have to be cut anew is not there.
@@ -100,6 +102,7 @@ def take_up(
         n_shards=job.cluster.shards,
         n_replicas=job.cluster.replicas,
         n_machines=n_machines,
+        plan=plan,
         train=train,
     )
     was = was or now
@@ -113,7 +116,7 @@ def take_up(
         _check_data(job, run, was=was.train, now=train)
     if coordinator is not None and was.n_shards == now.n_shards:
         was = now  # replicas that are driven have no places of their own
-    if was.numbers != now.numbers:
+    if not was.is_cut_like(now):
         if any(store.labels(f"shard-{k}") for k in range(was.n_shards)):
             change = _Change(
                 job=job, run=run, was=was, now=now, n_samples=train.n_samples
@@ -219,6 +222,11 @@ class _Change:
             yield (
                 f"machines of each replica: {was.n_machines or 1} before, "
                 f"{now.n_machines or 1} now; each goes on where it was in its data"
+            )
+        elif was.plan != now.plan and was.n_machines:
+            yield (
+                "plan: another one than before; each machine goes on where its replica "
+                "was in its data"
             )
         if was.n_replicas != now.n_replicas:
             yield (

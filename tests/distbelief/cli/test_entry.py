@@ -15,6 +15,7 @@ class Hand:
         if name == "distbelief.cli.app":
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as at a terminal
 sys.meta_path.insert(0, Hand())
 from distbelief.cli.entry import main
 main()

@@ -1,5 +1,6 @@
 """A run goes on with other numbers of shards and replicas, or stays as it was."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,7 +50,12 @@ class Run:
         self.reports: list[str] = []
 
     def take_up(
-        self, job: Job, *, train: DataFacts = TRAIN, n_machines: int | None = None
+        self,
+        job: Job,
+        *,
+        train: DataFacts = TRAIN,
+        n_machines: int | None = None,
+        plan: str | None = None,
     ) -> Resumed:
         """Begin a life, as far as the training does before it begins."""
         resumed = take_up(
@@ -59,6 +65,7 @@ class Run:
             train=train,
             report=self.reports.append,
             n_machines=n_machines,
+            plan=plan,
         )
         self.directory.write(self.directory.job_file, job.to_toml())
         return resumed
@@ -171,6 +178,40 @@ def test_a_replica_goes_on_where_it_was_when_it_is_split_otherwise(run: Run) -> 
     assert again.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
     whole = run.take_up(job(3, 2))
     assert whole.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
+
+
+def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(
+    run: Run,
+) -> None:
+    """Another plan for as many machines began at sample 0, without a word.
+
+    All had been computed on machine 0. What machine 1 holds now it has never pushed, so
+    no shard knew how far it was; and a replica goes on where its last machine is.
+    """
+    resumed = run.take_up(job(), n_machines=2, plan="all on machine 0")
+    cut = layout(2)
+    for k in range(2):
+        names = ("replica-0.0", "replica-1.0")
+        run.save(resumed, k, 40, 52, cut=cut, names=names)
+    before = values(resumed.store, 2)
+    same = run.take_up(job(), n_machines=2, plan="all on machine 0")
+    assert same.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+    assert same.told == ()
+    other = run.take_up(job(), n_machines=2, plan="one after the other")
+    assert other.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+    (line,) = other.told
+    assert line.startswith("plan: another one than before")
+    assert values(other.store, 2) == before
+    snapshot = other.store.newest("shard-1")
+    assert snapshot is not None
+    clients = json.loads(snapshot.facts["clients"])
+    assert {name: client["samples"] for name, client in clients.items()} == {
+        "replica-0.0": 40,
+        "replica-0.1": 40,
+        "replica-1.0": 52,
+        "replica-1.1": 52,
+    }
+    assert run.take_up(job(), n_machines=2, plan="one after the other").told == ()
 
 
 def test_a_machine_that_has_nothing_on_a_shard_is_not_missed(run: Run) -> None:
