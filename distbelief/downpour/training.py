@@ -287,10 +287,14 @@ class Training:
         n = len(chosen.indices)
         loss = math.nan if found.loss is None else found.loss / n
         self._tally.stepped(n_samples=n, loss=loss)
-        if not step.counts:
+        holds_nothing = not self.values  # it may know the loss, and has to tell
+        if not step.counts and not holds_nothing:
             return []
         if not result.is_finite:
             return self._skip(result, step, tells=found.loss is not None)
+        if holds_nothing:
+            self._tally.good()
+            return []
         counters = self._tally.counters
         counters.gradients += 1
         if step.draft is not None:

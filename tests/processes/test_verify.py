@@ -24,14 +24,19 @@ def net():
         nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(64, 5),
     )
+
+
+def doubles():
+    return net().double()
 """
 
 
 @pytest.mark.soak
 @pytest.mark.untraced
-def test_a_plan_computes_what_one_process_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("net", ["net", "doubles"])
+def test_a_plan_computes_what_one_process_does(tmp_path: Path, net: str) -> None:
     (tmp_path / "tiny.py").write_text(MODEL)
-    words = ["partition", "tiny:net", "--input", "1x8x8", "--batch", "6"]
+    words = ["partition", f"tiny:{net}", "--input", "1x8x8", "--batch", "6"]
     words += ["--loss", "cross_entropy", "--machines", "3", "--exactly", "--verify"]
     done = subprocess.run(
         [COMMAND, *words, "--cluster", "rack-1g", "--json"],

@@ -73,7 +73,8 @@ def verify(
         ended_by_sigterm(),
         scratch() as folder,
     ):
-        module = build_model(spec).train()
+        # As the machines compute, whatever the model is made in.
+        module = build_model(spec).train().float()
         tensors = {key: value.clone() for key, value in module.state_dict().items()}
         save_file(
             {k: v.contiguous() for k, v in tensors.items()}, folder / "w.safetensors"

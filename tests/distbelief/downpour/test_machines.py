@@ -369,6 +369,29 @@ def test_gradients_that_are_not_finite_end_the_job(n_push: int) -> None:
     assert all("10 gradients in a row were NaN" in error for error in errors)
 
 
+def test_a_loss_on_a_machine_without_parameters_tells_of_what_is_skipped() -> None:
+    """Who knew the loss held nothing that could be skipped, and was silent."""
+    task = msgspec.structs.replace(
+        LEARNING,
+        train=DataSpec(
+            factory=f"{HERE}:nan_data", arguments={"width": 40, "n_samples": 40}
+        ),
+    )
+    settings = msgspec.structs.replace(downpour(max_steps=6), non_finite_limit=100)
+    group = Group(
+        task,
+        settings,
+        inputs=FRAMES,
+        n_machines=2,
+        place=lambda layer: int(layer == "loss"),
+    )
+    group.simulation.run(until=5.0)
+    told = [str(report) for report in group.simulation.reports]
+    assert len([text for text in told if "it is skipped" in text]) == 1
+    counted = [group.status(name)["non_finite"] for name in group.machines]
+    assert counted == [6, 6]
+
+
 def test_machines_with_other_plans_do_not_work_together() -> None:
     group = Group(LEARNING, downpour(), inputs=FRAMES, n_machines=2, plan_seed=1)
     other = Group(LEARNING, downpour(), inputs=FRAMES, n_machines=2, plan_seed=2)
