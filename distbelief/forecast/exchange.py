@@ -8,9 +8,8 @@
     wake         until a thread that slept has a core again, while all are taken
     begins       from where work is handed to a lane to where the lane begins it
     answers      from where it has done that to where its process handles the answer
-    crowded_...  the last two, and latency, while nearly all cores compute (`crowd`)
 
-All of these are by the clock, less what they take of a core: two threads of a process
+The last two are by the clock, less what they take of a core: two threads of a process
 wake each other, and wait for the interpreter, each time.
 Real nodes with roles that do next to nothing are timed; no job is.
 """
@@ -26,7 +25,6 @@ from typing import Final, final
 import msgspec
 import torch
 
-from distbelief.forecast.crowd import Crowd
 from distbelief.messages import Alive
 from distbelief.node import Node
 from distbelief.roles import (
@@ -65,9 +63,6 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     wake: Seconds
     begins: Seconds
     answers: Seconds
-    crowded_latency: Seconds
-    crowded_begins: Seconds
-    crowded_answers: Seconds
 
 
 @final
@@ -127,28 +122,16 @@ class Handing:
         self._done_at = time.perf_counter()
 
 
-def exchange(crowd: Crowd | None = None) -> Exchange:
-    """Measure everything.
-
-    Args:
-        crowd: What was measured in one; None: nothing was, it is as if there were none.
-    """
+def exchange() -> Exchange:
+    """Measure everything."""
     message, latency = _messages()
     work = _turns(lambda _: Compute(name="nothing", work=int))
     begins, answers = _handing()
-    begins, answers = max(0.0, begins - work / 2.0), max(0.0, answers - work / 2.0)
-    if crowd is None:
-        crowd = Crowd(begins=begins, answers=answers, latency=latency)
-    else:
-        crowd = crowd.less(work=work / 2.0, message=message)
     return Exchange(
         message=message,
         work=work,
-        begins=begins,
-        answers=answers,
-        crowded_latency=crowd.latency,
-        crowded_begins=crowd.begins,
-        crowded_answers=crowd.answers,
+        begins=max(0.0, begins - work / 2.0),
+        answers=max(0.0, answers - work / 2.0),
         timer=_turns(lambda now: SetTimer(name="soon", at=now + 1e-5)),
         latency=latency,
         wake=_wake(),

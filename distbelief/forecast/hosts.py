@@ -130,9 +130,6 @@ def _exchange_rows(rates: Rates, origin: str) -> list[tuple[str, str, str]]:
         "wake": "until a sleeper has one of the taken cores",
         "begins": "until a lane begins what it is handed",
         "answers": "until a process handles what its lane has done",
-        "crowded_latency": "latency of a message while all cores compute",
-        "crowded_begins": "until a lane begins, while all cores compute",
-        "crowded_answers": "until a process handles, while all cores compute",
     }
     rows = [
         (word, f"{1e6 * getattr(rates.exchange, name):.3g} us", origin)

@@ -7,8 +7,6 @@ of work, and writes what it has found to FOLDER/INDEX.json. It begins when all o
 are ready, so that all of them compute at once.
 """
 
-import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -23,7 +21,6 @@ import msgspec
 from distbelief.allocator import keep_memory
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.forecast.adapted import adapted
-from distbelief.forecast.crowd import Crowd, crowd
 from distbelief.forecast.exchange import Exchange, exchange
 from distbelief.forecast.rates import (
     Rate,
@@ -35,7 +32,6 @@ from distbelief.forecast.staging import Staging
 from distbelief.forecast.stopwatch import Piece, Stopwatch, rate_of, warm
 from distbelief.job.configuration.jobfile import job_from_json
 from distbelief.job.configuration.sections import Job, StopTable
-from distbelief.job.processes.launcher import THREAD_VARIABLES
 from distbelief.roles import SUPERVISOR, Seconds
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.options import ClusterOptions
@@ -66,14 +62,10 @@ def measure(job: Job, *, n_processes: int) -> Rates:
     with tempfile.TemporaryDirectory(prefix="distbelief-rates-") as folder:
         path = Path(folder)
         (path / "job.json").write_bytes(_alone(job).to_json())
-        (path / "token").write_text(secrets.token_hex(16))
         command = [sys.executable, "-m", "distbelief.forecast.measuring", folder]
-        # As in the processes of a job: the libraries themselves use one thread.
-        environment = {**os.environ} | dict.fromkeys(THREAD_VARIABLES, "1")
         workers = [
             subprocess.Popen(  # noqa: S603 -- our own program
                 [*command, str(index), str(n_processes)],
-                env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )
@@ -176,20 +168,9 @@ def main(folder: str, index: int, n_processes: int) -> int:
     except DistBeliefError as error:
         sys.stdout.write(f"{error}\n")
         return 1
-    found = _Found(
-        work=watch.work,
-        handling=watch.handling,
-        exchange=exchange(_crowd(path, index, n_processes)),
-    )
+    found = _Found(work=watch.work, handling=watch.handling, exchange=exchange())
     (path / f"{index}.json").write_bytes(msgspec.json.encode(found))
     return 0
-
-
-def _crowd(path: Path, index: int, n_processes: int) -> Crowd | None:
-    if n_processes < 2:
-        return None  # nobody is in its way
-    token = (path / "token").read_text()
-    return crowd(path, index, n_processes=n_processes, token=token)
 
 
 def begun_in(simulation: SimulatedCluster) -> bool:

@@ -32,10 +32,10 @@ from distbelief.forecast.exchange import Exchange
 from distbelief.job.configuration.sections import Job
 from distbelief.partition.profiling.profile import Host, this_host
 from distbelief.roles import Compute, Cost, Seconds
-from distbelief.simulation.desk import Delay, Handling
+from distbelief.simulation.desk import Handling
 
 
-VERSION: Final = 6
+VERSION: Final = 7
 
 Unit = Literal["flops", "bytes", "times"]
 
@@ -90,10 +90,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         return Handling(
             seconds=seconds,
             other=other + found.message,
-            begins=Delay(idle=found.begins, crowded=found.crowded_begins),
-            answers=Delay(idle=found.answers, crowded=found.crowded_answers),
-            # Beside the latency of its link.
-            comes=Delay(crowded=max(0.0, found.crowded_latency - found.latency)),
+            begins=found.begins,
+            answers=found.answers,
         )
 
     def _besides(self, label: str) -> Seconds:

@@ -16,23 +16,6 @@ from distbelief.simulation.sharing import Demand, Job, Sharing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delay:
-    """How long a thread waits that has slept, by how loaded the cores are.
-
-    Attributes:
-        idle: While nobody computes.
-        crowded: While as many threads compute as there are cores, or more.
-    """
-
-    idle: Seconds = 0.0
-    crowded: Seconds = 0.0
-
-    def at(self, load: float) -> Seconds:
-        """Return it while so many threads compute for each core."""
-        return self.idle + min(1.0, load) * (self.crowded - self.idle)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Handling:
     """What events take of the process that handles them.
 
@@ -41,14 +24,12 @@ class Handling:
         other: Of any other.
         begins: Until a lane that sleeps begins what it is handed. Nobody computes.
         answers: Until a process that sleeps handles what a lane has done, likewise.
-        comes: Of a message that has come, until a process that sleeps handles it.
     """
 
     seconds: Mapping[str, Seconds] = field(default_factory=dict)
     other: Seconds = 0.0
-    begins: Delay = Delay()
-    answers: Delay = Delay()
-    comes: Delay = Delay()
+    begins: Seconds = 0.0
+    answers: Seconds = 0.0
 
     def of(self, event: Event) -> Seconds:
         """Return how long this one takes."""
@@ -95,7 +76,6 @@ class Desk:
         self._handles = False  # just now, in no time
         self._closed = False
         self._held = False
-        self._came_at: Seconds = 0.0  # the last message for which it woke up
 
     def add(self, event: Event) -> None:
         """Handle an event after all that were added before."""
@@ -105,20 +85,10 @@ class Desk:
 
     def answer(self, event: Event) -> None:
         """Handle what a lane has done; if the process sleeps, when it has woken up."""
-        delay = self._delay(self._handling.answers)
-        if delay > 0:
+        sleeps = self._job is None and not self._handles and not self._queue
+        if sleeps and self._handling.answers:
             agenda = self._sharing.agenda
-            agenda.at(agenda.now + delay, partial(self.add, event))
-        else:
-            self.add(event)
-
-    def receive(self, event: Event) -> None:
-        """Handle a message likewise, and after those that came before it."""
-        agenda = self._sharing.agenda
-        at = max(self._came_at, agenda.now + self._delay(self._handling.comes))
-        if at > agenda.now:
-            self._came_at = at
-            agenda.at(at, partial(self.add, event))
+            agenda.at(agenda.now + self._handling.answers, partial(self.add, event))
         else:
             self.add(event)
 
@@ -137,11 +107,6 @@ class Desk:
         if self._job is not None:
             self._sharing.remove(self._job)
             self._job = None
-
-    def _delay(self, delay: Delay) -> Seconds:
-        """Return how long the process takes to wake up, if it sleeps."""
-        sleeps = self._job is None and not self._handles and not self._queue
-        return delay.at(self._sharing.load) if sleeps else 0.0
 
     def _begin(self, *, wakes: bool) -> None:
         if self._held or self._closed:

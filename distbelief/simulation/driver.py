@@ -71,8 +71,6 @@ class Driver:
         """Let a life handle an event: now, when it comes to it, or after its pause."""
         if life.desk is None:
             self._handle(life, event)
-        elif life.alive and isinstance(event, Received):
-            life.desk.receive(event)
         elif life.alive:
             life.desk.add(event)
 
@@ -140,7 +138,7 @@ class Driver:
             elif life.desk is None:
                 self._handle(life, event)
             else:
-                life.desk.receive(event)
+                life.desk.add(event)
         elif receiver not in self._world.builders:
             self._world.hand_out(receiver, event)
         elif self._goes_astray():

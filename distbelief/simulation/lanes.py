@@ -13,7 +13,6 @@ import msgspec
 
 from distbelief.roles import Lane, Seconds
 from distbelief.simulation.agenda import Agenda, Call
-from distbelief.simulation.desk import Delay
 from distbelief.simulation.sharing import Demand, Job, Sharing
 
 
@@ -37,15 +36,11 @@ class Lanes:
     Args:
         agenda: When things end.
         sharing: What else runs on its host; None if it has its speed for itself.
-        begins: Until one that sleeps begins what it is handed, on a shared host.
+        begins: Until one that sleeps begins what it is handed.
     """
 
     def __init__(
-        self,
-        agenda: Agenda,
-        sharing: Sharing | None = None,
-        *,
-        begins: Delay | None = None,
+        self, agenda: Agenda, sharing: Sharing | None = None, *, begins: Seconds = 0.0
     ) -> None:
         self._agenda = agenda
         self._sharing = sharing
@@ -62,11 +57,9 @@ class Lanes:
         queue.append(work)
         if len(queue) > 1:
             return
-        delay: Seconds = 0.0
-        if self._begins is not None and self._sharing is not None:
-            delay = self._begins.at(self._sharing.load)
-        if delay > 0:
-            self._agenda.at(self._agenda.now + delay, partial(self._wake, lane, work))
+        if self._begins:
+            at = self._agenda.now + self._begins
+            self._agenda.at(at, partial(self._wake, lane, work))
         else:
             self._begin(lane, wakes=True)
 

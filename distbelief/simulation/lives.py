@@ -131,7 +131,7 @@ class Lives:
         machine = options.machine_of(name)
         sharing = self._world.sharings.get(machine.host)
         handling = machine.handling if sharing is not None else None
-        begins = None if handling is None else handling.begins
+        begins = 0.0 if handling is None else handling.begins
         life = Life(
             name=name,
             incarnation=number,

@@ -124,14 +124,9 @@ class Sharing:
             self._plan()
 
     @property
-    def load(self) -> float:
-        """How many threads compute for each core."""
-        threads = sum(job.demand.threads for job in self._jobs if job.runs)
-        return threads / self.processor.cores
-
-    @property
     def _is_crowded(self) -> bool:
-        return self.load >= 1.0
+        threads = sum(job.demand.threads for job in self._jobs if job.runs)
+        return threads >= self.processor.cores
 
     def _wake(self, job: Job) -> None:
         if job in self._jobs:

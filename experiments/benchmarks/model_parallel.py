@@ -51,7 +51,8 @@ from distbelief.allocator import keep_memory
 from distbelief.partition.planning import Order, plan, played
 from distbelief.partition.profiling.host import Network
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.measuring.crews import Crew, Hand
+from experiments.benchmarks.measuring.crews import Crew
+from experiments.benchmarks.measuring.hands import Hand
 from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.workload import NetName, Workload
 from experiments.benchmarks.network import hosts

@@ -29,7 +29,8 @@ from typing import Final, final
 from distbelief.job.display.view import SupervisorView
 from experiments.benchmarks.batches.jobs import N_REPLICAS, job
 from experiments.benchmarks.measuring import measurement
-from experiments.benchmarks.measuring.crews import Crew, Hand
+from experiments.benchmarks.measuring.crews import Crew
+from experiments.benchmarks.measuring.hands import Hand
 from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.network.hosts import HERE
 

@@ -17,7 +17,8 @@ from distbelief.partition.profiling.profile import Profile
 from distbelief.partition.profiling.profiled_costs import ProfiledCosts
 from distbelief.program.plan import Plan, plan_for
 from experiments.benchmarks.bare.machine import Setting
-from experiments.benchmarks.measuring.crews import Crew, Hand
+from experiments.benchmarks.measuring.crews import Crew
+from experiments.benchmarks.measuring.hands import Hand
 from experiments.benchmarks.measuring.workload import Workload
 from experiments.benchmarks.network.hosts import HERE, Host
 from experiments.benchmarks.plans.ways import N_MACHINES, Way

@@ -24,9 +24,6 @@ RATES = Rates(
         wake=1e-4,
         begins=1e-4,
         answers=1e-4,
-        crowded_latency=1e-4,
-        crowded_begins=1e-4,
-        crowded_answers=1e-4,
     ),
 )
 

@@ -1,6 +1,5 @@
 """What work takes: timed, kept, and carried over to other machines."""
 
-import threading
 from pathlib import Path
 
 import msgspec
@@ -10,7 +9,6 @@ import torch
 from distbelief.errors import JobError
 from distbelief.forecast.adapted import adapted
 from distbelief.forecast.constants import constants_of
-from distbelief.forecast.crowd import Crowd, crowd
 from distbelief.forecast.exchange import Exchange, exchange
 from distbelief.forecast.hosting import Hosting
 from distbelief.forecast.hosts import Hosts
@@ -23,7 +21,6 @@ from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.cluster_file import load_cluster
 from distbelief.roles import SUPERVISOR, Compute, Cost, TimerFired
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.desk import Delay
 from distbelief.simulation.options import ClusterOptions
 from tests.distbelief.forecast.jobs import small
 
@@ -46,9 +43,6 @@ RATES = Rates(
         wake=9e-5,
         begins=1e-4,
         answers=2e-4,
-        crowded_latency=9e-5,
-        crowded_begins=3e-4,
-        crowded_answers=4e-4,
     ),
 )
 
@@ -105,10 +99,7 @@ def test_an_event_takes_what_its_role_does_and_what_its_process_does() -> None:
         }
     )
     assert replica.other == pytest.approx(7e-5)
-    assert replica.begins == Delay(idle=1e-4, crowded=3e-4)
-    assert replica.answers == Delay(idle=2e-4, crowded=4e-4)
-    assert replica.comes.idle == 0.0
-    assert replica.comes.crowded == pytest.approx(1e-5)
+    assert (replica.begins, replica.answers) == (1e-4, 2e-4)
     unknown = RATES.handling_of("supervisor")
     assert unknown.other == pytest.approx(7.5e-5)
     bare = msgspec.structs.replace(RATES, handling={})
@@ -200,33 +191,6 @@ def test_an_exchange_takes_some_time_but_not_long() -> None:
         assert 1e-6 < getattr(found, name) < 0.05, name
     for name in ("latency", "wake", "begins", "answers"):
         assert 0 <= getattr(found, name) < 0.5, name
-
-
-def test_what_a_crowd_waits_for_is_less_by_what_it_takes_of_a_core() -> None:
-    found = Crowd(begins=3e-4, answers=2e-5, latency=5e-4)
-    less = found.less(work=1e-4, message=2e-4)
-    assert less.begins == pytest.approx(2e-4)
-    assert less.answers == 0.0
-    assert less.latency == pytest.approx(3e-4)
-
-
-def test_processes_pass_on_what_they_have_worked_on(tmp_path: Path) -> None:
-    """Two of them, here threads of one process; for a moment."""
-    found: list[Crowd] = []
-
-    def one(index: int) -> None:
-        found.append(crowd(tmp_path, index, n_processes=2, token="t" * 32, seconds=0.2))
-
-    threads = [threading.Thread(target=one, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 2
-    for each in found:
-        assert 0 < each.begins < 0.5
-        assert 0 < each.answers < 0.5
-        assert 0 < each.latency < 0.5
 
 
 def run_with(rates: Rates | None, cluster: Cluster) -> float:

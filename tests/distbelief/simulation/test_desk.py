@@ -18,7 +18,7 @@ from distbelief.roles import (
     Seconds,
     TimerFired,
 )
-from distbelief.simulation.desk import Delay, Handling, label_of
+from distbelief.simulation.desk import Handling, label_of
 from distbelief.simulation.faults import Fault, Kill, Pause, Slow
 from distbelief.simulation.options import ClusterOptions
 from distbelief.simulation.sharing import Processor
@@ -53,7 +53,6 @@ def run(
     cores: float = 1,
     wake: Seconds = 0.0,
     handing: tuple[Seconds, Seconds] = (0.0, 0.0),
-    comes: Delay | None = None,
     faults: tuple[Fault, ...] = (),
     answer: Handler = lambda *_: (),
 ) -> list[tuple[Seconds, Event]]:
@@ -61,11 +60,7 @@ def run(
     role = Scripted(answer)
     begins, answers = handing
     handling = Handling(
-        seconds={"Heartbeat": 1.0},
-        other=0.5,
-        begins=Delay(idle=begins, crowded=begins),
-        answers=Delay(idle=answers, crowded=answers),
-        comes=comes or Delay(),
+        seconds={"Heartbeat": 1.0}, other=0.5, begins=begins, answers=answers
     )
     options = ClusterOptions(
         machine=replace(STEADY, host="h", handling=handling),
@@ -126,30 +121,6 @@ def test_who_sleeps_while_all_cores_are_taken_wakes_late() -> None:
     assert times(seen)[:2] == [0.5, pytest.approx(2.5)]
     alone = run((3.0, beat(1)), wake=0.25)
     assert times(alone) == [0.5, 4.0]
-
-
-def test_a_process_that_sleeps_wakes_up_for_a_message_as_late_as_cores_are_loaded() -> (
-    None
-):
-    """Work is under way from 0.5 to 1.5 s; the second heartbeat waits for the first."""
-    comes = Delay(idle=0.0, crowded=0.25)
-    seen = run(
-        (0.75, beat(1)),
-        (0.875, beat(2)),
-        (5.0, beat(3)),
-        comes=comes,
-        cores=2,
-        answer=on_start(WORK),
-    )
-    # On two cores one thread is half a load: 0.125 s. The third finds all asleep.
-    assert numbers(seen) == [1, 2, 3]
-    times_of = [now for now, event in seen if isinstance(event, Received)]
-    assert times_of == [1.875, 2.875, 6.0]
-
-
-def test_a_delay_rises_with_the_load_until_all_cores_are_taken() -> None:
-    delay = Delay(idle=1.0, crowded=3.0)
-    assert [delay.at(load) for load in (0.0, 0.5, 1.0, 2.0)] == [1.0, 2.0, 3.0, 3.0]
 
 
 def test_a_lane_and_its_process_wake_each_other_and_that_takes_a_while() -> None:

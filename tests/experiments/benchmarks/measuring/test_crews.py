@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from experiments.benchmarks.measuring import paced
-from experiments.benchmarks.measuring.crews import Crew, Hand
+from experiments.benchmarks.measuring.crews import Crew
+from experiments.benchmarks.measuring.hands import Hand
 from experiments.benchmarks.measuring.workload import Workload
 from experiments.benchmarks.network.hosts import HERE
 
