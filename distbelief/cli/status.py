@@ -1,0 +1,113 @@
+"""The command `distbelief status`: what every role of a job is doing."""
+
+import datetime as dt
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import typer
+
+from distbelief.cli.errors import told
+from distbelief.cli.options import JsonOption, RunArgument, TracebackOption
+from distbelief.errors import JobError
+
+
+if TYPE_CHECKING:
+    from distbelief.job.directory.run_directory import RunDirectory, Status
+
+
+STALE_SECONDS: Final = 5.0
+"""A running job writes its status every second; older than this, something is wrong."""
+
+RUNS: Final = Path("runs")
+
+
+def status(
+    run_directory: RunArgument = None,
+    *,
+    as_json: JsonOption = False,
+    show_traceback: TracebackOption = False,
+) -> None:
+    """Show what every role of a job is doing.
+
+    [dim]$[/dim] distbelief status
+
+    [dim]$[/dim] distbelief status runs/speech --json
+
+    The figures are those of the job's last second; of a job that has ended, its last.
+    """
+    with told(show_traceback=show_traceback):
+        from distbelief.job.directory.run_directory import RunDirectory  # noqa: PLC0415 -- torch
+
+        run = (
+            _newest_run()
+            if run_directory is None
+            else RunDirectory.open(run_directory, write=False)
+        )
+        pid = run.writer_pid()
+        now = dt.datetime.now(tz=dt.UTC).timestamp()
+        _show_status(run, pid=pid, now=now, as_json=as_json)
+
+
+def _newest_run() -> "RunDirectory":
+    """Return the newest run under runs/: a running one if there is any."""
+    from distbelief.job.directory.run_directory import RunDirectory  # noqa: PLC0415 -- torch
+
+    files = sorted(RUNS.glob("*/job.toml"), key=lambda file: file.stat().st_mtime)
+    runs = [RunDirectory.open(file.parent, write=False) for file in reversed(files)]
+    running = (run for run in runs if run.writer_pid() is not None)
+    run = next(running, runs[0] if runs else None)
+    if run is None:
+        raise JobError(
+            f"there is no run in {RUNS.resolve()}: name a run directory, as in "
+            "`distbelief status path/to/run`"
+        )
+    return run
+
+
+def _show_status(
+    run: "RunDirectory", *, pid: int | None, now: float, as_json: bool
+) -> None:
+    import msgspec  # noqa: PLC0415 -- start quickly
+    from rich.console import Console  # noqa: PLC0415 -- start quickly
+    from rich.text import Text  # noqa: PLC0415 -- start quickly
+
+    from distbelief.job.display.screen import Screen  # noqa: PLC0415 -- start quickly
+
+    last = run.read_status()
+    age = None if last is None else max(0.0, now - last.written)
+    if as_json:
+        content = {
+            "directory": str(run.path),
+            "running": pid is not None,
+            "age_seconds": age,
+            "status": last,
+        }
+        typer.echo(msgspec.json.encode(content).decode())
+        return
+    console = Console(highlight=False)
+    if last is not None:
+        console.print(Screen(last.view, name=last.name, whole=True))
+    remark, style = _remark(run, last, pid=pid, age=age)
+    console.print(Text(remark, style), soft_wrap=True)  # it may hold a command
+
+
+def _remark(
+    run: "RunDirectory", last: "Status | None", *, pid: int | None, age: float | None
+) -> tuple[str, str]:
+    """Return in a sentence how far the status is to be trusted, and its style."""
+    from distbelief.job.display import words  # noqa: PLC0415 -- start quickly
+
+    old = "" if age is None else words.duration(age)
+    if last is not None and last.ended:
+        how = f"failed: {last.error}" if last.error else "ended"
+        return f"{run.path}: {how}, {old} ago", "red" if last.error else "dim"
+    if pid is None:
+        seen = "" if last is None else f"; last sign of life {old} ago"
+        text = f"{run.path}: not running, but never ended{seen}"
+        return f"{text}. Go on: distbelief train --resume {run.path}", "yellow"
+    if age is None:
+        return f"{run.path}: starting (process {pid}), no status yet", "dim"
+    if age > STALE_SECONDS:
+        text = f"{run.path}: this is {old} old: process {pid} lives, but is silent"
+        return f"{text}. It may be stopped, or out of memory", "yellow"
+    return f"{run.path}: process {pid}, {old} old", "dim"
