@@ -116,6 +116,7 @@ class PeerLost(msgspec.Struct, frozen=True, kw_only=True):
     peer: Address
     incarnation: int
     reason: str
+    for_good: bool = False  # it will not come back: there is no waiting for it
 
 
 Event = Started | Received | TimerFired | Computed | Persisted | PeerJoined | PeerLost

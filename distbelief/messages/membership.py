@@ -26,6 +26,7 @@ class Peers(AnyMessage, frozen=True):
     """Supervisor -> role: you are a member; these are the others you may need."""
 
     entries: tuple[PeerEntry, ...]
+    gone: tuple[Name, ...] = ()  # of your own group: have ended, will not come back
 
 
 class Heartbeat(AnyMessage, frozen=True):

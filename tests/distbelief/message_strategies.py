@@ -74,6 +74,7 @@ _BY_HINT = [
     (float, st.floats()),
     (Rate, st.floats(0.0, 1e18)),
     (bool, st.booleans()),
+    (tuple[Name, ...], st.lists(names, max_size=4).map(tuple)),
     (Vector, vectors()),
     (Vector | None, st.none() | vectors()),
     (dict[Name, float], st.dictionaries(names, st.floats(), max_size=4)),

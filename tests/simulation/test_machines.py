@@ -11,8 +11,9 @@ from torch import nn
 from distbelief.data.dataset import read_batch
 from distbelief.data.subset import DataShard
 from distbelief.graph.capture import InputSpec
+from distbelief.messages import Finished, Stop
 from distbelief.parameter_server.rules.update_rules import SGD
-from distbelief.roles import Address
+from distbelief.roles import Address, PeerLost
 from distbelief.runtime.machine.course import TrainingCourse
 from distbelief.runtime.machine.machine_names import machine_name
 from distbelief.runtime.task.task import (
@@ -126,3 +127,51 @@ def test_every_sample_counts_once_whatever_dies_or_is_late(seed: int) -> None:
     start = group.first_values()["weight"]
     expected = start - counted(position).expand(3, 200).reshape(-1)
     torch.testing.assert_close(group.values()["weight"], expected, rtol=0, atol=2e-4)
+
+
+# --------------------------------------------------- who is silent when it is to end
+
+
+def lost(name: str) -> PeerLost:
+    """What the supervisor lets the others know once it has ended a silent machine."""
+    reason = "it has ended"
+    return PeerLost(peer=Address(name), incarnation=1, reason=reason, for_good=True)
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2])
+@pytest.mark.parametrize("at", [0.001, 0.01, 0.1])
+def test_the_others_end_as_soon_as_a_silent_one_is_gone_for_good(
+    silent: int, at: float
+) -> None:
+    """They waited for a machine that stood still 40 s more, and for a leader without a
+    bound of their own."""
+    names = [machine_name(0, m) for m in range(3)]
+    settings = downpour(max_steps=None, loss=COUNTING.loss, rule=SGD(learning_rate=1.0))
+    group = Group(
+        COUNTING,
+        settings,
+        inputs=[InputSpec(shape=(200,))],
+        faults=[Pause(at=at, role=names[silent], seconds=1e4)],
+    )
+    group.simulation.run(until=1.0)
+    others = [name for name in names if name != names[silent]]
+    for name in others:
+        group.tell(name, Stop(reason="over"))
+    group.simulation.run(until=2.0)
+    for name in others:
+        assert name not in group.simulation.halted
+        group.simulation.post(name, lost(names[silent]))
+    group.simulation.run(until=3.0)
+    halted = group.simulation.halted
+    assert {name: halted[name] for name in others} == dict.fromkeys(others)
+    assert len(group.told(Finished)) == 2
+
+
+def test_who_is_gone_for_good_and_of_no_group_is_nothing_to_a_machine() -> None:
+    settings = downpour(max_steps=30, loss=COUNTING.loss, rule=SGD(learning_rate=1.0))
+    group = Group(COUNTING, settings, inputs=[InputSpec(shape=(200,))])
+    group.simulation.run(until=0.001)
+    for name in group.machines:
+        group.simulation.post(name, lost("replica-1.0"))
+    group.simulation.post(group.machines[2], lost(group.machines[1]))  # leads nobody
+    group.run()

@@ -73,7 +73,8 @@ class Closing:
     def _drain(self, now: Seconds) -> list[Action]:
         ending = self._ending
         first = self._members.of("coordinator")
-        actions = self._stop([*first, *self._members.of("replica")], now)
+        # Every machine of a replica is told: one that is being built ends at once.
+        actions = self._stop([*first, *self._members.training], now)
         if ending.interrupted and self._members.evaluator is not None:
             actions += self._stop([self._members.evaluator], now)
         left = [replica for replica in self._members.training if replica.is_alive]

@@ -62,9 +62,9 @@ class Deaths:
     def bury(self, record: RoleRecord, why: str, now: Seconds) -> list[Action]:
         """A role is dead: restart it, unless it is not needed any more."""
         ending = self._ending
-        if ending.interrupted or ending.stage >= Stage.CLOSE:
+        if ending.interrupted or (ending.stage >= Stage.CLOSE and record.end):
             return self._lives.finished(record, now)
-        if record.trains and ending.stage is not Stage.RUN:
+        if self._lives.is_late(record):
             text = f"{record.label} {why} while it was stopping"
             said = self._figures.tell(text, now, "warning")
             return [

@@ -15,6 +15,7 @@ What the supervisor does for each role whatever the job is doing. Rules:
 from typing import Final, final
 
 from distbelief.job.supervision.books import Books
+from distbelief.job.supervision.ending import Stage
 from distbelief.job.supervision.membership import Presence, RoleRecord
 from distbelief.messages import Alive, Heartbeat, Join, Peers
 from distbelief.roles import Action, Connect, Launch, Seconds, Send, Terminate
@@ -33,6 +34,7 @@ class Lives:
 
     def __init__(self, books: Books) -> None:
         self._config = books.config
+        self._ending = books.ending
         self._members = books.members
         self._pairs = books.pairs
         self._saves = books.saves
@@ -112,7 +114,10 @@ class Lives:
         ):
             return []
         record.introduced_at = now
-        peers = Peers(entries=self._members.entries_for(record))
+        members = self._members
+        peers = Peers(
+            entries=members.entries_for(record), gone=members.gone_for(record)
+        )
         return [Send(receiver=record.name, message=peers)]
 
     def _tell_others(self, record: RoleRecord, now: Seconds) -> list[Action]:
@@ -156,6 +161,11 @@ class Lives:
         settled = record.has_settled(self._config.settled_seconds)
         bound = self._config.restarts_max(record.kind, trains=record.trains)
         return record.in_a_row >= bound and not (settled and bound)
+
+    def is_late(self, record: RoleRecord) -> bool:
+        """Whether the end of the job does without it: it is not started again."""
+        stage = self._ending.stage
+        return stage >= Stage.CLOSE or (record.trains and stage is not Stage.RUN)
 
     def so_often(self, record: RoleRecord) -> str:
         """Return " after 3 restarts, none of which lasted 30 s"."""
@@ -269,7 +279,9 @@ class Lives:
         record.silence_named = True
         left = f"in {self._patience(record, now) - silence:.0f} s"
         other = self._pairs.survivor(record)
-        if self._is_past_mending(record):
+        if self.is_late(record):
+            plan = f"{left} ending without it"
+        elif self._is_past_mending(record):
             end = "going on without it" if record.kind != "shard" else "giving up"
             plan = f"{left} {end}"
         elif other is not None and self._pairs.is_irreplaceable(record, now):

@@ -120,6 +120,7 @@ class Member:
         self._started: Started | None = None  # kept until the role within gets it
         self._runs = False  # the role within: it has been started
         self._peers: dict[str, PeerEntry] | None = None
+        self._gone: set[str] = set()  # peers that will not come back
         self._early: deque[Event] = deque(maxlen=N_EARLY_MAX)
         self._heard_at: Seconds = 0.0
         self._beat_at: Seconds = 0.0  # when the timer is due
@@ -207,8 +208,14 @@ class Member:
                 reason="it is no longer a member of the job",
             )
             for name, entry in before.items()
-            if name not in after
+            if name not in after and name not in message.gone
         ]
+        events += [
+            _lost_for_good(name, before.get(name))
+            for name in message.gone
+            if name not in self._gone
+        ]
+        self._gone.update(message.gone)
         for name, entry in after.items():
             known = before.get(name)
             if known is not None and known.incarnation >= entry.incarnation:
@@ -274,6 +281,15 @@ class Member:
             error=text[:_TEXT_MAX], culprit_is_job=isinstance(error, JobError)
         )
         return [_tell(failed), Halt(error=text)]
+
+
+def _lost_for_good(name: str, entry: PeerEntry | None) -> PeerLost:
+    return PeerLost(
+        peer=Address(name),
+        incarnation=0 if entry is None else entry.incarnation,
+        reason="it has ended",
+        for_good=True,
+    )
 
 
 def _tell(message: Join | Heartbeat | Finished | Failed) -> Send:

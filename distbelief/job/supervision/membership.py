@@ -281,6 +281,17 @@ class Membership:
             and other.presence is Presence.PRESENT
         )
 
+    def gone_for(self, record: RoleRecord) -> tuple[Address, ...]:
+        """Return those of this role's group that will not come back."""
+        if record.kind not in {"replica", "evaluator", "machine"}:
+            return ()
+        ended = (other for other in self if not other.is_alive)
+        return tuple(
+            other.name
+            for other in ended
+            if other is not record and other.group == record.group
+        )
+
     def excuse(self, seconds: Seconds) -> None:
         """The supervisor itself stood still: nobody is to blame for this silence."""
         for record in self:

@@ -187,8 +187,10 @@ class Supervisor:
             self._ending.excuse(late)
             self._progress_at += late
         actions: list[Action] = [self._next_tick(now)]
-        if self._ending.stage < Stage.CLOSE:
+        stage = self._ending.stage
+        if stage < Stage.CLOSE:
             actions += self._depose(now)
+        if stage < Stage.CLOSE or not self._ending.interrupted:
             said, dead = self._lives.silent(now)
             actions += said
             for record, why in dead:

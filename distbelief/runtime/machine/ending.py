@@ -46,6 +46,7 @@ class Ending:
         self._figures = figures
         self._ended_at: Seconds = 0.0
         self._stopped_at: Seconds | None = None
+        self._is_orphan = False
 
     def end(self, now: Seconds) -> None:
         """Its last step is taken, and all that it pushed is applied."""
@@ -56,8 +57,22 @@ class Ending:
         if self._stopped_at is None:
             self._stopped_at = now
 
-    def is_left(self, now: Seconds) -> bool:
-        """Whether the others seem to have ended before this life of it began."""
+    def leader_lost(self) -> None:
+        """Its leader will not come back: nobody will grant another step."""
+        self._is_orphan = True
+
+    def is_left(self, now: Seconds, *, is_idle: bool) -> bool:
+        """Return whether there is nothing it could wait for.
+
+        Its leader has ended for good, or it seems that all others had ended before this
+        life of it began.
+
+        Args:
+            now: The time.
+            is_idle: Whether it computes nothing.
+        """
+        if self._is_orphan:
+            return is_idle and self._duty.is_settled
         is_late = self._stopped_at is not None and now - self._stopped_at > END_SECONDS
         return is_late and self._living.phase is Phase.ALONE
 

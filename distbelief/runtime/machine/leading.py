@@ -14,6 +14,8 @@
 A new life begins with every new incarnation of any machine. Whatever a machine had not
 pushed is computed again: the life begins where the machine that has pushed least left
 off, and those that have pushed more push nothing until they are past that.
+
+Nobody goes before all have ended; where one is lost for good the others can only end.
 """
 
 from collections.abc import Callable
@@ -144,6 +146,7 @@ class Leader:
         self._heard_at = now
         self._gathered.clear()
         self._stepped.clear()
+        self._ended &= self._gone
         return self._gather()
 
     def begin(self, now: Seconds) -> Outgoing:
@@ -173,6 +176,15 @@ class Leader:
         self._ended.discard(machine)
         self._gone.discard(machine)
         return self.new_life(now, position=self._wanted, limit=self._limit)
+
+    def lost(self, machine: int, now: Seconds) -> Outgoing:
+        """A machine will not come back: without it there are no further steps."""
+        if machine in self._gone or machine in self._missing:
+            return []
+        are_taken = self._running and self.is_last and self.steps >= self.granted
+        self._missing.add(machine)
+        self._stopping = True
+        return self._proceed() if are_taken else self.new_life(now)
 
     def hear(
         self, machine: int, incarnation: int, message: Message, now: Seconds
@@ -225,6 +237,8 @@ class Leader:
         self._heard_at = now
         if message.ended:
             self._ended.add(machine)
+            if self._have_ended and not self._gone:
+                return self._proceed()
             return [(machine, self._proceeding(machine))]
         if self._agree() or self.granted > granted:
             return self._proceed()
@@ -313,6 +327,11 @@ class Leader:
         return len(self._gone | self._missing) == self._n
 
     @property
+    def _have_ended(self) -> bool:
+        """Whether nobody has anything left to do."""
+        return len(self._ended | self._missing) == self._n
+
+    @property
     def missing(self) -> frozenset[int]:
         """Without whom the end was made."""
         return frozenset(self._missing - self._ended)
@@ -366,8 +385,8 @@ class Leader:
         return [(machine, self._proceeding(machine)) for machine in here]
 
     def _proceeding(self, machine: int) -> Proceed:
-        # Nobody goes before all have taken the last step: else it may be taken again.
-        if machine in self._ended and self.is_last and self.steps >= self.granted:
+        # Nobody goes before all have ended: else steps may have to be taken again.
+        if self._have_ended:
             self._gone.add(machine)
         return Proceed(
             life=self.life,

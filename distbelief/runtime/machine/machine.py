@@ -41,6 +41,7 @@ from distbelief.roles import (
     Computed,
     Event,
     PeerJoined,
+    PeerLost,
     Received,
     Seconds,
     SetTimer,
@@ -194,8 +195,8 @@ class Machine:
                 self._renewing.waits = False
             case Computed():
                 return self._advancing.computed(event, now)
-            case PeerJoined():
-                return self._joined(event, now)
+            case PeerJoined() | PeerLost():
+                return self._peer(event, now)
             case _:
                 pass
         return []
@@ -227,12 +228,23 @@ class Machine:
             actions += self._following.tell(out, now)
         return [*actions, *self._remind(now)]
 
-    def _joined(self, event: PeerJoined, now: Seconds) -> list[Action]:
+    def _peer(self, event: PeerJoined | PeerLost, now: Seconds) -> list[Action]:
         machine = self._places.get(event.peer)
-        if self._leader is None or machine is None:
+        if machine is None:
             return []
-        out = self._leader.joined(machine, event.incarnation, now)
-        return self._following.tell(out, now)
+        if isinstance(event, PeerJoined):
+            if self._leader is None:
+                return []
+            out = self._leader.joined(machine, event.incarnation, now)
+            return self._following.tell(out, now)
+        return self._lost(machine, now) if event.for_good else []
+
+    def _lost(self, machine: int, now: Seconds) -> list[Action]:
+        if self._leader is not None:
+            return self._following.tell(self._leader.lost(machine, now), now)
+        if machine == 0:
+            self._ending.leader_lost()
+        return []
 
     def _receive(self, event: Received, now: Seconds) -> list[Action]:
         message = event.message
@@ -279,6 +291,6 @@ class Machine:
             actions += courier.remind(now)
         if self._leader is not None:
             actions += self._following.tell(self._leader.remind(now), now)
-        if self._ending.is_left(now):
+        if self._ending.is_left(now, is_idle=not self._advancing.lane):
             return [*actions, *self._ending.go()]
         return [*actions, *self._following.say_again(now)]

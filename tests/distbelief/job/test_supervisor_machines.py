@@ -1,5 +1,7 @@
 """The supervisor of a job whose replicas are split over machines."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from distbelief.errors import RemoteProtocolError
@@ -7,8 +9,18 @@ from distbelief.job.configuration.sections import StopTable
 from distbelief.job.supervision.membership import Kind, RoleRecord
 from distbelief.job.supervision.stop_rules import StopRules
 from distbelief.job.supervision.supervisor_config import SupervisorConfig
-from distbelief.messages import Begin, Failed, Finished, Peers, Progress, Save, Stop
-from distbelief.roles import Address, Launch, Send, Terminate
+from distbelief.messages import (
+    Begin,
+    Failed,
+    Finished,
+    Measured,
+    Peers,
+    Progress,
+    Save,
+    Saved,
+    Stop,
+)
+from distbelief.roles import Action, Address, Halt, Launch, Send, Terminate
 from tests.distbelief.job.supervision.test_supervisor import Desk, sent
 
 
@@ -57,11 +69,75 @@ def test_machines_need_their_group_and_the_shards(
     assert peers_of(desk, name) == peers
 
 
-def test_only_the_leader_is_told_to_begin_and_to_stop(desk: Desk) -> None:
+def test_only_the_leader_is_told_to_begin_and_everybody_to_stop(desk: Desk) -> None:
+    """A machine that was being built was waited for, only to end then."""
     assert sent(desk.join(), Begin) == ["replica-0.0", "replica-1.0"]
     desk.progress("replica-0.0")
     actions = desk.hear("user", Stop(reason="enough"))
-    assert set(sent(actions, Stop)) == {"replica-0.0", "replica-1.0", "evaluator"}
+    trains = {f"replica-{r}.{m}" for r in range(2) for m in range(2)}
+    assert set(sent(actions, Stop)) == {*trains, "evaluator"}
+
+
+def gone(actions: Sequence[Action]) -> dict[str, tuple[str, ...]]:
+    """Return whom each was told to be gone for good."""
+    return {
+        action.receiver: action.message.gone
+        for action in actions
+        if isinstance(action, Send) and isinstance(action.message, Peers)
+    }
+
+
+def test_a_machine_that_is_silent_at_the_end_is_named_and_ended_and_others_told(
+    desk: Desk,
+) -> None:
+    """It was said to be restarted, and the others of its replica waited on: 40 s."""
+    desk.join()
+    desk.progress("replica-0.0")
+    desk.supervisor.wind_up("enough")
+    lively = [name for name in EVERYBODY if name != "replica-0.1"]
+    actions = desk.pass_time(3.5, beats=lively)
+    assert desk.told[-1] == ("replica 0.1 silent for 3.2 s: in 7 s ending without it")
+    actions = desk.pass_time(7.0, beats=lively)
+    assert desk.told[-1] == "replica 0.1 silent for 10.2 s while it was stopping"
+    assert [a.name for a in actions if isinstance(a, Terminate)] == ["replica-0.1"]
+    assert gone(actions)["replica-0.0"] == ("replica-0.1",)
+    assert gone(actions)["shard-0"] == ()
+
+
+def test_a_machine_that_has_finished_is_gone_for_its_leader_alone(desk: Desk) -> None:
+    desk.join()
+    desk.progress("replica-0.0")
+    told = gone(desk.hear("replica-0.1", Finished(counters={})))
+    assert told == {"shard-0": (), "replica-0.0": ("replica-0.1",)}
+    desk.die("replica-0.0")
+    told = gone(desk.join("replica-0.0"))
+    assert told["replica-0.0"] == ("replica-0.1",)
+
+
+def test_an_evaluator_that_is_silent_at_the_very_end_is_named_and_ended(
+    desk: Desk,
+) -> None:
+    """In the last stage nobody was named before 15 s were over."""
+    desk.join()
+    desk.progress("replica-0.0")
+    desk.supervisor.wind_up("enough")
+    desk.pass_time(0.25, beats=EVERYBODY)
+    for replica in range(2):
+        for machine in range(2):
+            desk.hear(f"replica-{replica}.{machine}", Finished(counters={}))
+    desk.hear("shard-0", Saved(label="00001", clock=1))
+    measured = Measured(request=1, loss=1.0, metric=0.5, n_samples=9, clock=1.0)
+    told = sent(desk.hear("evaluator", measured), Stop)
+    assert set(told) == {"shard-0", "evaluator", "evaluator.1"}
+    desk.hear("shard-0", Finished(counters={}))
+    desk.pass_time(3.5, beats=["evaluator"])
+    assert desk.told[-1] == ("evaluator.1 silent for 3.2 s: in 7 s ending without it")
+    actions = desk.pass_time(7.0, beats=["evaluator"])
+    assert desk.told[-1] == "evaluator.1 silent for 10.2 s while it was stopping"
+    assert [a.name for a in actions if isinstance(a, Terminate)] == ["evaluator.1"]
+    assert gone(actions)["evaluator"] == ("evaluator.1",)
+    actions = desk.hear("evaluator", Finished(counters={}))
+    assert Halt(error=None) in actions
 
 
 def test_a_machine_that_leads_nobody_reports_no_progress(desk: Desk) -> None:

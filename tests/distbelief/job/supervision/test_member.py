@@ -213,6 +213,19 @@ def test_changes_among_peers_are_told_to_the_role_within(driver: Driver) -> None
     assert [type(event) for event in driver.inner.events] == [PeerJoined, PeerJoined]
 
 
+def test_a_peer_that_is_gone_for_good_is_told_of_once(driver: Driver) -> None:
+    """Also if it has never been there in this life."""
+    driver.start()
+    driver.build()
+    driver.say(peers("replica-0.1"))
+    driver.inner.events.clear()
+    for _ in range(2):
+        driver.say(Peers(entries=(), gone=("replica-0.1", "replica-0.2")))
+    lost = [e for e in driver.inner.events if isinstance(e, PeerLost)]
+    told = [(e.peer, e.incarnation, e.for_good) for e in lost]
+    assert told == [("replica-0.1", 1, True), ("replica-0.2", 0, True)]
+
+
 def test_an_older_word_about_a_peer_is_not_heard(driver: Driver) -> None:
     driver.start()
     driver.build()

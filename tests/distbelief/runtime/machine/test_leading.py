@@ -175,10 +175,10 @@ def test_after_the_last_step_all_end_together() -> None:
     assert same(leader.hear(0, 1, stepped(LIFE, 1, ended=True), 1.0), (0, last))
     assert not all_ended(leader)  # machine 1 may still need it
     gone = proceed(LIFE, 1, position=4, is_last=True, ended=True)
-    assert same(leader.hear(1, 5, stepped(LIFE, 1, ended=True), 1.0), (1, gone))
-    assert not all_ended(leader)
-    assert same(leader.hear(0, 1, stepped(LIFE, 1, ended=True), 1.0), (0, gone))
+    told = leader.hear(1, 5, stepped(LIFE, 1, ended=True), 1.0)
+    assert same(told, (0, gone), (1, gone))
     assert all_ended(leader)
+    assert same(leader.hear(1, 5, stepped(LIFE, 1, ended=True), 2.0), (1, gone))
     assert leader.missing == frozenset()
 
 
@@ -204,6 +204,58 @@ def test_the_end_is_made_without_who_does_not_answer() -> None:
     assert same(leader.remind(now + STOP_SECONDS + 1), (0, last))
     assert leader.missing == {1}
     leader.hear(0, 1, stepped(LIFE + 1, 0, ended=True), now)
+    assert all_ended(leader)
+
+
+def test_who_has_ended_stays_until_what_the_others_pushed_is_applied() -> None:
+    """It went when all had computed the last step: a leader that died with its last
+    push under way waited for it for ever."""
+    leader = leader_of_two(steps_max=1)
+    leader.hear(0, 1, stepped(LIFE, 1), 1.0)
+    last = proceed(LIFE, 1, position=4, is_last=True, agreed=1)
+    assert same(leader.hear(1, 5, stepped(LIFE, 1), 1.0), (0, last), (1, last))
+    assert same(leader.hear(1, 5, stepped(LIFE, 1, ended=True), 1.0), (1, last))
+    assert not all_ended(leader)
+
+
+def test_after_a_stop_nobody_waits_for_a_machine_that_is_gone_for_good() -> None:
+    """One of two stood still when the job came to its end: that took 40 s more, though
+    the supervisor had ended it after 10."""
+    leader = leader_of_two()
+    leader.stop(1.0)
+    again = Gather(life=LIFE + 1, plan="p")
+    assert same(leader.lost(1, 2.0), (0, again))
+    assert leader.lost(1, 2.0) == []
+    last = proceed(LIFE + 1, 0, position=12, is_last=True)
+    assert same(leader.hear(0, 1, gathered(LIFE + 1, 12), 2.0), (0, last))
+    leader.hear(0, 1, stepped(LIFE + 1, 0, ended=True), 2.0)
+    assert all_ended(leader)
+    assert leader.missing == {1}
+
+
+def test_who_is_lost_after_the_last_step_costs_no_step() -> None:
+    leader = leader_of_two(steps_max=1)
+    leader.hear(1, 5, stepped(LIFE, 1), 1.0)
+    leader.hear(0, 1, stepped(LIFE, 1), 1.0)
+    last = proceed(LIFE, 1, position=4, is_last=True, agreed=1)
+    assert same(leader.lost(1, 2.0), (0, last))
+    gone = proceed(LIFE, 1, position=4, is_last=True, agreed=1, ended=True)
+    assert same(leader.hear(0, 1, stepped(LIFE, 1, ended=True), 2.0), (0, gone))
+    assert all_ended(leader)
+    assert leader.lost(0, 3.0) == []
+
+
+def test_a_leader_that_begins_anew_after_the_others_have_ended_ends_too() -> None:
+    """It waited for ever: those it gathers have gone, and are not started again."""
+    leader = Leader(2, plan="p", steps_max=1)
+    leader.joined(0, 2, 0.0)
+    leader.start(2, 0.0)
+    leader.begin(0.0)
+    life = leader.life + 1
+    assert same(leader.lost(1, 0.0), (0, Gather(life=life, plan="p")))
+    last = proceed(life, 0, position=4, is_last=True)
+    assert same(leader.hear(0, 2, gathered(life, 4), 0.0), (0, last))
+    leader.hear(0, 2, stepped(life, 0, ended=True), 0.0)
     assert all_ended(leader)
 
 
