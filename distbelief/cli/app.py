@@ -199,7 +199,13 @@ def predict(
     with told(show_traceback=show_traceback):
         from distbelief.job import predicting  # noqa: PLC0415 -- torch
 
-        done = predicting.predict(run_directory, inputs, out=out, whole=whole)
+        done = predicting.predict(
+            run_directory,
+            inputs,
+            out=out,
+            whole=whole,
+            tell=lambda text: typer.echo(text, err=True),
+        )
         typer.echo(predicting.as_json(done) if as_json else predicting.text(done))
 
 

@@ -7,7 +7,7 @@ of model.safetensors, so that a model too large for one process predicts as well
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
@@ -67,7 +67,12 @@ class Prediction:
 
 
 def predict(
-    directory: Path, source: Path, *, out: Path | None = None, whole: bool = False
+    directory: Path,
+    source: Path,
+    *,
+    out: Path | None = None,
+    whole: bool = False,
+    tell: Callable[[str], None] | None = None,
 ) -> Prediction:
     """Write the outputs of a run's model for the inputs in `source`.
 
@@ -76,9 +81,11 @@ def predict(
         source: .npy, or .safetensors with one tensor: (n_samples, *shape).
         out: Where to; by default beside `source`, "NAME.outputs" of the same kind.
         whole: Compute in this process, plan or not.
+        tell: Told of a machine that is silent, and when it is back.
 
     Raises:
         JobError: there is no such run or model, or the inputs are not of its kind.
+        DistBeliefError: a machine has been silent for too long, or was ended.
         StorageError: a file cannot be read or written.
     """
     begun = time.monotonic()
@@ -107,7 +114,7 @@ def predict(
     if plan is None:
         outputs = _whole(job, run.model_file, inputs)
     else:
-        outputs = _split(job, run, plan, inputs)
+        outputs = _split(job, run, plan, inputs, tell=tell)
     _write(out, outputs)
     scores = outputs.ndim == 2 and outputs.shape[1] > 1
     return Prediction(
@@ -141,7 +148,14 @@ def _whole(job: Job, weights: Path, inputs: Array) -> Array:
     return torch.cat(found).numpy()
 
 
-def _split(job: Job, run: RunDirectory, plan: Plan, inputs: Array) -> Array:
+def _split(
+    job: Job,
+    run: RunDirectory,
+    plan: Plan,
+    inputs: Array,
+    *,
+    tell: Callable[[str], None] | None,
+) -> Array:
     """Let a process for each machine of the plan compute its part."""
     _check_inputs(plan, inputs)
     with torch.device("meta"):
@@ -183,7 +197,7 @@ def _split(job: Job, run: RunDirectory, plan: Plan, inputs: Array) -> Array:
             dtype=np.dtype(rehearsal.dtype),
             shape=(len(inputs), *graph[output].shape),
         )
-        rehearse(rehearsal, n_machines=plan.cluster.n_machines)
+        rehearse(rehearsal, n_machines=plan.cluster.n_machines, tell=tell)
         outputs: Array = np.load(place)
         return outputs
 

@@ -1,7 +1,11 @@
 """A plan run on processes of this host, as `distbelief partition --verify` does it."""
 
 import json
+import os
+import signal
 import subprocess
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,7 @@ from distbelief.errors import DistBeliefError, JobError
 from distbelief.job.rehearsal.rehearsal import Rehearsal, rehearse
 from distbelief.runtime.task.samples import Sample
 from distbelief.runtime.task.task import DataSpec, ModelSpec, TaskSpec
-from tests.processes.commands import COMMAND
+from tests.processes.commands import COMMAND, poll
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -90,3 +94,40 @@ def test_a_machine_that_cannot_begin_ends_all_and_is_told(tmp_path: Path) -> Non
         rehearse(rehearsal(tmp_path, factory="tiny:net"), n_machines=2)
     assert not isinstance(caught.value, JobError)
     assert not list(tmp_path.glob("*.json.tmp"))
+
+
+def process_of(machine: int, folder: Path) -> int | None:
+    """Return the process that is this machine of the rehearsal in a folder."""
+    ending = f"{folder / 'spec.json'}\0{machine}\0002\0".encode()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if path.read_bytes().endswith(ending):
+                return int(path.parent.name)
+    return None
+
+
+@pytest.mark.soak
+@pytest.mark.untraced
+def test_a_machine_that_is_stopped_is_named_and_ends_all(tmp_path: Path) -> None:
+    """`distbelief predict` waited for it without a word, and without an end."""
+    os.mkfifo(tmp_path / "no-plan.json")  # whoever opens it waits, and lives
+
+    def stop() -> None:
+        poll((tmp_path / "1.alive").is_file, seconds=60.0)
+        pid = process_of(1, tmp_path)
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    told: list[str] = []
+    with pytest.raises(
+        DistBeliefError, match=r"machine 1 .* silent for 1\d\.\d s, and"
+    ):
+        rehearse(
+            rehearsal(tmp_path, factory="tiny:net"), n_machines=2, tell=told.append
+        )
+    stopper.join()
+    (text,) = told
+    assert "machine 1 (process " in text
+    assert process_of(0, tmp_path) is process_of(1, tmp_path) is None

@@ -22,6 +22,7 @@ from distbelief.allocator import keep_memory
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.layer import LayerGraph
+from distbelief.job.rehearsal.pulse import beat
 from distbelief.job.rehearsal.rehearsal import Rehearsal, Seen
 from distbelief.job.rehearsal.rehearsing import Pairs, Rehearsing, SameCourse
 from distbelief.memory import PrivateMemory
@@ -55,6 +56,7 @@ def main(spec: str, machine: int, n_machines: int) -> int:
     """Be this machine; return the process's exit status."""
     rehearsal = msgspec.json.decode(Path(spec).read_bytes(), type=Rehearsal)
     _end_with_parent()
+    beat(rehearsal.path(f"{machine}.alive"))
     sys.path[:0] = [p for p in rehearsal.import_paths if p not in sys.path]
     torch.set_num_threads(rehearsal.threads)
     keep_memory()

@@ -5,24 +5,26 @@
     folder/output.npy           what they compute, each its own regions
     folder/gradient-K.npy       of tensor K, likewise
     folder/MACHINE.json         what each has measured
+    folder/MACHINE.alive        that each lives (`pulse`)
     folder/MACHINE.log          what each has to say
 
 For `distbelief predict`, and for `distbelief partition --verify`. They are the machines
 of a job (`runtime.machine`), talk over ZeroMQ as those do, and differ in what they
 compute for (`hand`). Values come from a file of whole tensors, of which each reads its
-regions. If one of them ends too early, all are ended.
+regions. If one of them ends too early, or is silent for too long, all are ended.
 """
 
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, final
 
 import msgspec
 
 from distbelief.errors import DistBeliefError, JobError
+from distbelief.job.rehearsal.pulse import Pulse
 from distbelief.runtime.task.samples import Sample
 from distbelief.runtime.task.task import TaskSpec
 
@@ -97,12 +99,23 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
 
 
-def rehearse(rehearsal: Rehearsal, *, n_machines: int) -> list[Seen]:
+def rehearse(
+    rehearsal: Rehearsal,
+    *,
+    n_machines: int,
+    tell: Callable[[str], None] | None = None,
+) -> list[Seen]:
     """Run all machines until they end; return what each has measured.
+
+    Args:
+        rehearsal: What they are told.
+        n_machines: How many they are.
+        tell: Told of a machine that is silent, and when it is back.
 
     Raises:
         JobError: a machine says that the user's model or data are at fault.
-        DistBeliefError: a machine failed for another reason, or was ended.
+        DistBeliefError: a machine failed for another reason, was ended, or has been
+            silent for too long.
     """
     spec = rehearsal.path("spec.json")
     spec.write_bytes(msgspec.json.encode(rehearsal))
@@ -119,7 +132,7 @@ def rehearse(rehearsal: Rehearsal, *, n_machines: int) -> list[Seen]:
                         stderr=subprocess.STDOUT,
                     )
                 )
-        _await(hands, rehearsal)
+        _await(hands, rehearsal, tell)
     finally:
         _end(hands)
     return [
@@ -128,9 +141,15 @@ def rehearse(rehearsal: Rehearsal, *, n_machines: int) -> list[Seen]:
     ]
 
 
-def _await(hands: Sequence[subprocess.Popen[bytes]], rehearsal: Rehearsal) -> None:
-    deadline = time.monotonic() + SECONDS_MAX
-    while time.monotonic() < deadline:
+def _await(
+    hands: Sequence[subprocess.Popen[bytes]],
+    rehearsal: Rehearsal,
+    tell: Callable[[str], None] | None,
+) -> None:
+    begun = time.monotonic()
+    paths = [rehearsal.path(f"{machine}.alive") for machine in range(len(hands))]
+    pulse = Pulse(paths, pids=[hand.pid for hand in hands], now=begun)
+    while (now := time.monotonic()) < begun + SECONDS_MAX:
         codes = [hand.poll() for hand in hands]
         failed = [m for m, code in enumerate(codes) if code not in {None, 0}]
         if failed:
@@ -138,6 +157,10 @@ def _await(hands: Sequence[subprocess.Popen[bytes]], rehearsal: Rehearsal) -> No
             raise _failure(failed[0], codes[failed[0]] or 0, rehearsal)
         if None not in codes:
             return
+        left = [m for m, code in enumerate(codes) if code is None]
+        for text in pulse.look(now, left=left):
+            if tell is not None:
+                tell(text)
         time.sleep(POLL_SECONDS)
     raise DistBeliefError(f"machines have not ended within {SECONDS_MAX:.0f} s")
 

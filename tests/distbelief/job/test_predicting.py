@@ -232,7 +232,8 @@ def test_sigterm_leaves_no_folder_behind(
     inputs_at(tmp_path / "in.npy")
     folders: list[Path] = []
 
-    def end(rehearsal: Rehearsal, *, n_machines: int) -> None:
+    def end(rehearsal: Rehearsal, *, n_machines: int, tell: object) -> None:
+        del tell
         assert n_machines <= 2
         folders.append(Path(rehearsal.folder))
         assert (folders[0] / "inputs.npy").is_file()
