@@ -6,7 +6,8 @@ from typing import final
 
 from distbelief.messages import Progress
 from distbelief.roles import Seconds
-from distbelief.runtime.machine.leading import Done, Leader
+from distbelief.runtime.machine.done import Done
+from distbelief.runtime.machine.leading import Leader
 
 
 @final

@@ -230,10 +230,14 @@ class Training:
             square = 0.0 if step.staged.finite else math.nan
         else:
             square = self._square(step)
+        # Where it keeps nothing, nothing of its own tells that its samples are bad.
+        looks = not (math.isfinite(square) and self.values)
+        sample = _bad(step) if looks else None
         if not self._votes:
-            return self.settle(square)
+            return self.settle(square, sample)
         n_bytes = 2.0 * sum(gradient.nbytes for gradient in step.gradients.values())
-        return Vote(square=square, settle=self.settle, cost=Cost(n_bytes=n_bytes))
+        cost = Cost(n_bytes=n_bytes)
+        return Vote(square=square, settle=self.settle, cost=cost, sample=sample)
 
     def _square(self, step: _Step) -> float:
         """Return the squared norm; if nobody asks for that, only whether it is one."""
@@ -243,16 +247,17 @@ class Training:
         looks = self._votes or self._config.checks_every_gradient
         return 0.0 if not looks or is_finite(gradients) else math.nan
 
-    def settle(self, square: float) -> Closed:
+    def settle(self, square: float, sample: int | None) -> Closed:
         """Step locally and accrue, or let the push go, as all have agreed. Work.
 
         Args:
             square: Squared norm of the gradient of all machines.
+            sample: To blame if it is not finite: a machine has seen that.
         """
         step = self._step
         assert step is not None
         if not math.isfinite(square):
-            return Closed(is_finite=False, staged=step.staged, blame=_blame(step))
+            return Closed(is_finite=False, staged=step.staged, blame=_blame(sample))
         if is_finite(step.after):
             for item, value in step.after.items():
                 self.values[item].copy_(value)
@@ -398,12 +403,17 @@ class Training:
         return self._tally.figures()
 
 
-def _blame(step: _Step) -> str | None:
-    """Return a sentence on the first sample that is NaN or infinite, if one is."""
+def _bad(step: _Step) -> int | None:
+    """Return the first sample that is NaN or infinite, as far as it is seen here."""
     row = bad_sample(step.portion)
-    if row is None:
+    return None if row is None else int(step.chosen.indices[row])
+
+
+def _blame(sample: int | None) -> str | None:
+    """Return a sentence on a sample that is NaN or infinite, if one is."""
+    if sample is None:
         return None
     return (
-        f"[data.train] sample {int(step.chosen.indices[row])} has NaN or infinite "
-        "values: mend or leave out such samples"
+        f"[data.train] sample {sample} has NaN or infinite values: mend or leave out "
+        "such samples"
     )

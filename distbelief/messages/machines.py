@@ -56,6 +56,7 @@ class Proceed(AnyMessage, frozen=True):
     ended: bool  # I know that you have
     agreed: Count = 0  # steps that all have computed
     square: float = 0.0  # of the last of them: sum of what all have said of it
+    sample: Count | None = None  # what the first has said of it who has seen one
 
 
 class Stepped(AnyMessage, frozen=True):
@@ -69,6 +70,7 @@ class Stepped(AnyMessage, frozen=True):
     clock: float  # mean over my shards of those of the values in use; -1: none
     ended: bool  # after the last step: all that I pushed is applied
     square: float = 0.0  # of the last step's gradient, my part; NaN: it is not finite
+    sample: Count | None = None  # of the data set: it is to blame for that
 
 
 class PushPart(AnyMessage, frozen=True):

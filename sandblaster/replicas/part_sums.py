@@ -307,6 +307,6 @@ class PartSums:
         }
 
 
-def _nothing(square: float) -> None:
+def _nothing(square: float, sample: int | None) -> None:
     """Do nothing with what all have agreed on: the leader knows."""
-    del square
+    del square, sample

@@ -68,6 +68,7 @@ client_records = st.builds(
 
 _BY_HINT = [
     (Count, counts),
+    (Count | None, st.none() | counts),
     (Name, names),
     (Text, st.text(max_size=2000)),
     (Text | None, st.none() | st.text(max_size=50)),

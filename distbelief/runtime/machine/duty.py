@@ -22,14 +22,16 @@ class Vote:
     Attributes:
         square: Sum of the squares of its part of the gradient; NaN if that is not
             finite.
-        settle: Work: given the sum over all machines, does with the result of the step
-            what is to be done.
+        settle: Work: given the sum over all machines, and the sample that one of them
+            blames, does with the result of the step what is to be done.
         cost: Of that.
+        sample: Of the data set: this machine sees that it is not finite.
     """
 
     square: float
-    settle: Callable[[float], object]
+    settle: Callable[[float, int | None], object]
     cost: Cost
+    sample: int | None = None
 
 
 class Duty(Protocol):

@@ -55,7 +55,10 @@ class Following:
         """Say how many steps are taken, and what this machine has of the last."""
         own = self._own
         said = own.living.stepped(
-            own.stepping.step, clock=own.duty.clock, square=own.voting.square
+            own.stepping.step,
+            clock=own.duty.clock,
+            square=own.voting.square,
+            sample=own.voting.sample,
         )
         return self._say(said, now)
 

@@ -19,7 +19,6 @@ Nobody goes before all have ended; where one is lost for good the others can onl
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, final
 
 from distbelief.errors import RemoteProtocolError
@@ -32,6 +31,7 @@ from distbelief.messages import (
     Stepped,
 )
 from distbelief.roles import Seconds
+from distbelief.runtime.machine.done import Done
 
 
 LIFE_BITS: Final = 32
@@ -44,26 +44,6 @@ STOP_SECONDS: Final = 20.0
 """After a Stop, without anybody's step, until the end is made without one."""
 
 Outgoing = list[tuple[int, Message]]
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """What a group has done in all lives of its leader.
-
-    Attributes:
-        steps: Taken by all.
-        position: In the data.
-        loss: Sum over `samples`.
-        samples: Those whose loss is finite.
-        no_loss: Those whose loss is not.
-    """
-
-    steps: int = 0
-    position: int = 0
-    loss: float = 0.0
-    samples: int = 0
-    no_loss: int = 0
 
 
 @final
@@ -107,6 +87,7 @@ class Leader:
         self._missing: set[int] = set()
         self._agreed = 0  # steps of this life that all have computed
         self._square = 0.0  # of the gradient of the last of them
+        self._sample: int | None = None  # to blame, if that is not finite
         self._before = 0  # steps of former lives
         self._position = 0  # of this life's first step
         self._wanted: int | None = None
@@ -140,7 +121,7 @@ class Leader:
         self._before += self.steps
         self.life += 1
         self._running = False
-        self._agreed, self._square = 0, 0.0
+        self._agreed, self._square, self._sample = 0, 0.0, None
         self._frozen = 0 if self._stopping else None
         self._wanted, self._limit, self._order = position, limit, order
         self._heard_at = now
@@ -251,9 +232,11 @@ class Leader:
         if self.steps <= self._agreed:
             return False
         self._agreed = self.steps
-        self._square = 0.0
-        for machine in sorted(self._stepped):  # never in the order of arrival
-            self._square += self._stepped[machine].square
+        # Never in the order of arrival.
+        said = [self._stepped[machine] for machine in sorted(self._stepped)]
+        self._square = sum((message.square for message in said), start=0.0)
+        seen = (message.sample for message in said)
+        self._sample = next((sample for sample in seen if sample is not None), None)
         return True
 
     # ------------------------------------------------------------------------- figures
@@ -396,4 +379,5 @@ class Leader:
             ended=machine in self._gone,
             agreed=self._agreed,
             square=self._square,
+            sample=self._sample,
         )

@@ -46,6 +46,7 @@ class Living:
         has_ended: And the leader knows that they are taken.
         agreed: Steps of this life that all machines have computed.
         square: Of the gradient of the last of them, over all machines.
+        sample: To blame for it, if one of them blames one.
     """
 
     def __init__(self, name: str, *, plan: str) -> None:
@@ -57,6 +58,7 @@ class Living:
         self.has_ended = False
         self.agreed = 0
         self.square = 0.0
+        self.sample: int | None = None
         self._name = name
         self._plan = plan
         self._sums = _Sums()
@@ -83,7 +85,7 @@ class Living:
         self.life, self.phase = message.life, Phase.GATHERING
         self.n_lives += 1
         self.granted, self.is_last, self.has_ended = 0, False, False
-        self.agreed, self.square = 0, 0.0
+        self.agreed, self.square, self.sample = 0, 0.0, None
         self._sums = _Sums()
         return True
 
@@ -105,6 +107,7 @@ class Living:
         self.has_ended |= message.ended
         if message.agreed > self.agreed:
             self.agreed, self.square = message.agreed, message.square
+            self.sample = message.sample
         begins = self.phase is Phase.GATHERED
         if begins:
             self.phase = Phase.RUNNING
@@ -125,7 +128,14 @@ class Living:
         """Return what the leader is told: so many samples are pushed."""
         return Gathered(life=self.life, pushes=pushed is not None, samples=pushed or 0)
 
-    def stepped(self, steps: int, *, clock: float | None, square: float) -> Stepped:
+    def stepped(
+        self,
+        steps: int,
+        *,
+        clock: float | None,
+        square: float,
+        sample: int | None = None,
+    ) -> Stepped:
         """Return what the leader is told: so many steps are taken."""
         return Stepped(
             life=self.life,
@@ -136,6 +146,7 @@ class Living:
             clock=-1.0 if clock is None else clock,
             ended=self.phase is Phase.ENDED,
             square=square,
+            sample=sample,
         )
 
     def _check(self, message: Gather | Proceed) -> None:

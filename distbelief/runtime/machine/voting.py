@@ -40,10 +40,12 @@ class Voting:
 
     Attributes:
         square: What was said last.
+        sample: Likewise, of who is to blame.
     """
 
     def __init__(self, living: Living) -> None:
         self.square = 0.0
+        self.sample: int | None = None
         self._living = living
         self._ballot: Ballot | None = None
 
@@ -54,7 +56,7 @@ class Voting:
 
     def cast(self, ballot: Ballot) -> None:
         """Vote on a step."""
-        self.square = ballot.vote.square
+        self.square, self.sample = ballot.vote.square, ballot.vote.sample
         self._ballot = ballot
 
     def drop(self) -> None:
@@ -70,7 +72,8 @@ class Voting:
         ballot = self._ballot
         if ballot is None or self._living.agreed < step:
             return []
-        work = partial(ballot.vote.settle, self._living.square)
+        living = self._living
+        work = partial(ballot.vote.settle, living.square, living.sample)
         return [Compute(name=SETTLE, work=work, cost=ballot.vote.cost)]
 
     def settled(self) -> Ballot:

@@ -1,5 +1,7 @@
 """Machines of one replica and of the evaluator: what they compute, say, and refuse."""
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 import torch
@@ -390,6 +392,41 @@ def test_a_loss_on_a_machine_without_parameters_tells_of_what_is_skipped() -> No
     assert len([text for text in told if "it is skipped" in text]) == 1
     counted = [group.status(name)["non_finite"] for name in group.machines]
     assert counted == [6, 6]
+
+
+def one_bad_sample(*, width: int, n_samples: int) -> list[object]:
+    good = torch.ones(width)
+    data: list[object] = [(good, torch.tensor(0)) for _ in range(n_samples)]
+    data[17] = (torch.full((width,), torch.inf), torch.tensor(0))
+    return data
+
+
+@pytest.mark.parametrize("apart", [("loss",), ("last", "loss"), ("first", "last")])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_bad_sample_is_named_whoever_reads_it(
+    apart: Sequence[str], clip_norm: float | None
+) -> None:
+    """Who told of the step looked at what it had read itself, which was fine."""
+    task = msgspec.structs.replace(
+        LEARNING,
+        model=ModelSpec(factory=f"{HERE}:root_net", initial="seed"),
+        train=DataSpec(
+            factory=f"{HERE}:one_bad_sample", arguments={"width": 40, "n_samples": 40}
+        ),
+    )
+    settings = msgspec.structs.replace(downpour(max_steps=20), clip_norm=clip_norm)
+    group = Group(
+        task,
+        settings,
+        inputs=FRAMES,
+        n_machines=2,
+        place=lambda layer: int(layer in apart),
+    )
+    group.simulation.run(until=5.0)
+    told = [str(report) for report in group.simulation.reports]
+    skipped = [text for text in told if "it is skipped" in text]
+    assert skipped
+    assert all("[data.train] sample 17 has NaN or infinite" in each for each in skipped)
 
 
 def test_machines_with_other_plans_do_not_work_together() -> None:

@@ -143,7 +143,7 @@ def computed() -> Bench:
     vote = bench.step(1, 3.0)
     assert vote is not None
     assert vote.square == 0.0
-    vote.settle(0.0)
+    vote.settle(0.0, None)
     return bench
 
 
