@@ -34,6 +34,7 @@ from distbelief.runtime.task.task import ModelSpec, build_model
 
 _UNKNOWN: Final = "filled in a way that shards cannot repeat"
 _EMPTY: Final = "never given any values"
+_CAST: Final = "cast to another type after it was drawn"
 
 _Numbers = tuple[float, ...]
 _Entered = AbstractContextManager[object]
@@ -95,9 +96,9 @@ class Recording:
             noted = self._notes.of(tensors[name])
             if isinstance(noted, str):
                 raise JobError(
-                    f"[model] initial = 'seed': tensor {name!r} is {noted}. Let its "
-                    "constructor use one function of torch.nn.init on the whole "
-                    "tensor, or use initial = 'module', or a .safetensors file"
+                    f"[model] initial = 'seed': tensor {name!r} is {noted}. "
+                    f"{_mend(noted, tensors[name])}, or use initial = 'module', or a "
+                    ".safetensors file"
                 )
             found[name] = noted
         return found
@@ -113,6 +114,17 @@ def recorded_initials(spec: ModelSpec, names: Sequence[str]) -> Mapping[str, Ini
     with Recording() as recording:
         module = build_model(spec)
     return recording.initials(module, names)
+
+
+def _mend(noted: str, tensor: torch.Tensor) -> str:
+    if noted != _CAST:
+        return (
+            "Let its constructor use one function of torch.nn.init on the whole tensor"
+        )
+    return (
+        f"Make its layer in that type (dtype={tensor.dtype}) rather than cast the "
+        "module, as by double()"
+    )
 
 
 @final
@@ -165,9 +177,12 @@ class _Notes(TorchDispatchMode):
             return
         if not name.endswith("_") or name.endswith("__"):
             source = args[0] if args else None
-            fresh = not isinstance(source, torch.Tensor) or _key(source) != _key(result)
-            if fresh:
-                self._set(result, _UNKNOWN)  # of arithmetic, or a file
+            if not isinstance(source, torch.Tensor):
+                self._set(result, _UNKNOWN)  # of a file, say
+            elif _key(source) != _key(result):
+                is_cast = name == "_to_copy" and source.dtype != result.dtype
+                known = isinstance(self.of(source), Initial)
+                self._set(result, _CAST if is_cast and known else _UNKNOWN)
             return
         whole = result.numel() == _n_elements(result)
         drawn = _drawn(name, args, options)

@@ -81,6 +81,11 @@ def truncated() -> nn.Module:
     return module
 
 
+def doubled() -> nn.Module:
+    """Its cast was called a filling that shards cannot repeat."""
+    return nn.Linear(3, 3).double()
+
+
 def turned() -> nn.Module:
     module = nn.Linear(3, 3)
     nn.init.orthogonal_(module.weight)
@@ -118,6 +123,10 @@ def untouched() -> nn.Module:
     [
         (scaled, "cannot repeat"),
         (truncated, "cannot repeat"),
+        (
+            doubled,
+            r"cast to another type after .*layer in that type \(dtype=torch\.float64\)",
+        ),
         (turned, "cannot repeat"),
         (in_parts, "cannot repeat"),
         (infinite, "cannot repeat"),
