@@ -141,7 +141,7 @@ class _Planner:
     def plan_for(self, count: int) -> Planned:
         """Return the best plan for so many machines."""
         order, cluster = self._order, self._order.cluster.first(count)
-        self._tell(f"{count} machines")
+        self._tell(f"{count} machine{'' if count == 1 else 's'}")
         baselines = [] if order.pins else self._baselines(cluster)
         others = [*baselines, *self._before(count)]
         in_orders = arrangements(cluster)

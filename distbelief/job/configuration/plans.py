@@ -114,7 +114,7 @@ def _of_before(job: Job, graph: LayerGraph, kept: Path) -> Plan | None:
 def _made(job: Job, graph: LayerGraph, tell: Told) -> Plan:
     """Ask the planner."""
     count, batch = job.cluster.partitions, job.batch_size
-    tell(f"planning for {count} machines")
+    tell(f"planning for {count} machine{'' if count == 1 else 's'}")
     cluster = _cluster(job, count)
     single = single_sample(graph)
     order = Order(

@@ -17,6 +17,8 @@ from distbelief.roles import Address, PeerLost
 CHECK: Final = Address("check")
 CHECK_SECONDS_MAX: Final = 1800.0
 
+_TAIL: Final = 2000  # characters of the log that are shown
+
 
 def try_out(
     job: Job,
@@ -56,20 +58,24 @@ def try_out(
         left = deadline - time.monotonic()
         if left <= 0:
             raise JobError(
-                f"model and data could not be tried out in {CHECK_SECONDS_MAX:.0f} "
-                f"s: see {log}"
+                f"model and data could not be tried out in {CHECK_SECONDS_MAX:.0f} s. "
+                f"The log ends:\n{_tail(log)}"
             )
         select.select([launcher.fileno()], [], [], left)
         ends = [e for e in launcher.events() if isinstance(e, PeerLost)]
     found = read_answer(answer)
     if found is None:
-        tail = log.read_text(errors="replace")[-2000:] if log.is_file() else ""
-        # With this error the log is removed: do not send anybody to look for it.
         reason = ends[0].reason.removesuffix(f" (see {log})")
         raise JobError(
-            f"the process that tried out model and data {reason}. Its log ends:\n{tail}"
+            f"the process that tried out model and data {reason}. Its log ends:\n"
+            f"{_tail(log)}"
         )
     if found.error is not None:
         kind = JobError if found.is_users else DistBeliefError
         raise kind(found.error)
     return found
+
+
+def _tail(log: Path) -> str:
+    """Return the end of a log; with the error that tells it the log is removed."""
+    return log.read_text(errors="replace")[-_TAIL:] if log.is_file() else ""

@@ -195,7 +195,7 @@ def test_search_begins_from_the_fastest_way_and_may_be_a_baseline() -> None:
 def test_who_waits_is_told_of_every_phase() -> None:
     told: list[str] = []
     plan(order(), [2], tell=told.append)
-    assert told[0] == "1 machines"
+    assert told[0] == "1 machine"
     of_two = told[told.index("2 machines") :]
     assert of_two[1] == "2 machines: what each split of a layer costs"
     assert of_two[2].startswith("2 machines: the best choice among ")
