@@ -124,7 +124,9 @@ def answer_to(job: Job, question: Question) -> Answer:
     from distbelief.job.configuration.plans import draw, plan_for_job  # noqa: PLC0415 -- split jobs only
 
     _check_device(job.cluster.device)
-    sample = check_data(task, job.batch_size)
+    cluster = job.cluster
+    n_readers = cluster.partitions if cluster.plan is None else 2  # at the least
+    sample = check_data(task, job.batch_size, n_readers=n_readers)
     captured = capture_for(task, sample)
     check_evaluation(task, sample)
     if task.model.initial == "module":

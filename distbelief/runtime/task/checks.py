@@ -5,12 +5,13 @@ Each complaint is one sentence: the culprit, its value, the mend.
 
 import torch
 
-from distbelief.data.dataset import read_batch
+from distbelief.data.dataset import Batch, Dataset, read_batch
 from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, evaluation_difference
 from distbelief.runtime.task import trial
 from distbelief.runtime.task.samples import Sample, sample_of
 from distbelief.runtime.task.task import (
+    DataSpec,
     TaskSpec,
     build_dataset,
     build_loss,
@@ -67,20 +68,21 @@ def check(task: TaskSpec, batch_size: int) -> None:
     )
 
 
-def check_data(task: TaskSpec, batch_size: int) -> Sample:
+def check_data(task: TaskSpec, batch_size: int, *, n_readers: int = 2) -> Sample:
     """Read a batch of the training and of the test data; return what samples are like.
 
+    Args:
+        task: Whose data.
+        batch_size: Samples that are read at once.
+        n_readers: Machines of a replica: more than one have to read the same.
+
     Raises:
-        JobError: they cannot be read, or are unlike each other; or there is no such
-            metric.
+        JobError: they cannot be read, are unlike each other, or are drawn at random;
+            or there is no such metric.
     """
-    dataset = build_dataset(task.train)
-    read_batch(dataset, range(min(batch_size, len(dataset))))
-    sample = sample_of(dataset)
+    sample = _sample(task.train, batch_size, n_readers, table="data.train")
     if task.test is not None:
-        test = build_dataset(task.test, table="data.test")
-        read_batch(test, range(min(batch_size, len(test))), table="data.test")
-        other = sample_of(test, table="data.test")
+        other = _sample(task.test, batch_size, n_readers, table="data.test")
         if other != sample:
             raise JobError(
                 f"samples of [data.train] are {sample}, and those of [data.test] "
@@ -88,6 +90,53 @@ def check_data(task: TaskSpec, batch_size: int) -> Sample:
             )
         build_metric(task)
     return sample
+
+
+def _sample(spec: DataSpec, batch_size: int, n_readers: int, *, table: str) -> Sample:
+    """Return what the samples are like, which all machines of a replica read alike."""
+    dataset = build_dataset(spec, table=table)
+    batch = _first(dataset, batch_size, table=table)
+    if n_readers > 1:
+        _check_alike(spec, dataset, batch, table=table)
+    return sample_of(dataset, table=table)
+
+
+def _check_alike(spec: DataSpec, dataset: Dataset, batch: Batch, *, table: str) -> None:
+    """Refuse samples that are drawn at random.
+
+    Each machine builds the data set and reads for itself, one the inputs and another
+    their targets, or the other half of an image: these would be of other draws.
+    """
+    n_samples = len(batch[0])
+    anew = build_dataset(spec, table=table)
+    others = {
+        "it is read": _first(dataset, n_samples, table=table),
+        f"{spec.factory} is called": _first(anew, n_samples, table=table),
+    }
+    for when, other in others.items():
+        row = _differing(batch, other)
+        if row is not None:
+            raise JobError(
+                f"[{table}] sample {row} is another one each time that {when}, and "
+                "machines of a replica read it each for itself: draw nothing at random,"
+                " or by generators of a fixed seed (with the sample's index in it), or "
+                "let a replica be one process (partitions = 1)"
+            )
+
+
+def _first(dataset: Dataset, n_samples: int, *, table: str) -> Batch:
+    return read_batch(dataset, range(min(n_samples, len(dataset))), table=table)
+
+
+def _differing(batch: Batch, other: Batch) -> int | None:
+    """Return the first sample in which two readings differ; NaN is like NaN."""
+    for one, two in zip(batch, other, strict=True):
+        if one.shape != two.shape:
+            return 0
+        differs = (one != two) & ~(one.isnan() & two.isnan())
+        if bool(differs.any()):
+            return int(differs.nonzero()[0][0])
+    return None
 
 
 def check_evaluation(task: TaskSpec, sample: Sample) -> None:
