@@ -94,6 +94,17 @@ class Builder:
         self._layers[layer.name] = msgspec.structs.replace(layer, tensors=tensors)
         return layer.name
 
+    def replacing(self, tensor: str) -> Layer | None:
+        """Return the layer, last of those added, that gives a tensor its new value."""
+        name = self._aliases.get(tensor, tensor)
+        for layer in reversed(self._layers.values()):
+            if (
+                layer.kind == "running_average"
+                and layer.tensors["running"].name == name
+            ):
+                return layer
+        return None
+
     def extend(self, layers: Iterable[Layer]) -> str:
         """Add the layers of a composite; return the name of the last one."""
         name = ""

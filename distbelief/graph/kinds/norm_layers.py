@@ -24,13 +24,14 @@ from distbelief.graph.layer import GraphError, Layer, TensorUse
 Uses = Mapping[str, TensorUse]
 
 
-def batch_norm_layers(
+def batch_norm_layers(  # noqa: PLR0913 -- what torch's has
     name: str,
     source: Layer,
     *,
     tensors: Uses,
     epsilon: float,
     momentum: float | None,
+    before: Mapping[str, Layer | None] | None = None,
     frozen: bool = False,
 ) -> list[Layer]:
     """Return the layers of a BatchNorm over (channels, *space).
@@ -42,6 +43,8 @@ def batch_norm_layers(
             kept, and statistics are the batch's even when not training.
         epsilon: Added to the variance.
         momentum: Of the running statistics.
+        before: By their words, the layers that have replaced them already in this
+            forward, which calls the module several times.
         frozen: Whether to use the running statistics in training too, unchanged.
 
     Raises:
@@ -70,12 +73,14 @@ def batch_norm_layers(
                 f"{name!r} averages its statistics over all steps (momentum=None), "
                 "which is not supported: use a number, 0.1 say"
             )
+        former = (before or {}).get(word)
+        reads = [statistic] if former is None else [statistic, former]
         layers.append(
             Layer(
                 name=f"{name}.{word}",
                 kind=RunningAverage.name,
-                inputs=(statistic.name,),
-                input_shapes=(statistic.shape,),
+                inputs=tuple(layer.name for layer in reads),
+                input_shapes=tuple(layer.shape for layer in reads),
                 shape=source.shape[:1],
                 options={"momentum": momentum},
                 tensors={"running": tensors[word]},

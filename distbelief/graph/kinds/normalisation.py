@@ -9,7 +9,8 @@
               unbiased, and what is divided by is the biased one
 
     kind      "running_average": (1 - momentum) * running + momentum * statistic
-    inputs    statistic (batch of one)
+    inputs    statistic (batch of one); then another "running_average" of the same
+              tensor, or absent: what is running by then, where a module is called again
     tensors   running (trains=False)
     options   momentum
 
@@ -92,7 +93,8 @@ class RunningAverage(LayerKind):
     @override
     def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
         ones = (1,) * (len(layer.input_shapes[0]) - 1)
-        return (Region((*output.intervals, *((0, one) for one in ones))),)
+        statistic = Region((*output.intervals, *((0, one) for one in ones)))
+        return (statistic, output)[: len(layer.inputs)]
 
     @override
     def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
@@ -111,10 +113,11 @@ class RunningAverage(LayerKind):
         tensors: Mapping[str, torch.Tensor],
         step: Step,
     ) -> torch.Tensor:
-        running = tensors["running"].unsqueeze(0)
+        statistic, *before = (value.detach() for value in inputs)
+        running = before[0] if before else tensors["running"].unsqueeze(0)
         if not step.training:
             return running
-        statistic = inputs[0].detach().flatten(1)
+        statistic = statistic.flatten(1)
         momentum = layer.number("momentum")
         return (1 - momentum) * running + momentum * statistic
 
@@ -122,7 +125,8 @@ class RunningAverage(LayerKind):
 def running_averages(graph: LayerGraph) -> dict[str, str]:
     """Return, by the tensor that a training step replaces, the layer that gives it.
 
-    The layer's output has a batch of one before the tensor's shape.
+    The last one, if a module is called several times. The layer's output has a batch of
+    one before the tensor's shape.
     """
     return {
         layer.tensors["running"].name: layer.name

@@ -47,6 +47,7 @@ def batch_norm(
         tensors=tensors,
         epsilon=module.eps,
         momentum=module.momentum,
+        before={word: builder.replacing(use.name) for word, use in tensors.items()},
         frozen="running_mean" in tensors and not operation.trains,
     )
     return builder.extend(layers)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.graph.capture import InputSpec, capture
@@ -124,6 +125,48 @@ def test_float32_is_as_near_to_float64_as_one_process_is(seed: int) -> None:
         )
 
     assert distance(found.gradients) <= 3 * distance(rounded)
+
+
+class Twice(nn.Module):
+    """Calls one BatchNorm for both of a pair of inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(2, 4, 3)
+        self.norm = nn.BatchNorm2d(4, momentum=0.3)
+        self.classes = nn.Linear(4 * 6 * 6, 5)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.layer(x).relu())
+        y = self.norm(self.layer(x.square()).relu()) - y
+        scores: torch.Tensor = self.classes(y.flatten(1))
+        return scores
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_norm_that_is_called_twice_averages_twice(seed: int) -> None:
+    """The second call's average began where the first one's had: that one was lost.
+
+    Gradients were right; what the trained model computed for others was not.
+    """
+    torch.manual_seed(1)
+    module = Twice().double()
+    graph = captured(module)
+    names = input_names(graph)
+    batch = batch_of(graph, 7)
+    placements = random_plan(graph, np.random.default_rng(seed), n_machines=4)
+    compiled = compile_plan(graph, placements, batch=7, n_machines=4)
+    crew = Crew(compiled=compiled, dtype=torch.float64, loss=graph.outputs[-1])
+    tensors = {name: value.clone() for name, value in module.state_dict().items()}
+    found = crew.step(batch, tensors)
+    functional.cross_entropy(module(batch[names[0]]), batch[names[1]]).backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found.gradients[name], parameter.grad)
+    assert found.averages.keys() == {"norm.running_mean", "norm.running_var"}
+    for name, value in found.averages.items():
+        torch.testing.assert_close(value, module.get_buffer(name))
 
 
 def test_dropout_does_not_depend_on_plan_or_micro_batches() -> None:
