@@ -69,7 +69,8 @@ def capture_for(task: TaskSpec, sample: Sample) -> Captured:
     """Return the layer graph of a task on such samples, without any memory.
 
     Raises:
-        JobError: the model cannot be built or captured, or does not take them.
+        JobError: the model cannot be built or captured, does not take them, or needs
+            tensors that are not saved with it.
     """
     n_values = 1 if sample.input_is_integer else None  # how many, no layer asks
     loss = task.loss.removesuffix("_loss")
@@ -87,12 +88,29 @@ def capture_for(task: TaskSpec, sample: Sample) -> Captured:
             "the data set return them as floating-point numbers, of the outputs' "
             "shape, or use loss = 'cross_entropy' if they are class labels"
         )
-    return capture_task(
+    captured = capture_task(
         task,
         inputs=[InputSpec(shape=sample.input_shape, n_values=n_values)],
         targets=sample.target_shape,
         soft=loss in CLASS_LOSSES and not sample.target_is_integer,
     )
+    _refuse_unsaved(task, captured)
+    return captured
+
+
+def _refuse_unsaved(task: TaskSpec, captured: Captured) -> None:
+    """Refuse tensors that machines would not get: they have theirs from the shards."""
+    saved = {spec.name for spec in captured.specs}
+    for layer in captured.graph.layers:
+        for use in layer.tensors.values():
+            if use.name not in saved:
+                raise JobError(
+                    f"[model] {task.model.factory}: {use.name!r}, which layer "
+                    f"{layer.name!r} needs, is not saved with the model, and machines "
+                    "get their tensors from the shards, which have those that are: "
+                    "register it by register_buffer, without persistent=False, or let "
+                    "a replica be one process (partitions = 1)"
+                )
 
 
 def modules_of(

@@ -281,6 +281,39 @@ def test_samples_drawn_at_random_are_refused(
     assert check_data(task, 8, n_readers=1).input_shape == (5,)
 
 
+class Scaled(nn.Module):
+    """Has a table of numbers, a buffer that is saved or not."""
+
+    table: torch.Tensor
+
+    def __init__(self, *, saved: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.register_buffer("table", torch.ones(3), persistent=saved)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x) * self.table
+        return y
+
+
+def test_a_buffer_that_is_not_saved_is_refused() -> None:
+    """Tables of positions are often kept so, and in one process they may be.
+
+    Shards hold what is saved, so the machine that needed it failed as it was made:
+    "the layout has no tensor 'table'", which says neither why nor what to do.
+    """
+    saved, unsaved = (
+        job(
+            f"model.factory={HERE}:Scaled", f"model.arguments={{ saved = {word} }}"
+        ).task
+        for word in ("true", "false")
+    )
+    assert "table" in capture_for(saved, sample_of(Data())).graph.tensors
+    with pytest.raises(JobError, match=r"Scaled: 'table', .* not saved .*partitions"):
+        capture_for(unsaved, sample_of(Data()))
+
+
 def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs, targets)
 
