@@ -158,6 +158,7 @@ def _split(
 ) -> Array:
     """Let a process for each machine of the plan compute its part."""
     _check_inputs(plan, inputs)
+    _check_device(job)
     with torch.device("meta"):
         module = build_model(job.model)
     check_trained(module, run.model_file, factory=job.model.factory)
@@ -208,6 +209,16 @@ def _check_inputs(plan: Plan, inputs: Array) -> None:
         raise GraphError(
             f"the inputs have shape {list(inputs.shape[1:])} for each sample, and the "
             f"model takes {list(wanted)}"
+        )
+
+
+def _check_device(job: Job) -> None:
+    device = job.cluster.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise JobError(
+            f"the run's machines compute on {device!r}, and torch {torch.__version__} "
+            "sees no GPU on this machine: predict with --whole, which needs none, or "
+            "where there is one"
         )
 
 

@@ -221,14 +221,33 @@ def test_the_command_line_tells_a_mistake_in_a_sentence(
     assert "is not a run directory" in failed.stderr
 
 
-def test_sigterm_leaves_no_folder_behind(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SIGTERM ended it at once; its folder, inputs and all, stayed in /tmp."""
+def save_plan(run: RunDirectory) -> None:
     outlook = distbelief.plan(
         net(), torch.zeros(8, 5), loss="cross_entropy", machines=(2,)
     )
     outlook.save(run.plan_file)
+
+
+def test_a_run_of_gpus_is_told_how_to_predict_without(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trained where there is a GPU, used where there is none: each machine ended in
+    torch's traceback.
+    """
+    save_plan(run)
+    run.write(run.job_file, JOB + '[cluster]\npartitions = 2\ndevice = "cuda"\n')
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    inputs_at(tmp_path / "in.npy")
+    with pytest.raises(JobError, match=r"'cuda', and torch .* sees no GPU .*--whole"):
+        predict(run.path, tmp_path / "in.npy")
+    assert predict(run.path, tmp_path / "in.npy", whole=True).shape == (300, 3)
+
+
+def test_sigterm_leaves_no_folder_behind(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM ended it at once; its folder, inputs and all, stayed in /tmp."""
+    save_plan(run)
     inputs_at(tmp_path / "in.npy")
     folders: list[Path] = []
 
