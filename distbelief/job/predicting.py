@@ -5,6 +5,7 @@ of model.safetensors, so that a model too large for one process predicts as well
 `whole`, or without a plan, in this process.
 """
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -107,6 +108,7 @@ def predict(
     for path in (source, out):
         if path.suffix not in SUFFIXES:
             raise JobError(f"{path}: use a file {' or '.join(SUFFIXES)}")
+    _check_place(out)
     inputs = _read(source)
     import_from(job)
     splits = run.plan_file.is_file() and not whole
@@ -201,6 +203,15 @@ def _split(
         rehearse(rehearsal, n_machines=plan.cluster.n_machines, tell=tell)
         outputs: Array = np.load(place)
         return outputs
+
+
+def _check_place(out: Path) -> None:
+    """Refuse a place that cannot be written to, before anything is computed for it."""
+    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        raise StorageError(
+            f"cannot write {out}: {out.parent} is no directory that you may write to: "
+            "make it, or name another place by --out"
+        )
 
 
 def _check_inputs(plan: Plan, inputs: Array) -> None:

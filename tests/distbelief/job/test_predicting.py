@@ -103,6 +103,20 @@ def test_a_run_without_a_model_is_told_how_to_go_on(
         predict(run.path, tmp_path / "in.npy")
 
 
+def test_where_outputs_cannot_be_nothing_is_computed(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That there is no such directory was told when all was computed, and lost."""
+
+    def compute(*_: object) -> None:
+        pytest.fail("it has computed")
+
+    monkeypatch.setattr(predicting, "_whole", compute)
+    inputs_at(tmp_path / "in.npy")
+    with pytest.raises(StorageError, match=r"cannot write .*nowhere.*--out"):
+        predict(run.path, tmp_path / "in.npy", out=tmp_path / "nowhere" / "o.npy")
+
+
 def words() -> nn.Module:
     return nn.Embedding(50, 3)
 
