@@ -13,6 +13,7 @@ from typing import Final, final
 
 from rich.console import Console
 
+from distbelief.forecast.chaos.confession import Confessed
 from distbelief.forecast.chaos.detour import Detour
 from distbelief.forecast.chaos.hands import Hands
 from distbelief.forecast.chaos.schedule import PROCESS_KINDS, Blow, schedule
@@ -28,7 +29,7 @@ from distbelief.forecast.chaos.turns import Turns
 from distbelief.job.configuration.sections import Job
 from distbelief.job.display.view import SupervisorView
 from distbelief.job.training import train
-from distbelief.roles import Seconds
+from distbelief.roles import Role, Seconds
 
 
 HORIZON_SECONDS: Final = 30.0
@@ -69,6 +70,7 @@ class Attacker:
         self._lock = threading.Lock()
         self.turns = Turns(self._attack, every=TURN_SECONDS, at_end=self._hands.release)
         self._pids: dict[str, int] = {}
+        self._killed: set[str] = set()  # whose deaths nobody has told of yet
         self._began: Seconds | None = None  # training, by the clock of this process
         self._before: Seconds = 0.0  # of the job, when that was
         self.view = SupervisorView()
@@ -86,6 +88,14 @@ class Attacker:
             if view.stop_reason is not None:  # who has ended cannot be hit
                 self._due.clear()
         return False
+
+    def owns(self, name: str) -> bool:
+        """Return whether the death of this role was dealt here; said once of each."""
+        with self._lock:
+            if name not in self._killed:
+                return False
+            self._killed.remove(name)
+            return True
 
     def _begin(self, roles: Sequence[str]) -> None:
         self.blows = tuple(self._plot(roles))
@@ -121,13 +131,33 @@ class Attacker:
             return False
         match blow.kind:
             case "kill":
-                return self._hands.kill(pid)
+                struck = self._hands.kill(pid)
+                if struck:
+                    self._killed.add(blow.role)
+                return struck
             case "pause":
                 return self._hands.pause(pid, now=now, seconds=seconds)
             case _:
                 return self._hands.slow(
                     pid, now=now, seconds=seconds, factor=blow.factor
                 )
+
+
+@final
+class _Arranged:
+    """A run whose messages take detours, and whose supervisor is told who killed."""
+
+    def __init__(self, detour: Detour, attacker: Attacker) -> None:
+        self._detour = detour
+        self._attacker = attacker
+
+    def through(self, name: str, endpoint: str) -> str:
+        """Return where `name` is to be found, in place of `endpoint`."""
+        return self._detour.through(name, endpoint)
+
+    def around(self, supervisor: Role) -> Role:
+        """Return the supervisor as one who sends everybody there."""
+        return Confessed(self._detour.around(supervisor), self._attacker.owns)
 
 
 def break_really(job: Job, *, seed: int, console: Console) -> Story:
@@ -145,7 +175,12 @@ def break_really(job: Job, *, seed: int, console: Console) -> Story:
     detour = Detour(seed)
     attacker = Attacker(partial(schedule, seed), horizon=horizon, detour=detour)
     with detour.turns, attacker.turns:
-        run = train(job, show=False, watch=attacker.watch, detours=detour)
+        run = train(
+            job,
+            show=False,
+            watch=attacker.watch,
+            detours=_Arranged(detour, attacker),
+        )
     view, summary = attacker.view, run.summary
     console.print(f"everything in {run.directory}", highlight=False, soft_wrap=True)
     lines = [*attacker.lines, *told_lines(view), end_line(view, summary.error)]

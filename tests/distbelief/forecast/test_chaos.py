@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from distbelief.forecast.chaos.confession import Confessed
 from distbelief.forecast.chaos.hands import Hands
 from distbelief.forecast.chaos.real import Attacker
 from distbelief.forecast.chaos.schedule import KINDS, Blow, faults_of, schedule
@@ -18,7 +19,7 @@ from distbelief.forecast.chaos.story import Story, shown
 from distbelief.forecast.chaos.virtual import break_virtually
 from distbelief.forecast.staging import Staging
 from distbelief.job.display.view import RoleView, SupervisorView
-from distbelief.roles import Address
+from distbelief.roles import Action, Address, Event, PeerLost, Seconds
 from distbelief.simulation.faults import CutOff, Drop, Kill, Pause, Slow
 from tests.distbelief.forecast.jobs import SANDBLASTER, small
 
@@ -218,6 +219,49 @@ def test_the_attacker_strikes_whom_the_supervisor_knows(victim: int) -> None:
         "kill replica-0",
         "pause shard-0 for 0.0 s: nobody there",
     ]
+
+
+class Listener:
+    """A role that takes note of what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[Event] = []
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        del now
+        self.heard.append(event)
+        return ()
+
+    def status(self) -> tuple[str, dict[str, float]]:
+        return "listening", {}
+
+
+def test_a_kill_by_chaos_is_not_taken_for_a_lack_of_memory(victim: int) -> None:
+    """Each line "x kill replica-1" had one below it that said "(out of memory?)"."""
+    blows = [Blow(kind="kill", role="replica-0", at=0.0)]
+    attacker = Attacker(lambda _: blows, horizon=0.1)
+    role = RoleView(name="replica-0", state="computing", pid=victim)
+    with attacker.turns:
+        attacker.watch(SupervisorView(samples=1, roles=(role,)))
+        await_state(victim, "Z")
+        attacker.turns.await_next()
+    supervisor = Listener()
+    confessed = Confessed(supervisor, attacker.owns)
+    guess = "was ended by signal SIGKILL (out of memory?)"
+    for incarnation in (1, 2):  # the second by somebody else
+        name = Address("replica-0")
+        lost = PeerLost(peer=name, incarnation=incarnation, reason=guess)
+        confessed.handle(lost, now=1.0)
+    told = [event.reason for event in supervisor.heard if isinstance(event, PeerLost)]
+    assert told == ["was killed by chaos", guess]
+
+
+def test_who_ended_by_itself_was_not_killed_by_chaos() -> None:
+    supervisor = Listener()
+    reason = "ended with status 1 (see logs/replica-0.log)"
+    lost = PeerLost(peer=Address("replica-0"), incarnation=1, reason=reason)
+    Confessed(supervisor, lambda _: True).handle(lost, now=1.0)
+    assert supervisor.heard == [lost]
 
 
 def test_a_job_that_is_over_is_left_alone(victim: int) -> None:
