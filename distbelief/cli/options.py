@@ -221,7 +221,7 @@ SuggestOption = Annotated[
     typer.Option(
         "--suggest",
         metavar=" ",
-        help="Look for the configuration that reaches the target of [stop] first, or "
+        help="Look for the configuration that reaches the target of \\[stop] first, or "
         "else computes the most samples per second, within --machines.",
     ),
 ]

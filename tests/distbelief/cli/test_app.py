@@ -63,6 +63,12 @@ def test_help_teaches_by_example() -> None:
     assert "$ distbelief status runs/speech --json" in command("status", "-h").stdout
 
 
+def test_help_names_tables_of_the_job_file() -> None:
+    """[stop] was taken for a style: "reaches the target of  first"."""
+    said = command("simulate", "--help").stdout
+    assert "[stop]" in said
+
+
 def test_the_version_is_that_of_the_package() -> None:
     assert command("--version").stdout == f"distbelief {version('distbelief')}\n"
 
