@@ -77,7 +77,11 @@ def parse(value: object, dimension: Dimension) -> float:
         JobFileError: what is wrong with `value`, and how to mend it.
     """
     example = _EXAMPLES[dimension]
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and 0 <= value < math.inf
+    ):
         raise JobFileError(f'{value} has no unit: write "{value} {_BASE[dimension]}"')
     if not isinstance(value, str):
         raise JobFileError(f"{value!r} is no quantity: write for example {example}")

@@ -1,3 +1,4 @@
+import math
 import re
 from contextlib import suppress
 
@@ -66,6 +67,10 @@ def test_whatever_is_no_quantity_is_refused_in_words(
     [
         (2, '2 has no unit: write "2 s"'),
         (2.5, '2.5 has no unit: write "2.5 s"'),
+        # With a unit these would be refused as well: "nan s" was once the advice.
+        (math.nan, "nan is no quantity: write for example"),
+        (math.inf, "inf is no quantity: write for example"),
+        (-1, "-1 is no quantity: write for example"),
         ("2", '"2" has no unit: write "2 s"'),
         ("2 sec", "\"2 sec\" has the unknown unit 'sec'. Known: us, ms, s, min, h, d"),
         ("2 Min", "Did you mean 'min'?"),
