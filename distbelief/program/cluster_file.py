@@ -222,7 +222,8 @@ def _group(group: object, where: str) -> tuple[int, Machine]:
     check_keys(group, ("count", "jitter", "cores", *_QUANTITIES), where)
     count, cores = count_of(group, "count", where), count_of(group, "cores", where)
     jitter = group.get("jitter", 0.0)
-    if not isinstance(jitter, int | float) or not 0 <= jitter <= _JITTER_MAX:
+    is_number = isinstance(jitter, int | float) and not isinstance(jitter, bool)
+    if not is_number or not 0 <= jitter <= _JITTER_MAX:
         raise GraphError(
             f"{where} jitter = {excerpt(jitter)}: wants a number from 0 to "
             f"{_JITTER_MAX}"

@@ -166,6 +166,7 @@ def test_a_mistake_names_the_file(tmp_path: Path) -> None:
         ("count = 2", "count = 10000", "count: 10001 in all; use at most 10000"),
         ("count = 2", f"count = {10**30}", "in all; use at most 10000"),
         ("jitter = 0.1", "jitter = nan", "jitter = nan: wants a number from 0 to 2"),
+        ("jitter = 0.1", "jitter = true", "jitter = True: wants a number from 0 to 2"),
         ("jitter = 0.1", 'jitter = "1 s"', 'jitter = "1 s": wants a number'),
         ("jitter = 0.1", f"jitter = {10**400}", "wants a number from 0 to 2"),
         ('"0-2"', '"2-0"', '[links] has no key "2-0": write two machines, the lower'),
