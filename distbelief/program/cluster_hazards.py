@@ -89,10 +89,12 @@ def trace_of(
             content = opened.read(N_TRACE_BYTES_MAX + 1)
     except OSError as error:
         raise explained(error, path, doing="read the trace from") from error
+    except ValueError as error:  # a zero byte, say
+        raise GraphError(f"[trace] file = {file!r} is no path: {error}") from None
     if len(content) > N_TRACE_BYTES_MAX:
         raise GraphError(f"[trace] {file} is larger than {N_TRACE_BYTES_MAX} bytes")
     try:
-        return read_trace(content.decode(), n_machines=n_machines)
+        return read_trace(content.decode("utf-8-sig"), n_machines=n_machines)
     except UnicodeDecodeError as error:
         raise GraphError(f"[trace] {file} is no UTF-8 text: {error.reason}") from None
     except GraphError as error:

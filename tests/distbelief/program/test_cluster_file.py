@@ -325,6 +325,14 @@ def test_of_fewer_machines_switches_keep_their_ends() -> None:
     assert cluster.first(3).switches == (Switch(first=0, last=2, bandwidth=250e6),)
 
 
+def test_a_name_of_a_trace_that_no_file_can_have_is_a_mistake(tmp_path: Path) -> None:
+    """It was "ValueError: embedded null byte", not foreseen."""
+    path = tmp_path / "lab.toml"
+    path.write_text(f'{MACHINE}\n[trace]\nfile = "a\\u0000b"\n')
+    with pytest.raises(GraphError, match="is no path"):
+        load_cluster(path)
+
+
 def test_a_trace_lies_beside_its_cluster(tmp_path: Path) -> None:
     path = tmp_path / "lab.toml"
     path.write_text(f'{MACHINE}\n[trace]\nfile = "spot.csv"\n')
@@ -335,6 +343,10 @@ def test_a_trace_lies_beside_its_cluster(tmp_path: Path) -> None:
     found = load_cluster(path).trace
     assert found is not None
     assert found.covers == 60
+    trace.write_text("seconds,machine,away\n1,0,5\nend,7\n", encoding="utf-8-sig")
+    found = load_cluster(path).trace  # as spreadsheets write it
+    assert found is not None
+    assert found.covers == 7
     trace.write_text("1,0,5\n")
     with pytest.raises(GraphError, match=r"lab.toml: \[trace\] spot.csv: .* ends wit"):
         load_cluster(path)
