@@ -21,7 +21,9 @@ Show = Callable[[float | None], str]
 def _milliseconds(seconds: float | None) -> str:
     if seconds is None:
         return words.DASH
-    return words.duration(seconds) if seconds >= 10 else f"{1e3 * seconds:.3g} ms"
+    if seconds >= 10:
+        return words.duration(seconds)
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _share(value: float | None) -> str:

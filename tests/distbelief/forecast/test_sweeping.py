@@ -1,10 +1,12 @@
 """Sweeps and suggestions: what they mean, and what they refuse."""
 
+import msgspec
 import pytest
+from rich.console import Console
 
 from distbelief.errors import JobError
 from distbelief.forecast.outcome import Outcome, Spread
-from distbelief.forecast.report import remarks_on
+from distbelief.forecast.report import remarks_on, table_of
 from distbelief.forecast.sweeping import (
     Axis,
     Variant,
@@ -168,6 +170,19 @@ def test_what_failed_or_was_left_out_is_told_with_its_reason() -> None:
         "replicas 8, seed 1 failed: no shard left",
         "2 configurations left out: takes 9 machines",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.0332, "33.2 ms"), (0.719, "719 ms"), (1.76, "1.76 s"), (12.0, "12 s")],
+)
+def test_a_step_is_told_in_its_usual_unit(seconds: float, shown: str) -> None:
+    """One of Sandblaster's took "1.76e+03 ms"."""
+    outcome = msgspec.structs.replace(an_outcome(), step_seconds=seconds)
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(table_of([a_variant("2", outcome)]))
+    assert shown in capture.get()
 
 
 def test_a_spread_leaves_out_what_was_not_measured() -> None:
