@@ -45,7 +45,7 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
         """
         key, equals, values = text.partition("=")
         key = key.strip()
-        split = tuple(value.strip() for value in values.split(","))
+        split = tuple(value.strip() for value in _apart(values))
         key = SHORT.get(key, key)
         if not equals or "." not in key or not all(split):
             raise JobError(
@@ -85,6 +85,17 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     def spreads(self) -> dict[str, Spread]:
         """Of every figure."""
         return spreads(self.outcomes)
+
+
+def _apart(values: str) -> Iterator[str]:
+    """Yield what stands between commas that are in no brackets: "[1,2],[3]" is two."""
+    depth = begin = 0
+    for index, letter in enumerate(values):
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth <= 0:
+            yield values[begin:index]
+            begin = index + 1
+    yield values[begin:]
 
 
 def axes_of(texts: Sequence[str]) -> list[Axis]:

@@ -87,6 +87,13 @@ def test_what_is_no_axis_is_refused_with_an_example(text: str, said: str) -> Non
         Axis.of(text)
 
 
+def test_a_value_may_have_commas_in_brackets() -> None:
+    """Widths of hidden layers: "[64" and "128]" were two of four values."""
+    axis = Axis.of("model.arguments.hidden=[64,128],[[1,2],3], []")
+    assert axis.values == ("[64,128]", "[[1,2],3]", "[]")
+    assert Axis.of("a.b={c = 1, d = 2},]").values == ("{c = 1, d = 2}", "]")
+
+
 def test_all_combinations_are_run_the_last_axis_fastest() -> None:
     axes = axes_of(["replicas=1,2", "n_push=1,5"])
     assert [tuple(each.values()) for each in combinations(axes)] == [
