@@ -32,7 +32,7 @@ class Waiting:
         self._what = ""
         self._said_at = time.monotonic()
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f} %"),
             TimeElapsedColumn(),
@@ -50,7 +50,7 @@ class Waiting:
         """Say what is being done that is no run."""
         self._bar.update(self._task, description=what)
         if not self._console.is_terminal:
-            self._console.print(what, highlight=False)
+            self._console.print(what, highlight=False, markup=False)
 
     def tell(self, view: SupervisorView) -> None:
         """Tell how far the present run is."""
@@ -59,7 +59,8 @@ class Waiting:
         now = time.monotonic()
         if not self._console.is_terminal and now - self._said_at >= LINE_SECONDS:
             self._said_at = now
-            self._console.print(self._line(view.seconds, view), highlight=False)
+            line = self._line(view.seconds, view)
+            self._console.print(line, highlight=False, markup=False)
 
     def end(self) -> None:
         """The present run is over."""
@@ -87,4 +88,5 @@ class Waiting:
         trace: TracebackType | None,
     ) -> None:
         """Take the bar away."""
-        self._bar.stop()
+        if self._bar.live.is_started:  # else rich ends it with an empty line
+            self._bar.stop()

@@ -182,7 +182,8 @@ def break_really(job: Job, *, seed: int, console: Console) -> Story:
             detours=_Arranged(detour, attacker),
         )
     view, summary = attacker.view, run.summary
-    console.print(f"everything in {run.directory}", highlight=False, soft_wrap=True)
+    where = f"everything in {run.directory}"
+    console.print(where, highlight=False, soft_wrap=True, markup=False)
     lines = [*attacker.lines, *told_lines(view), end_line(view, summary.error)]
     return Story(
         job=job.name,
