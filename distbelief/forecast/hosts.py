@@ -15,6 +15,7 @@ import torch
 from distbelief.errors import JobError
 from distbelief.forecast.constants import constants_of
 from distbelief.forecast.hosting import Hosting
+from distbelief.forecast.likeness import likeness
 from distbelief.forecast.measuring import measure
 from distbelief.forecast.rates import Rates, keep, kept
 from distbelief.graph.layer import GraphError
@@ -49,7 +50,7 @@ class Hosts:
         self, name: str | None, *, machines: int | None, measures: bool
     ) -> None:
         self._measures = measures
-        self._rates: dict[bytes, Rates] = {}
+        self._rates: dict[str, Rates] = {}
         self._together = name is None and machines is None
         try:
             self.cluster = _cluster(name, machines)
@@ -99,9 +100,7 @@ class Hosts:
         )
 
     def _rates_of(self, job: Job, tell: Callable[[str], None]) -> Rates:
-        key = msgspec.json.encode(
-            (job.task, job.algorithm_name, job.batch_size, job.cluster.partitions)
-        )
+        key = likeness(job)
         if key not in self._rates:
             known = kept(job)
             if known is None:

@@ -16,7 +16,6 @@ counted in operations by its speed, what was counted in bytes by its memory.
 """
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -29,6 +28,7 @@ import msgspec
 from distbelief import files
 from distbelief.errors import StorageError
 from distbelief.forecast.exchange import Exchange
+from distbelief.forecast.likeness import likeness
 from distbelief.job.configuration.sections import Job
 from distbelief.partition.profiling.profile import Host, this_host
 from distbelief.roles import Compute, Cost, Seconds
@@ -191,18 +191,8 @@ def keep(job: Job, rates: Rates) -> None:
 
 
 def _path(job: Job, host: Host) -> Path:
-    cluster = job.cluster
-    what = (
-        VERSION,
-        job.task,
-        job.algorithm_name,
-        job.batch_size,
-        cluster.threads,
-        cluster.shared_memory,
-        (cluster.partitions, cluster.plan, cluster.device),
-        os.cpu_count(),
-    )
-    digest = hashlib.sha256(msgspec.json.encode(what)).hexdigest()[:16]
+    what = f"{VERSION} {likeness(job)}"
+    digest = hashlib.sha256(what.encode()).hexdigest()[:16]
     # Roles compute with as many threads as the job says, whatever this process does.
-    host = msgspec.structs.replace(host, n_threads=cluster.threads)
+    host = msgspec.structs.replace(host, n_threads=job.cluster.threads)
     return host.path.with_name(f"rates-{digest}-{host.path.stem[-8:]}.json")

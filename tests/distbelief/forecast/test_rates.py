@@ -17,6 +17,7 @@ from distbelief.forecast.rates import Rate, Rates, keep, kept, key_of, mean_of
 from distbelief.forecast.staging import Staging
 from distbelief.forecast.stopwatch import Stopwatch, rate_of, warm
 from distbelief.forecast.virtual_run import run_virtually
+from distbelief.job.configuration.sections import Job
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.cluster_file import load_cluster
 from distbelief.roles import SUPERVISOR, Compute, Cost, TimerFired
@@ -144,6 +145,41 @@ def test_rates_are_kept_for_the_same_work_only() -> None:
     old = msgspec.structs.replace(RATES, version=0)
     keep(job, old)
     assert kept(job) is None
+
+
+def test_what_another_net_of_the_same_name_takes_is_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hidden layer was made 64 times as wide in the source that the job names.
+
+    What the net had taken before, for each operation, was still believed: a step was
+    said to take 87 ms, and takes 2.1 ms if it is measured anew.
+    """
+    source = tmp_path / "net_of_likeness.py"
+    source.write_text("WIDTH = 32\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    job = small("model.factory=net_of_likeness:net")
+    keep(job, RATES)
+    assert kept(job) == RATES
+    source.write_text("WIDTH = 2048\n")
+    assert kept(job) is None
+
+
+def test_variants_whose_work_differs_are_not_priced_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sweep of [cluster] threads took the first one's times for all of them."""
+    asked: list[int] = []
+
+    def kept_for(job: Job) -> Rates:
+        asked.append(job.cluster.threads)
+        return RATES
+
+    monkeypatch.setattr("distbelief.forecast.hosts.kept", kept_for)
+    hosts = Hosts("rack-1g", machines=None, measures=True)
+    for threads in (1, 2, 2):
+        hosts.hosting(small(f"cluster.threads={threads}"), tell=lambda _: None)
+    assert asked == [1, 2]
 
 
 def test_rates_are_found_again_however_many_threads_computed_then() -> None:
