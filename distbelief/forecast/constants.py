@@ -59,6 +59,9 @@ def constants_of(cluster: Cluster) -> list[Constant]:
         )
         if process is not None
     ]
+    if (trace := cluster.trace) is not None:
+        watched = f"{len(trace.outages):,} outages within {trace.covers:g} s"
+        rows.append(("trace", watched, _origin(cluster, "trace")))
     return rows
 
 

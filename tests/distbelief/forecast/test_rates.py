@@ -20,6 +20,7 @@ from distbelief.forecast.virtual_run import run_virtually
 from distbelief.job.configuration.sections import Job
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.cluster_file import load_cluster
+from distbelief.program.outages import Lost, OutageTrace
 from distbelief.roles import SUPERVISOR, Compute, Cost, TimerFired
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.options import ClusterOptions
@@ -272,6 +273,19 @@ def test_every_constant_of_a_cluster_is_told_with_its_origin() -> None:
     assert values["bandwidth"] == "0.125 GB/s"
     assert {"machines", "cores", "latency", "jitter"} <= set(values)
     assert all(origin for _, _, origin in rows)
+
+
+def test_a_trace_of_outages_is_among_the_constants() -> None:
+    """A forecast rested on a file of outages, and did not say so."""
+    lost = Lost(at=1.0, machine=0, away=5.0)
+    trace = OutageTrace(outages=(lost, lost), covers=86400.0)
+    origins = {"trace": "our rack in May"}
+    cluster = Cluster(name="lab", machines=(MACHINE,), trace=trace, origins=origins)
+    assert constants_of(cluster)[-1] == (
+        "trace",
+        "2 outages within 86400 s",
+        "our rack in May",
+    )
 
 
 def test_a_cluster_that_is_not_there_is_told_by_its_option() -> None:
