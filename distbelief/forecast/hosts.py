@@ -7,6 +7,7 @@ no --cluster          this host, as `train` would use it: all roles share its co
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, final
 
 import msgspec
@@ -55,7 +56,9 @@ class Hosts:
         try:
             self.cluster = _cluster(name, machines)
         except GraphError as error:
-            raise JobError(f"--cluster {name or HERE}: {error}") from error
+            name = name or HERE  # that of a file is in the error already
+            why = str(error).removeprefix(f"{Path(name)}: ")
+            raise JobError(f"--cluster {name}: {why}") from error
 
     @property
     def constants(self) -> tuple[tuple[str, str, str], ...]:

@@ -232,6 +232,7 @@ def test_a_cluster_that_cannot_be_is_one_clear_message(
     assert result.exit_code == MISTAKEN
     told = " ".join(result.output.split())
     assert said in told
+    assert told.count("bad.toml") <= 1  # "--cluster bad.toml: bad.toml: ..."
     assert "Traceback" not in told
     assert len(result.output.strip().splitlines()) <= 4
 
