@@ -1,7 +1,8 @@
 """What a run in virtual time came to, as figures; and how they vary over seeds.
 
 step time       of one replica: the time of training, over its share of the steps
-time to target  of training, until the rule of [stop] that asks for one was met
+time to target  of training, until the rule of [stop] that asks for one was met; all of
+                it, if what is measured when it is over is the first to meet that rule
 utilisation     the share of the time in which its compute lane had work
 machine-hours   machines, times hours from the first process to the last
 """
@@ -12,8 +13,9 @@ from typing import Final, final
 import msgspec
 import numpy as np
 
-from distbelief.job.configuration.sections import Job
+from distbelief.job.configuration.sections import Job, StopTable
 from distbelief.job.display.view import Point, SupervisorView
+from distbelief.job.supervision.stop_rules import Reached, StopRules
 from distbelief.roles import Seconds
 
 
@@ -142,9 +144,20 @@ def has_target(job: Job) -> bool:
 
 def reached_at(job: Job, view: SupervisorView) -> Seconds | None:
     """Return when, of the time of training, the target of [stop] was met."""
-    reason = view.stop_reason or ""
-    met = has_target(job) and reason.endswith("reached")
-    return view.training_seconds if met else None
+    if not has_target(job):
+        return None
+    if (view.stop_reason or "").endswith("reached"):
+        return view.training_seconds
+    target = StopTable(accuracy=job.stop.accuracy, loss=job.stop.loss)
+    rules = StopRules(target, n_train=1, has_test=job.data.test is not None)
+    last = Reached(
+        samples=0,
+        seconds=0.0,
+        metric=view.metric,
+        held_out_loss=view.held_out_loss,
+        loss=view.loss,
+    )
+    return None if rules.reason(last) is None else view.training_seconds
 
 
 def step_seconds(view: SupervisorView, *, n_trainers: int) -> Seconds | None:

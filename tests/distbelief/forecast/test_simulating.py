@@ -111,6 +111,21 @@ def test_the_time_to_a_target_is_told_if_it_was_reached() -> None:
 
 
 @pytest.mark.untraced
+def test_a_target_met_by_the_last_measurement_was_reached() -> None:
+    """A job shorter than [evaluation] every ended at 95 %, and never came to 50 %.
+
+    So `--suggest` said that none of the configurations reaches the target.
+    """
+    job = small("evaluation.every=1 h", "stop.accuracy=0.001")
+    run = forecast(job).variants[0].outcomes[0]
+    assert run.ended == "120 samples done"
+    assert run.metric is not None
+    assert run.metric >= 0.001
+    assert run.target_seconds == run.training_seconds
+    missed = forecast(small("evaluation.every=1 h", "stop.accuracy=1.0"))
+    assert missed.variants[0].outcomes[0].target_seconds is None
+
+
 def test_a_sweep_runs_every_combination_with_every_seed(tmp_path: Path) -> None:
     found = forecast(
         written(tmp_path), sweep=("replicas=1,2", "shards=1,2"), seeds=(0, 1)
