@@ -14,9 +14,11 @@ import msgspec
 
 from distbelief.errors import JobError
 from distbelief.forecast.hosting import Hosting
+from distbelief.forecast.outcome import Outcome
 from distbelief.forecast.staging import StagedJob, Staging
 from distbelief.job.configuration.sections import DataTables, Job
 from distbelief.job.directory.summary import DataFacts
+from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import Address
 from distbelief.runtime.task.task import DataSpec, ModelSpec
 from distbelief.simulation.faults import Fault
@@ -113,6 +115,32 @@ def n_parameters(staged: StagedJob) -> int:
     found = staged.answer.task.n_parameters
     assert found, "a net without parameters is refused when it is tried out"
     return found
+
+
+def as_of(large: StagedJob, small: StagedJob, outcome: Outcome) -> Outcome:
+    """Return what came of a stand-in as that of the job it stands for.
+
+    Args:
+        large: The job.
+        small: The stand-in.
+        outcome: Its own: bytes counted by its shards, and figures of what it learnt.
+    """
+    scale = _n_bytes(large.layout) / _n_bytes(small.layout)
+    return msgspec.structs.replace(
+        outcome,
+        metric_name=large.answer.metric_name,
+        metric=None,
+        held_out_loss=None,
+        loss=None,
+        history=(),
+        pushed_bytes=round(outcome.pushed_bytes * scale),
+        fetched_bytes=round(outcome.fetched_bytes * scale),
+    )
+
+
+def _n_bytes(layout: Layout) -> int:
+    sizes = (layout.shard_size(k) for k in range(layout.n_shards))
+    return sum(sizes) * layout.dtype.itemsize
 
 
 def check_learns_nothing(job: Job, *, suggests: bool) -> None:

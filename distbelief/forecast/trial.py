@@ -1,12 +1,12 @@
 """One variant of a job: whether its machines hold it, and a run with every seed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from distbelief.errors import JobError
 from distbelief.forecast.hosting import Hosting
-from distbelief.forecast.pricing import PricedHosting, stand_in_for
+from distbelief.forecast.pricing import PricedHosting, as_of, stand_in_for
 from distbelief.forecast.staging import StagedJob, Staging
 from distbelief.forecast.sweeping import Variant
 from distbelief.forecast.virtual_run import Ended, Host, run_virtually
@@ -104,6 +104,8 @@ class Trial:
             horizon = max(seconds, min(2 * seconds, known))
             ended = self._run(seed, tell, keeps_spans=keeps_spans, horizon=horizon)
         waiting.end()
+        if self.runs is not self.job:
+            ended = replace(ended, outcome=as_of(self.job, self.runs, ended.outcome))
         return ended
 
     def _run(

@@ -94,6 +94,14 @@ def test_a_priced_job_has_the_bytes_of_its_own_net_and_computes_none_of_it() -> 
         return run.traffic["replica - shard"] / run.steps
 
     assert per_push(priced) == pytest.approx(per_push(learnt), rel=0.3)
+    # Shards once counted the stand-in's bytes, and its accuracy stood in the table.
+    for name in ("pushed_bytes", "fetched_bytes"):
+        each, own = (getattr(run, name) / run.steps for run in (priced, learnt))
+        assert each == pytest.approx(own, rel=0.3)
+    assert priced.metric is None
+    assert priced.held_out_loss is None
+    assert priced.loss is None
+    assert not priced.history
     assert priced.step_seconds == pytest.approx(learnt.step_seconds, rel=0.3)
 
 
