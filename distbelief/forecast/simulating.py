@@ -20,6 +20,7 @@ from distbelief.forecast.staging import Staging
 from distbelief.forecast.sweeping import (
     Axis,
     Variant,
+    axes_of,
     best_of,
     combinations,
     usual_axes,
@@ -133,14 +134,13 @@ def simulate(  # noqa: PLR0913 -- a front door: all but the first are options
     Raises:
         JobError: the job cannot be run, or the cluster cannot hold it.
     """
-    axes = tuple(
-        Axis.of(f"{key}={','.join(map(str, values))}")
-        for key, values in (sweep or {}).items()
+    axes = axes_of(
+        [f"{key}={','.join(map(str, values))}" for key, values in (sweep or {}).items()]
     )
     wish = Wish(
         job=job if isinstance(job, Job) else Path(job),
         overrides=tuple(overrides),
-        axes=axes,
+        axes=tuple(axes),
         cluster=cluster,
         machines=machines,
         suggests=suggest,

@@ -300,6 +300,13 @@ def test_from_python_it_is_one_name() -> None:
     assert distbelief.simulate is simulate
 
 
+def test_from_python_a_key_is_swept_once_as_well(tmp_path: Path) -> None:
+    """By its short name and its long one: two rows, both of the second value."""
+    sweep = {"replicas": [1], "cluster.replicas": [2]}
+    with pytest.raises(JobError, match=r"cluster\.replicas: is there twice"):
+        simulate(written(tmp_path), cluster="rack.toml", sweep=sweep)
+
+
 # ------------------------------------------------------------------ the command line
 
 
