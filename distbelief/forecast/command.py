@@ -71,16 +71,19 @@ def _print(forecast: Forecast, wish: Wish, console: Console) -> None:
     console.print(Text(title, "bold"))
     console.print(table_of(run, best=forecast.best))
     if len(run) == 1:
-        console.print(details_of(run[0]))
+        console.print(details_of(run[0]), soft_wrap=True)
     if forecast.best is not None:
         chosen = " ".join(
             f"--set {key}={value}" for key, value in forecast.best.settings.items()
         )
-        console.print(f"suggested: {chosen}", soft_wrap=True)
+        console.print(f"suggested: {chosen}", soft_wrap=True, markup=False)
     for line in remarks_on(forecast.variants):
         console.print(line, soft_wrap=True, markup=False)
     if wish.trace is not None:
-        console.print(f"timeline of the first run: {wish.trace}", soft_wrap=True)
+        where = f"timeline of the first run: {wish.trace}"
+        if n_lost := forecast.n_spans_lost:
+            where += f"; it ends early: {n_lost:,} more pieces of work did not fit"
+        console.print(where, soft_wrap=True, markup=False)
     console.print()
     console.print(constants_table(forecast.constants))
 

@@ -96,6 +96,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
         constants: Name, value and origin of every figure it rests on.
         variants: All that were run, in order.
         best: The one to be suggested, if one was asked for.
+        n_spans_lost: Pieces of work that did not fit into the timeline.
     """
 
     job: Job
@@ -103,6 +104,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     constants: tuple[tuple[str, str, str], ...]
     variants: tuple[Variant, ...]
     best: Variant | None = None
+    n_spans_lost: int = 0
 
 
 def simulate(  # noqa: PLR0913 -- a front door: all but the first are options
@@ -180,9 +182,8 @@ def fulfil(wish: Wish, *, console: Console) -> Forecast:
         ]
         # Whether all of them fit is known before the first one has taken its time.
         planned = [(trial, _planned(wish, trial)) for trial in trials]
-        variants = tuple(
-            _tried(wish, trial, variant, waiting) for trial, variant in planned
-        )
+        tried = [_tried(wish, trial, variant, waiting) for trial, variant in planned]
+    variants = tuple(variant for variant, _ in tried)
     best = None
     if wish.suggests:
         assert wish.machines is not None
@@ -193,6 +194,7 @@ def fulfil(wish: Wish, *, console: Console) -> Forecast:
         constants=hosts.constants,
         variants=variants,
         best=best,
+        n_spans_lost=sum(n_lost for _, n_lost in tried),
     )
 
 
@@ -222,17 +224,24 @@ def _planned(wish: Wish, trial: Trial) -> Variant:
     return variant
 
 
-def _tried(wish: Wish, trial: Trial, variant: Variant, waiting: Waiting) -> Variant:
-    """Run a variant with every seed, unless it is left out."""
+def _tried(
+    wish: Wish, trial: Trial, variant: Variant, waiting: Waiting
+) -> tuple[Variant, int]:
+    """Run a variant with every seed, unless it is left out.
+
+    Returns:
+        The variant, and how many pieces of work its timeline lacks.
+    """
     if variant.left_out is not None:
         for _ in wish.seeds:
             waiting.end()
-        return variant
-    outcomes = []
+        return variant, 0
+    outcomes, n_lost = [], 0
     for index, seed in enumerate(wish.seeds):
         draws = wish.trace is not None and not index
         ended = trial.run(seed=seed, waiting=waiting, keeps_spans=draws)
         if draws and wish.trace is not None:
             write_trace(wish.trace, ended.ledger)
+            n_lost = ended.ledger.lost_spans
         outcomes.append(ended.outcome)
-    return msgspec.structs.replace(variant, outcomes=tuple(outcomes))
+    return msgspec.structs.replace(variant, outcomes=tuple(outcomes)), n_lost

@@ -326,6 +326,32 @@ def test_the_command_prints_a_table_and_where_figures_are_from(tmp_path: Path) -
     assert any(event["name"] == "replica:step" for event in events)
 
 
+def test_a_timeline_that_ends_early_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long run it held the beginning, and nobody said so."""
+    monkeypatch.setattr("distbelief.forecast.ledger.N_SPANS_MAX", 10)
+    options = ("--cluster", "rack.toml", "--counted", "--trace", "t.json")
+    result = command("simulate", str(written(tmp_path)), *options)
+    events = json.loads(Path("t.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 10
+    assert "t.json; it ends early: " in result.output
+
+
+def test_in_a_pipe_a_line_ends_where_its_text_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a split replica that of messages was broken within a figure: "5.1", "kB"."""
+    monkeypatch.setattr("distbelief.forecast.command.WIDTH", 80)
+    result = command(
+        "simulate", str(written(tmp_path)), "--cluster", "rack.toml", "--counted"
+    )
+    lines = result.output.splitlines()
+    (messages,) = [line for line in lines if line.startswith("messages: ")]
+    assert len(messages) > 80
+    assert "shard - supervisor" in messages
+
+
 def test_the_command_prints_json_and_nothing_else(tmp_path: Path) -> None:
     job = str(written(tmp_path))
     arguments = ("--cluster", "rack.toml", "--counted", "--sweep", "replicas=1,2")
