@@ -66,8 +66,8 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
         match self.role:
             case "worker":
                 return {self.server_key: ("server",)}
-            case "server":
-                return {pair.public: ("server",)}
+            case "server":  # its user's own loops on this machine have no other key
+                return {pair.public: ("server", "worker")}
             case "job":
                 return {pair.public: ("job",)}
             case "host":

@@ -195,6 +195,24 @@ def test_a_servers_processes_know_each_other_by_the_key_they_share(
     take(shard, 1)
 
 
+@pytest.mark.parametrize("name", ["supervisor", "shard-0"])
+def test_a_loop_on_the_servers_machine_speaks_by_the_servers_key(
+    world: World, name: str
+) -> None:
+    """A user has one key on each machine, and cannot allow his own."""
+    server = world.server(name)
+    directory = str(world.server_files.directory)
+    ring = Keyring(directory=directory, role="worker", server_key=world.server_key)
+    worker = world.started("worker-1", ring, caps=None)
+    worker.connect(name, 1, server.endpoint)
+    worker.send(name, Save(label="mine"))
+    assert labels(take(server, 1)) == ["mine"]
+    server.connect("worker-1", 1, worker.endpoint)
+    server.send("worker-1", Alive())
+    take(worker, 1)
+    assert world.log == []
+
+
 def test_what_is_bound_everywhere_is_found_where_the_supervisor_was(
     world: World,
 ) -> None:
