@@ -9,10 +9,11 @@ What others could read or write is not used: it is named with the command that m
 A file is replaced whole. Whoever runs reads `allowed` again when it has changed.
 """
 
+import fcntl
 import os
 import re
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
@@ -135,10 +136,11 @@ class KeyFiles:
             JobError: a role or the name makes no sense.
         """
         _parsed(_line(entry), path=self._path(_ALLOWED))
-        others = [known for known in self.allowed() if known.key != entry.key]
-        if len(others) >= N_ALLOWED_MAX:
-            raise JobError(f"{N_ALLOWED_MAX} keys are allowed already: revoke some")
-        self._write_allowed([*others, entry])
+        with self._alone():
+            others = [known for known in self.allowed() if known.key != entry.key]
+            if len(others) >= N_ALLOWED_MAX:
+                raise JobError(f"{N_ALLOWED_MAX} keys are allowed already: revoke some")
+            self._write_allowed([*others, entry])
 
     def revoke(self, which: str) -> tuple[Allowed, ...]:
         """Take a key, or all of a name, from the allow-list; return what they were.
@@ -146,13 +148,16 @@ class KeyFiles:
         Raises:
             JobError: there is no such key or name.
         """
-        entries = self.allowed()
-        gone = tuple(entry for entry in entries if which in {entry.key, entry.name})
-        if not gone:
-            known = ", ".join(sorted({entry.name for entry in entries})) or "nobody"
-            raise JobError(f"{which[:80]!r} is not allowed anyway; allowed: {known}")
-        self._write_allowed([entry for entry in entries if entry not in gone])
-        return gone
+        with self._alone():
+            entries = self.allowed()
+            gone = tuple(entry for entry in entries if which in {entry.key, entry.name})
+            if not gone:
+                known = ", ".join(sorted({entry.name for entry in entries})) or "nobody"
+                raise JobError(
+                    f"{which[:80]!r} is not allowed anyway; allowed: {known}"
+                )
+            self._write_allowed([entry for entry in entries if entry not in gone])
+            return gone
 
     @property
     def changed_at(self) -> tuple[int, int]:
@@ -163,6 +168,21 @@ class KeyFiles:
         return 0, 0
 
     # ---------------------------------------------------------------------- inside
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other commands from changing the list meanwhile: one would be undone."""
+        _check_private(self.directory)
+        try:
+            directory = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise files.explained(error, self.directory, doing="open") from error
+        try:
+            with suppress(OSError):  # of a disk that has no locks
+                fcntl.flock(directory, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(directory)
 
     def _path(self, name: str) -> Path:
         """Return the path of a file, in a directory that is the user's alone."""

@@ -1,6 +1,8 @@
 """Key files are their owner's alone, whole, and say what is wrong with them."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,16 @@ from distbelief.transport.key_files import Allowed, KeyFiles
 from distbelief.transport.keys import KeyPair
 
 
+ALLOW_MANY = """
+import sys
+from pathlib import Path
+from distbelief.transport.key_files import Allowed, KeyFiles
+
+keys, n = KeyFiles(Path(sys.argv[1])), int(sys.argv[2])
+sys.stdin.readline()
+for i in range(20):
+    keys.allow(Allowed(key=f"{100 * n + i:064x}", roles=("worker",), name="w"))
+"""
 WORKER = Allowed(key="a" * 64, roles=("worker",), name="lab-3")
 
 
@@ -118,6 +130,26 @@ def test_keys_are_allowed_changed_and_revoked_by_key_or_name(keys: KeyFiles) -> 
     assert keys.allowed() == ()
     with pytest.raises(JobError, match="'lab-3' is not allowed anyway; allowed: nob"):
         keys.revoke("lab-3")
+
+
+def test_all_who_are_allowed_at_the_same_time_are_let_in(keys: KeyFiles) -> None:
+    """Each command wrote the list that it had read: six left two of six keys."""
+    commands = [
+        subprocess.Popen(
+            [sys.executable, "-c", ALLOW_MANY, str(keys.directory), str(n)],
+            stdin=subprocess.PIPE,
+            text=True,
+        )
+        for n in range(3)
+    ]
+    for command in commands:
+        assert command.stdin is not None
+        command.stdin.write("go\n")
+        command.stdin.flush()
+    for command in commands:
+        command.communicate()
+        assert command.returncode == 0
+    assert len(keys.allowed()) == 60
 
 
 def test_a_change_of_the_list_can_be_seen(keys: KeyFiles) -> None:
