@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from distbelief import files
-from distbelief.errors import DistBeliefError, JobError
+from distbelief.errors import JobError
 from distbelief.job.directory.run_directory import RunDirectory
 from distbelief.job.display import words
 from distbelief.job.processes.signals import REASONS, caught_signals
@@ -35,14 +35,12 @@ from distbelief.parameter_server.rules.update_rules import UpdateRule
 from distbelief.roles import Received
 from distbelief.serving.server import ServerAddress, parameter_specs
 from distbelief.serving.shards import Ready, Request, serve
-from distbelief.transport.places import ANYWHERE, LOOPBACK, Place, own_number_towards
+from distbelief.transport.places import ANYWHERE, Place, own_number
 from distbelief.transport.reach import Reach
 
 
 TELL_SECONDS: Final = 30.0
 """Between two lines of progress, if anything has changed."""
-
-_SOMEWHERE: Final = "192.0.2.1"  # RFC 5737: nobody is there; only the route matters
 
 Tell = Callable[[str], None]
 
@@ -217,7 +215,7 @@ class _Terminal:
         place = Place.parse(ready.endpoint)
         host = place.host
         if host == ANYWHERE:
-            host = _own_number()
+            host = own_number()
         request = self._request
         address = ServerAddress(
             endpoint=f"tcp://{host}:{place.port}",
@@ -242,10 +240,3 @@ class _Terminal:
         elif not place.key:
             lines.append("whoever knows this line can push: keep it to yourself")
         return lines
-
-
-def _own_number() -> str:
-    try:
-        return own_number_towards(_SOMEWHERE)
-    except DistBeliefError:
-        return LOOPBACK

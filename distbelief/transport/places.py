@@ -8,9 +8,12 @@ A peer names places too, so they are numbers only: no name is looked up for it, 
 other kind of socket is opened.
 """
 
+import fcntl
 import ipaddress
 import re
 import socket
+import struct
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Self, final
 
@@ -24,6 +27,9 @@ ANYWHERE: Final = "0.0.0.0"  # noqa: S104 -- stands for "all interfaces" in addr
 LOOPBACK: Final = "127.0.0.1"
 
 _TEXT_MAX: Final = 128
+_SOMEWHERE: Final = "192.0.2.1"  # RFC 5737: nobody is there; only the route matters
+_INTERFACE: Final = struct.Struct("16s4x4s232x")  # ifreq (linux/if.h), its name, number
+_ASK_NUMBER: Final = 0x8915  # SIOCGIFADDR
 _PLACE: Final = re.compile(
     rf"tcp://(?P<host>[0-9.]{{7,15}}):(?P<port>[0-9]{{1,5}})"
     rf"(\?key=(?P<key>{KEY_PATTERN}))?"
@@ -123,3 +129,30 @@ def own_number_towards(host: str) -> str:
                 f"there is no way from this machine to {host}: {error.strerror}"
             ) from None
         return str(probe.getsockname()[0])
+
+
+def own_number() -> str:
+    """Return the number by which other machines most likely reach this one.
+
+    By its default route; where there is none, as in a cluster's own network, the number
+    of the first interface that is not the loopback; without any, that of the loopback.
+    """
+    with suppress(TransportError):
+        return own_number_towards(_SOMEWHERE)
+    for _, name in socket.if_nameindex():
+        number = interface_number(name)
+        if number is not None and not ipaddress.IPv4Address(number).is_loopback:
+            return number
+    return LOOPBACK
+
+
+def interface_number(name: str) -> str | None:
+    """Return the number of an interface of this machine, if it has one (on Linux)."""
+    asked = _INTERFACE.pack(name.encode(), bytes(4))
+    with (
+        suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as kernel,
+    ):
+        _, number = _INTERFACE.unpack(fcntl.ioctl(kernel, _ASK_NUMBER, asked))
+        return socket.inet_ntoa(number)
+    return None

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import final
 
 import msgspec
 
-from distbelief.errors import DistBeliefError
 from distbelief.job.configuration.sections import Job
 from distbelief.job.hosts.address import JobAddress
 from distbelief.job.hosts.brief import write_brief
@@ -20,11 +19,8 @@ from distbelief.job.hosts.pace import Step
 from distbelief.job.hosts.records import HostedConfig
 from distbelief.job.processes.process import Spec
 from distbelief.job.supervision.supervisor import Supervisor
-from distbelief.transport.places import ANYWHERE, LOOPBACK, Place, own_number_towards
+from distbelief.transport.places import ANYWHERE, Place, own_number
 from distbelief.transport.reach import Reach
-
-
-_SOMEWHERE: Final = "192.0.2.1"  # RFC 5737: nobody is there; only the route matters
 
 
 @final
@@ -85,7 +81,7 @@ class Hosting:
         place = Place.parse(endpoint)
         host = place.host
         if host == ANYWHERE:
-            host = _own_number()
+            host = own_number()
         return JobAddress(host=host, port=place.port, key=place.key, token=token)
 
     @contextmanager
@@ -127,10 +123,3 @@ class Hosting:
                 "and change it. Use keys: distbelief keys new"
             )
         return lines
-
-
-def _own_number() -> str:
-    try:
-        return own_number_towards(_SOMEWHERE)
-    except DistBeliefError:
-        return LOOPBACK

@@ -1,9 +1,12 @@
 """Places are numbers, keys, and nothing that a peer could have looked up."""
 
+import socket
+
 import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.errors import JobError, TransportError
+from distbelief.transport import places
 from distbelief.transport.places import Place, number_of, own_number_towards
 
 
@@ -69,3 +72,26 @@ def test_users_may_name_hosts() -> None:
 def test_this_machine_is_found_by_its_own_number() -> None:
     assert own_number_towards("127.0.0.1") == "127.0.0.1"
     assert own_number_towards("0.0.0.0") == "127.0.0.1"
+
+
+def test_without_a_default_route_it_is_found_by_an_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The nodes of a cluster may have none: others were told to dial 127.0.0.1."""
+
+    def no_route(host: str) -> str:
+        raise TransportError(f"there is no way from this machine to {host}")
+
+    numbers = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "eth1": "10.0.1.7"}
+    names = [(1, "lo"), (2, "unplugged"), (3, "eth0"), (4, "eth1")]
+    monkeypatch.setattr(places, "own_number_towards", no_route)
+    monkeypatch.setattr(places, "interface_number", numbers.get)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: names)
+    assert places.own_number() == "10.0.0.7"
+    monkeypatch.setattr(socket, "if_nameindex", lambda: names[:2])
+    assert places.own_number() == "127.0.0.1"
+
+
+def test_an_interface_is_asked_for_its_number() -> None:
+    assert places.interface_number("lo") == "127.0.0.1"
+    assert places.interface_number("nosuch0") is None
