@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, final
@@ -117,6 +118,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     console = Console(quiet=not show)
     if hosting is not None:
         hosting.reach.check()
+        hosting = replace(hosting, reach=hosting.reach.pinned())
     with ended_by_sigterm(), ExitStack() as stack:
         if watch is not None:
             watch = stack.enter_context(HeldBack(watch))

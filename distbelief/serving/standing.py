@@ -116,7 +116,7 @@ def _request(wanted: Wanted, run: RunDirectory, *, tell: Tell) -> Request:
         snapshot_every=wanted.snapshot_every,
         directory=str(run.path.absolute()),
         token=secrets.token_hex(16),
-        reach=wanted.reach,
+        reach=wanted.reach.pinned(),
     )
     file = run.path / "request.json"
     if file.is_file():

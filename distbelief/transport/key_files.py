@@ -3,6 +3,7 @@
     DIRECTORY/            0700
       secret.key          0600   64 hexadecimal digits
       next.key            0600   likewise, while keys are exchanged
+      former.key          0600   likewise, of what still runs since an exchange
       allowed             0600   a line for each key: KEY ROLES NAME
 
 What others could read or write is not used: it is named with the command that mends it.
@@ -34,6 +35,7 @@ N_ALLOWED_MAX: Final = 4096
 
 _SECRET: Final = "secret.key"  # noqa: S105 -- a file name
 _NEXT: Final = "next.key"
+_FORMER: Final = "former.key"
 _ALLOWED: Final = "allowed"
 _OTHERS: Final = 0o077  # permissions of anybody but the owner
 _BYTES_MAX: Final = 1 << 20
@@ -86,6 +88,22 @@ class KeyFiles:
         """
         return self._read_secret(_SECRET)
 
+    def pair_of(self, public: str) -> KeyPair:
+        """Return the keys that this public one is of: the present ones, or the former.
+
+        Raises:
+            JobError: it is of neither, or others could read them.
+        """
+        for name in (_SECRET, _FORMER):
+            if self._path(name).exists():
+                pair = self._read_secret(name)
+                if pair.public == public:
+                    return pair
+        raise JobError(
+            f"{self.directory} has no longer the key {public} with which this began: "
+            "start it again, to use the present one"
+        )
+
     def next_pair(self) -> KeyPair | None:
         """Return the keys that are to follow, if an exchange has begun."""
         return self._read_secret(_NEXT) if self._path(_NEXT).exists() else None
@@ -99,6 +117,9 @@ class KeyFiles:
     def finish_exchange(self) -> str:
         """Use the key that follows from now on; return it.
 
+        What began with the present one still finds it: else no process of it that dies
+        could be started again.
+
         Raises:
             JobError: no exchange has begun.
         """
@@ -109,6 +130,7 @@ class KeyFiles:
                 "`distbelief keys rotate`"
             )
         path = self._path(_NEXT)
+        _write_private(self._path(_FORMER), _read(self._path(_SECRET)))
         try:
             path.replace(self.directory / _SECRET)
             files.force(self.directory)

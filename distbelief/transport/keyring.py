@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -31,11 +31,20 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["worker", "server", "job", "host"]
     server_key: str = ""
     believes: bool = False
+    own_key: str = ""
 
     @property
     def public(self) -> str:
         """This side's public key."""
-        return KeyFiles(Path(self.directory)).pair().public
+        return self._pair(KeyFiles(Path(self.directory))).public
+
+    def pinned(self) -> Self:
+        """Return the same for processes that come later: they speak by the key of now.
+
+        Raises:
+            JobError: there is no key, or others could read it.
+        """
+        return msgspec.structs.replace(self, own_key=self.public)
 
     def guard(
         self, *, log: Callable[[str, str], None], caps: Caps | None = None
@@ -46,7 +55,7 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
             JobError: there is no key, or others could read it.
         """
         files = KeyFiles(Path(self.directory))
-        pair = files.pair()
+        pair = self._pair(files)
         files.allowed()  # what is wrong with it is told at the beginning, too
 
         def warn(text: str) -> None:
@@ -60,6 +69,9 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
             believes=self.believes,
         )
         return KeyGuard(pair, speakers, warn=warn, caps=caps)
+
+    def _pair(self, files: KeyFiles) -> KeyPair:
+        return files.pair_of(self.own_key) if self.own_key else files.pair()
 
     def _trusted(self, pair: KeyPair) -> dict[str, tuple[str, ...]]:
         """Return the keys that need not be on the allow-list, and their roles."""

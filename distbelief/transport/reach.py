@@ -9,6 +9,7 @@ anything else           no     yes          in the clear, to whoever hears them
 
 import ipaddress
 from collections.abc import Callable
+from typing import Self
 
 import msgspec
 
@@ -37,6 +38,16 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
     def is_local(self) -> bool:
         """Whether only processes of this machine can reach them."""
         return ipaddress.IPv4Address(self.host).is_loopback
+
+    def pinned(self) -> Self:
+        """Return the same for processes that come later: they speak by the key of now.
+
+        Raises:
+            JobError: there is no key, or others could read it.
+        """
+        if self.keys is None:
+            return self
+        return msgspec.structs.replace(self, keys=self.keys.pinned())
 
     def check(self) -> None:
         """Refuse what would let in strangers, or let out what is not theirs.

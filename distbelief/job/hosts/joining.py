@@ -184,7 +184,7 @@ def _reach(address: JobAddress, wanted: Wanted) -> tuple[Reach, str]:
         server_key=address.key or _server_key(KeyFiles(directory)),
         believes=True,
     )
-    return Reach(host=host, keys=ring), JOINING
+    return Reach(host=host, keys=ring).pinned(), JOINING
 
 
 def _server_key(keys: KeyFiles) -> str:

@@ -224,6 +224,19 @@ def test_a_key_is_exchanged_in_two_steps(keys: KeyFiles) -> None:
     assert keys.next_pair() is None
 
 
+def test_what_runs_finds_the_key_that_it_began_with(keys: KeyFiles) -> None:
+    old = keys.pair()
+    new = keys.begin_exchange()
+    keys.finish_exchange()
+    assert keys.pair_of(old.public).secret.reveal() == old.secret.reveal()
+    assert keys.pair_of(new).public == new
+    assert mode(keys.directory / "former.key") == 0o600
+    keys.begin_exchange()
+    keys.finish_exchange()
+    with pytest.raises(JobError, match=f"no longer the key {old.public}"):
+        keys.pair_of(old.public)
+
+
 def test_no_secret_is_in_an_error_of_any_kind(keys: KeyFiles) -> None:
     secret = keys.pair().secret.reveal().hex()
     (keys.directory / "secret.key").write_text(f"{secret} {secret}\n")

@@ -195,6 +195,22 @@ def test_a_servers_processes_know_each_other_by_the_key_they_share(
     take(shard, 1)
 
 
+def test_a_shard_that_starts_after_its_key_was_replaced_is_known(world: World) -> None:
+    """A server whose key was rotated ended at the first shard that died."""
+    files = world.server_files
+    ring = Keyring(directory=str(files.directory), role="server").pinned()
+    server = world.started("supervisor", ring, caps=None)
+    files.begin_exchange()
+    files.finish_exchange()
+    shard = world.started("shard-0", ring, caps=None)
+    shard.connect("supervisor", 1, server.endpoint)
+    server.connect("shard-0", 1, shard.endpoint)
+    shard.send("supervisor", Save(label="again"))
+    assert labels(take(server, 1)) == ["again"]
+    server.send("shard-0", Alive())
+    take(shard, 1)
+
+
 @pytest.mark.parametrize("name", ["supervisor", "shard-0"])
 def test_a_loop_on_the_servers_machine_speaks_by_the_servers_key(
     world: World, name: str
