@@ -119,10 +119,10 @@ def join(wanted: Wanted, *, tell: Tell) -> int:
         refusals = _Refusals(
             transport, key=_own_key(reach), address=address, dial=dial, tell=tell
         )
-        return _run(node, refusals, tell=tell)
+        return _run(node, refusals, log=log)
 
 
-def _run(node: Node, refusals: "_Refusals", *, tell: Tell) -> int:
+def _run(node: Node, refusals: "_Refusals", *, log: "_Log") -> int:
     with caught_signals() as caught:
 
         def stop(number: signal.Signals) -> None:
@@ -132,7 +132,7 @@ def _run(node: Node, refusals: "_Refusals", *, tell: Tell) -> int:
         caught.tell = stop
         error = node.run(refusals.look)
     if error is not None:
-        tell(error)
+        log.conclude(error)
         return 1
     return EXIT_CODES.get(caught.number, 0) if caught.number else 0
 
@@ -264,6 +264,7 @@ class _Log:
             raise files.explained(error, directory, doing="make") from error
         self._lines = files.LineFile(directory / "host.log", tell=tell)
         self._tell = tell
+        self._error = ""  # the last one told
 
     def add(self, level: str, text: str) -> None:
         """Add a line."""
@@ -271,3 +272,10 @@ class _Log:
         self._lines.append(f"{now} {level}: {text}")
         if level in {"info", "warning", "error"}:
             self._tell(text)
+        if level == "error":
+            self._error = text
+
+    def conclude(self, error: str) -> None:
+        """Tell the user why it ends, unless that is what was told last."""
+        if not self._error.startswith(error):  # which may have been shortened since
+            self._tell(error)
