@@ -149,9 +149,10 @@ class KeyGuard:
             text = f"{address} waits until the supervisor introduces its key"
             return Verdict(status=NOT_NOW, remark=text)
         if not self._speakers.admit(key):
+            role = " --role host" if self._speakers.is_of_job else ""
             text = (
                 f"refused {address}, whose key is not allowed. If it should be: "
-                f"distbelief keys allow {key} NAME"
+                f"distbelief keys allow {key} NAME{role}"
             )
             return Verdict(status=REFUSED, remark=text)
         if self._is_suspended(key):

@@ -14,6 +14,8 @@ Rules:
   was told of by its own user (a server's address) is trusted as a server.
 * A member of a job believes its supervisor: whoever that introduces has the name, and
   is let in, whatever the allow-list says.
+* A job has no workers: whose key is allowed as nothing else is not let in, and so is
+  told at once. Inside, nobody would listen to it, nor say so.
 * A side that cannot read its allow-list lets in nobody.
 """
 
@@ -69,6 +71,7 @@ class Speakers:
     ) -> None:
         self.is_of_job = is_of_job
         self.believes = believes
+        self._useless = ("worker",) if is_of_job else ()
         self._files = files
         self._trusted = trusted
         self._warn = warn
@@ -95,8 +98,10 @@ class Speakers:
         roles = dict(self._trusted)
         try:
             for entry in self._files.allowed():
-                both = (*roles.get(entry.key, ()), *entry.roles)
-                roles[entry.key] = tuple(dict.fromkeys(both))
+                useful = tuple(r for r in entry.roles if r not in self._useless)
+                both = (*roles.get(entry.key, ()), *useful)
+                if both:
+                    roles[entry.key] = tuple(dict.fromkeys(both))
         except DistBeliefError as error:
             self._warn(f"{error}. Until then nobody is let in by it")
         self._roles = roles

@@ -6,7 +6,12 @@ import pytest
 
 from distbelief.errors import RemoteProtocolError
 from distbelief.messages import Alive, Dismiss
-from distbelief.transport.guard import NOT_NOW, NotIntroducedError, Source
+from distbelief.transport.guard import (
+    NOT_NOW,
+    REFUSED,
+    NotIntroducedError,
+    Source,
+)
 from distbelief.transport.key_files import Allowed, KeyFiles
 from distbelief.transport.key_guard import KeyGuard
 from distbelief.transport.keyring import Keyring
@@ -72,6 +77,20 @@ def test_a_role_speaks_with_the_key_of_the_machine_that_it_was_given_to(
     guard.check(here, "replica-1")
     with pytest.raises(NotIntroducedError):
         guard.check(there, "replica-1")
+
+
+def test_a_machine_that_is_allowed_as_a_worker_only_hears_what_is_missing(
+    keys: Keys,
+) -> None:
+    """Who forgot --role host was let in, and then waited for a word in vain."""
+    keys.here.allow(Allowed(key=OTHER, roles=("worker",), name="w"))
+    guard = keys.guard("job")
+    request = [b"1.0", b"1", b"", b"10.0.0.3", b"", b"CURVE", bytes.fromhex(OTHER)]
+    verdict = guard.judge(request)
+    assert verdict.status == REFUSED
+    assert f"distbelief keys allow {OTHER} NAME --role host" in verdict.remark
+    keys.here.allow(Allowed(key=OTHER, roles=("worker", "host"), name="w"))
+    assert guard.judge(request).admitted
 
 
 def test_nobody_else_speaks_as_the_supervisor(keys: Keys) -> None:
