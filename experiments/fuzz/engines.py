@@ -27,8 +27,10 @@ MEMORY_BYTES_MAX: Final = 1 << 30
 N_FINDINGS_MAX: Final = 8
 N_SECONDS_GRACE: Final = 60
 N_SECONDS_WALL: Final = 10**6
-"""By the clock on the wall, of one execution: a process that is stopped for a while is
-no hang. Not 0: atheris' own alarm then ends the process at the next turn of a second."""
+"""Of one execution, by the clock on the wall: a process that is stopped is no hang.
+
+Not 0, for then atheris' own alarm ends the process as soon as a second begins.
+"""
 
 N_WORD_BYTES_MAX: Final = 64  # of libFuzzer
 _WORD: Final = re.compile(rb"[A-Za-z_]{3,}")
