@@ -28,6 +28,7 @@ from distbelief.graph.layer import INPUT, GraphError, LayerGraph
 from distbelief.graph.region import Shape
 from distbelief.program.cluster import Cluster
 from distbelief.program.placement import Placement
+from distbelief.program.schedule import statistics_of
 
 
 VERSION: Final[Literal[1]] = 1
@@ -171,6 +172,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise GraphError(
                 f"the plan does not fit: {'; '.join(differences)}. Plan again, or use "
                 "it for what it was planned for"
+            )
+        statistics = statistics_of(graph) if self.micro_batches > 1 else ()
+        if statistics:
+            raise GraphError(
+                f"micro_batches is {self.micro_batches} in the plan, and layer "
+                f"{statistics[0]!r} has statistics of the whole batch, which would be "
+                "those of a part: plan again"
             )
         for name, placement in self.placements.items():
             placement.check(graph[name], n_machines=self.cluster.n_machines)

@@ -13,7 +13,7 @@ from torch import nn
 
 from distbelief.errors import StorageError
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.layer import GraphError, LayerGraph
+from distbelief.graph.layer import INPUT, GraphError, LayerGraph
 from distbelief.graph.losses import append_loss
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.placement import Placement, grid
@@ -211,6 +211,21 @@ def test_a_plan_fits_a_larger_cluster_that_begins_alike() -> None:
 
 def test_without_a_cluster_none_is_compared() -> None:
     plan_of().check(GRAPH, batch=32, loss="mse", cluster=None)
+
+
+def test_statistics_of_the_batch_are_not_cut_into_micro_batches() -> None:
+    """The planner never does; a plan that did was obeyed: other numbers came out."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    graph = append_loss(capture(model, [InputSpec(shape=(4,))]), "mse")
+    placements = {
+        layer.name: Placement.whole(len(layer.shape), 0)
+        for layer in graph.layers
+        if layer.kind != INPUT
+    }
+    plan = plan_for(graph, placements, batch=8, loss="mse", cluster=CLUSTER)
+    cut = msgspec.structs.replace(plan, micro_batches=2)
+    with pytest.raises(GraphError, match=r"micro_batches is 2 .*statistics of"):
+        cut.check(graph, batch=8, loss="mse", cluster=CLUSTER)
 
 
 def test_missing_and_unknown_layers_are_named() -> None:
