@@ -15,7 +15,7 @@ from distbelief.graph.region import Shape
 from distbelief.parameter_server.layout.layout import TensorSpec
 from distbelief.runtime.task.losses import CLASS_LOSSES, LOSSES, Loss, loss_function
 from distbelief.runtime.task.samples import Sample
-from distbelief.runtime.task.task import TaskSpec, build_model
+from distbelief.runtime.task.task import ModelSpec, TaskSpec, build_model
 
 
 @final
@@ -52,8 +52,7 @@ def capture_task(
     Raises:
         JobError: the model cannot be built, or captured.
     """
-    with torch.device("meta"):
-        module = build_model(task.model)
+    module = _made(task.model)
     module.train()
     graph = append_loss(
         capture(module, inputs), _loss(task.loss), targets=targets, soft=soft
@@ -96,6 +95,25 @@ def capture_for(task: TaskSpec, sample: Sample) -> Captured:
     )
     _refuse_unsaved(task, captured)
     return captured
+
+
+def _made(spec: ModelSpec) -> nn.Module:
+    """Return the model, without memory for any tensor.
+
+    Raises:
+        JobError: it cannot be made; if for want of values, what to do about that.
+    """
+    try:
+        with torch.device("meta"):
+            return build_model(spec)
+    except JobError as error:
+        if "meta tensor" not in str(error):
+            raise
+        raise JobError(
+            f"{error}. Where replicas are split, the model is made on the meta device, "
+            "whose tensors have no values: let its constructor compute such numbers in "
+            "Python, or let a replica be one process (partitions = 1)"
+        ) from error
 
 
 def _refuse_unsaved(task: TaskSpec, captured: Captured) -> None:

@@ -314,6 +314,22 @@ def test_a_buffer_that_is_not_saved_is_refused() -> None:
         capture_for(unsaved, sample_of(Data()))
 
 
+def looking_net() -> nn.Module:
+    """Return a net that drops more the deeper it is: stochastic depth, say."""
+    rates = [rate.item() for rate in torch.linspace(0, 0.1, 2)]
+    layers = [nn.Sequential(nn.Linear(5, 5), nn.Dropout(rate)) for rate in rates]
+    return nn.Sequential(*layers, nn.Linear(5, 3))
+
+
+def test_a_constructor_that_looks_at_values_is_told_what_to_do() -> None:
+    """It was told that Tensor.item() cannot be called on meta tensors, and no more."""
+    task = job(f"model.factory={HERE}:looking_net").task
+    with pytest.raises(
+        JobError, match=r"item\(\).*meta.*\. Where replicas .*in Python"
+    ):
+        capture_for(task, sample_of(Data()))
+
+
 def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs, targets)
 
