@@ -17,10 +17,11 @@ from distbelief.errors import JobError, StorageError
 from distbelief.graph.layer import GraphError, LayerGraph
 from distbelief.job.configuration.sections import Job
 from distbelief.partition.costs import AnalyticCosts, single_sample
-from distbelief.partition.outlook import outlook_of
+from distbelief.partition.outlook import Outlook, outlook_of
 from distbelief.partition.planning import Order
 from distbelief.partition.profiling.host import HANDLING, HERE, Network, here
 from distbelief.partition.reports.picture import draw_plan
+from distbelief.partition.reports.report import size
 from distbelief.program.cluster import Cluster
 from distbelief.program.cluster_file import load_cluster
 from distbelief.program.compilation import compile_plan
@@ -137,7 +138,24 @@ def _made(job: Job, graph: LayerGraph, tell: Told) -> Plan:
         )
     except GraphError as error:
         raise JobError(f"[cluster] {_asked(job)}: {error}") from error
+    if job.cluster.machines != HERE:  # others may join that have more than this one
+        _check_memory(job, outlook)
     return outlook.plan
+
+
+def _check_memory(job: Job, outlook: Outlook) -> None:
+    """Refuse the best plan if it asks for more memory than the machines have."""
+    forecast = outlook.planned[-1].forecast
+    if forecast.fits:
+        return
+    caps = [machine.memory for machine in outlook.order.cluster.machines]
+    worst = max(forecast.offenders, key=lambda m: forecast.memory[m] - caps[m])
+    raise JobError(
+        f"[cluster] {_asked(job)}: no plan was found that fits the machines of "
+        f"{job.cluster.machines!r}: machine {worst} would need "
+        f"{size(forecast.memory[worst])} and has {size(caps[worst])}. Take more "
+        "partitions or smaller batches, or mend their memory in the cluster file"
+    )
 
 
 def _pins(job: Job) -> dict[str, str]:

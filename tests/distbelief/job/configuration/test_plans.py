@@ -14,6 +14,7 @@ from distbelief.graph.layer import LayerGraph
 from distbelief.job.configuration import plans
 from distbelief.job.configuration.jobfile import Job, parse_job
 from distbelief.job.configuration.plans import draw, plan_for_job
+from distbelief.program import cluster_file
 from distbelief.program.cluster_file import load_cluster
 from distbelief.program.plan import Plan, load
 from distbelief.runtime.task.capturing import capture_for
@@ -184,6 +185,18 @@ def test_unknown_machines_are_refused(tmp_path: Path) -> None:
     wanted = job("cluster.machines=mainframe")
     with pytest.raises(JobError, match=r"\[cluster\] machines = 'mainframe'"):
         plan_for_job(wanted, graph_of(job()), kept=tmp_path / "plan.json")
+
+
+def test_machines_without_the_memory_are_refused(tmp_path: Path) -> None:
+    """`distbelief partition` says so, but a job began all the same, without a word."""
+    file = Path(cluster_file.__file__).parent / "clusters" / "rack-1g.toml"
+    small = tmp_path / "small.toml"
+    small.write_text(file.read_text().replace('"64 GiB"', '"60 B"'))
+    wanted = job(f"cluster.machines={small}")
+    graph = graph_of(wanted)
+    with pytest.raises(JobError, match=r"partitions = 2: no plan .* has 60 B\. Take"):
+        plan_for_job(wanted, graph, kept=tmp_path / "plan.json")
+    assert not (tmp_path / "plan.json").exists()
 
 
 def test_machines_like_this_one_talk_over_loopback(
