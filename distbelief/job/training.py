@@ -218,23 +218,28 @@ class _Training:
         prepare(job.data.train, table="data.train")
         if job.data.test is not None:
             prepare(job.data.test, table="data.test")
+        with self._run.plan_kept():
+            self._try_out()
+            self._take_up()
+        self._run.write(self._run.job_file, job.to_toml())
+
+    def _try_out(self) -> None:
+        """Let a process try the job out; it writes the plan, if there is one."""
         with self._voice.console.status("Trying model and data ..."):
             self._answer = try_out(
-                job,
+                self._job,
                 self._launcher,
                 directory=self._memory.directory,
                 initial_file=self._initial_file,
                 plan=self._run.plan_file,
                 log=self._run.log_file(CHECK),
             )
-        check_data(job, self._answer)
+        check_data(self._job, self._answer)
         self._layout = Layout.of(
             self._answer.tensors,
-            n_shards=job.cluster.shards,
+            n_shards=self._job.cluster.shards,
             dtype=self._answer.dtype,
         )
-        self._take_up()
-        self._run.write(self._run.job_file, job.to_toml())
 
     def _take_up(self) -> None:
         assert self._layout is not None

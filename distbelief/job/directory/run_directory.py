@@ -21,7 +21,8 @@ Rules:
 
 import fcntl
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Self, final
 
@@ -138,6 +139,24 @@ class RunDirectory:
     def plan_file(self) -> Path:
         """Which machine computes what; its picture has the suffix .png."""
         return self.path / "plan.json"
+
+    @contextmanager
+    def plan_kept(self) -> Iterator[None]:
+        """Put plan and picture back as they were if what is done within is refused.
+
+        A run that does not go on with another plan still predicts with its own.
+        """
+        files_of_plan = (self.plan_file, self.plan_file.with_suffix(".png"))
+        before = {f: f.read_bytes() if f.is_file() else None for f in files_of_plan}
+        try:
+            yield
+        except BaseException:
+            for file, content in before.items():
+                if content is None:
+                    file.unlink(missing_ok=True)
+                elif not file.is_file() or file.read_bytes() != content:
+                    files.write(file, content)
+            raise
 
     @property
     def status_file(self) -> Path:

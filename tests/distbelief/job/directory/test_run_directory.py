@@ -191,3 +191,30 @@ def test_a_full_disk_says_what_to_do() -> None:
         "cannot write /dev/full: there is no space left: free some, then go on with "
         "--resume"
     )
+
+
+# ----------------------------------------------------------------------- plan
+
+
+def test_a_refusal_leaves_the_plan_as_it_was(tmp_path: Path) -> None:
+    """A refused --resume with other partitions left the run with their plan.
+
+    Its job.toml asked for two machines, and `predict` took three.
+    """
+    with a_run(tmp_path / "run") as run:
+        run.plan_file.write_text("of two machines")
+        picture = run.plan_file.with_suffix(".png")
+
+        def plan_and_refuse() -> None:
+            with run.plan_kept():
+                run.plan_file.write_text("of three machines")
+                picture.write_bytes(b"three")
+                raise JobError("the data are others")
+
+        with pytest.raises(JobError):
+            plan_and_refuse()
+        assert run.plan_file.read_text() == "of two machines"
+        assert not picture.exists()
+        with run.plan_kept():
+            run.plan_file.write_text("of three machines")
+        assert run.plan_file.read_text() == "of three machines"
