@@ -135,6 +135,8 @@ class Launcher:
 
     def close(self) -> None:
         """End every process, and wait until it is gone."""
+        with suppress(BlockingIOError):
+            self._read()  # who has begun by now
         self._end_server()
         ends, self._pipe = self._pipe, ()
         for end in ends:
@@ -266,8 +268,10 @@ class Launcher:
             server.stdin.write(msgspec.json.encode(forkserver.Leave()) + b"\n")
         with suppress(OSError):
             server.stdin.close()
-        if not self._alive:
-            server.kill()  # it has no children; it may be busy with its imports
+        if not self._pids:
+            # It has no children. It may be busy with its imports, and hear of nothing
+            # before they are done, of whom it was asked to start neither.
+            server.kill()
         try:
             server.wait(CLOSE_SECONDS_MAX)
         except subprocess.TimeoutExpired:

@@ -79,6 +79,27 @@ def test_a_fork_server_that_dies_takes_its_children_and_is_replaced(
     assert (lost.peer, lost.incarnation) == (ONE, 2)
 
 
+def test_a_server_that_is_busy_importing_is_not_waited_for(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl+C while a job was about to try out its model took 5 s more: a process had
+    been asked for, so the server, which had not heard of that yet, was waited for."""
+    (tmp_path / "endless.py").write_text("import time\ntime.sleep(3600)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(forkserver, "MODULES_OF_MACHINES", ("endless",))
+    module = "distbelief.job.processes.launcher.CLOSE_SECONDS_MAX"
+    monkeypatch.setattr(module, 3600.0)
+    # A server that starts now has the path of this moment.
+    launcher.close()
+    with Launcher() as slow:
+        slow.serve(
+            spec=tmp_path / "none.json",
+            log_of=lambda name: tmp_path / f"{name}.log",
+            has_machines=True,
+        )
+        slow.launch(ONE, 1)
+
+
 def test_closing_twice_is_no_harm(launcher: Launcher) -> None:
     launcher.close()
     launcher.close()
