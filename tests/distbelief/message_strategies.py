@@ -66,7 +66,7 @@ client_records = st.builds(
     staleness=counts,
 )
 
-_BY_HINT = [
+_BY_HINT: list[tuple[object, st.SearchStrategy[object]]] = [
     (Count, counts),
     (Count | None, st.none() | counts),
     (Name, names),
