@@ -1,7 +1,8 @@
 """The role of a machine that has joined: it runs what the supervisor wants to run here.
 
     OFFERING --Duties--> PROBING --rate--> READING --brief--> PREPARING --> READY
-        ^                                                                     |
+        ^  |                                                                  |
+        |  +--> over: nothing listens where its job did                       |
         +----------------- Dismiss, or silence of the supervisor -------------+
 
 Rules:
@@ -10,6 +11,9 @@ Rules:
   been begun yet is begun, once. So a message that is lost costs half a second.
 * A host that hears nothing for a while ends all that it runs and offers itself anew: a
   job without a head leaves nothing behind, nor does one that has given up this host.
+* The last word of a job may be lost, or be meant for a life that is over. So whoever
+  drives a host that hears nothing (`is_left_alone`) looks whether the supervisor is
+  there at all, and says if it is not (`PeerLost`). A link that is cut is waited for.
 * Everything that ends with a life of the host is numbered by it: words of an older
   life mean nothing.
 * The machine's user comes first: asked to leave, a host waits until what runs here has
@@ -66,6 +70,7 @@ BRIEF: Final = "brief"
 _TIMER: Final = "host:beat"
 _FURNISH: Final = "host:furnish"
 _VERDICT: Final = "host:verdict"
+_ALONE_SECONDS: Final = 3.0
 _REASON_MAX: Final = 2048
 _NAME: Final = re.compile(r"[a-z]{1,32}(-\d{1,9})?(\.\d{1,9})?")
 
@@ -100,6 +105,8 @@ class Host:
         self._site = site
         self._life = 0
         self._run: str | None = None  # whose duties it has
+        self._was_taken = False  # by a job, in this life or an earlier one
+        self._word_at: Seconds = 0.0  # the supervisor's last, of whatever life
         self._probe: LinkProbe | None = None  # as long as that lasts
         self._bandwidth = 0.0  # of the link, as found
         self._reading: Reading | None = None  # its brief
@@ -125,7 +132,8 @@ class Host:
             case Computed():
                 return self._computed(event, now)
             case PeerLost():
-                return self._ended_here(event)
+                is_head = event.peer == SUPERVISOR
+                return self._alone(event, now) if is_head else self._ended_here(event)
             case Received():
                 return self._received(event, now)
             case _:
@@ -140,6 +148,11 @@ class Host:
         else:
             state = "ready" if self._ready else "preparing"
         return state, {"roles": float(len(self._running))}
+
+    def is_left_alone(self, now: Seconds) -> bool:
+        """Return whether a job that has taken this machine says nothing just now."""
+        was_of_one = self._was_taken and not self._config.stays
+        return was_of_one and now - self._word_at > _ALONE_SECONDS
 
     def _received(self, event: Received, now: Seconds) -> list[Action]:
         if event.sender == USER:
@@ -186,6 +199,14 @@ class Host:
             return self._go(f"no job has taken this machine in {waited:.0f} s")
         return [_tell(config.offer(self._life))]
 
+    def _alone(self, event: PeerLost, now: Seconds) -> list[Action]:
+        """The supervisor is not there: its job is over, unless it is started again."""
+        silent = now - self._word_at
+        if not self.is_left_alone(now) or silent < self._config.over_seconds:
+            return []
+        text = f"{event.reason}: the job is over; how it ended is not known here"
+        return [Report(text=text, level="warning"), *self._go(None)]
+
     def _report(self) -> Send:
         report = HostReport(
             life=self._life,
@@ -222,6 +243,7 @@ class Host:
     # ----------------------------------------------------------------- the supervisor
 
     def _told(self, message: Message, now: Seconds) -> list[Action]:
+        self._word_at = now
         match message:
             case Duties():
                 return self._assigned(message, now)
@@ -241,7 +263,7 @@ class Host:
             return [*self._begin_anew(now), *self._offer(now)]
         self._heard_at = now
         if self._run is None:
-            self._run = message.run
+            self._run, self._was_taken = message.run, True
             self._probe = LinkProbe(begun_at=now)
             asks = [_tell(ask) for ask in self._probe.ask(now)]
             return [Report(text=f"run {message.run}"), *asks]

@@ -22,24 +22,23 @@ from distbelief.errors import JobError
 from distbelief.job.hosts.address import JobAddress
 from distbelief.job.hosts.host import USER, Host
 from distbelief.job.hosts.host_config import HostConfig
+from distbelief.job.hosts.lookout import Lookout
 from distbelief.job.hosts.site import HostLauncher, HostSite, SiteConfig
 from distbelief.job.processes.launcher import Launcher
 from distbelief.job.processes.signals import EXIT_CODES, REASONS, caught_signals
 from distbelief.messages import Stop
 from distbelief.node import Node
 from distbelief.partition.profiling import host as profiling
-from distbelief.roles import HOST, SUPERVISOR, Received
+from distbelief.roles import HOST, SUPERVISOR, PeerLost, Received
 from distbelief.transport.key_files import KeyFiles
 from distbelief.transport.keyring import Keyring
 from distbelief.transport.places import number_of, own_number_towards
 from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.transport.zmq_transport import ZmqTransport
 from distbelief.wire import JOINING
 
 
 INCARNATION: Final = 1  # the name is new each time
-DIAL_SECONDS: Final = 3.0  # between two tries of who is not let in
 
 Tell = Callable[[str], None]
 
@@ -92,7 +91,8 @@ def join(wanted: Wanted, *, tell: Tell) -> int:
                 name=name, incarnation=INCARNATION, token=token, log=log.add
             )
         )
-        supervisor = str(address.place(_server(reach)))
+        place = address.place(_server(reach))
+        supervisor = str(place)
 
         def dial() -> None:
             transport.disconnect(SUPERVISOR)
@@ -112,17 +112,23 @@ def join(wanted: Wanted, *, tell: Tell) -> int:
         stack.callback(site.clear)
         stack.callback(launcher.close)  # before that
         host = Host(_config(wanted, transport.endpoint), site=site)
-        tell(f"{name} waits for a job at {address.place(_server(reach)).endpoint}")
+        tell(f"{name} waits for a job at {place.endpoint}")
         node = Node(
             host, transport=transport, log=log.add, launcher=HostLauncher(launcher)
         )
-        refusals = _Refusals(
-            transport, key=_own_key(reach), address=address, dial=dial, tell=tell
+        lookout = stack.enter_context(
+            Lookout(transport, key=_own_key(reach), place=place, dial=dial, tell=tell)
         )
-        return _run(node, refusals, log=log)
+
+        def look() -> None:
+            lost = lookout.look(is_alone=host.is_left_alone(time.monotonic()))
+            if lost is not None:
+                node.post(PeerLost(peer=SUPERVISOR, incarnation=0, reason=lost))
+
+        return _run(node, look, log=log)
 
 
-def _run(node: Node, refusals: "_Refusals", *, log: "_Log") -> int:
+def _run(node: Node, look: Callable[[], None], *, log: "_Log") -> int:
     with caught_signals() as caught:
 
         def stop(number: signal.Signals) -> None:
@@ -130,7 +136,7 @@ def _run(node: Node, refusals: "_Refusals", *, log: "_Log") -> int:
             node.post(Received(sender=USER, incarnation=0, message=message))
 
         caught.tell = stop
-        error = node.run(refusals.look)
+        error = node.run(look)
     if error is not None:
         log.conclude(error)
         return 1
@@ -197,60 +203,6 @@ def _server_key(keys: KeyFiles) -> str:
         "which is the job's: give its address with ?key=..., as `distbelief train` "
         "prints it, or allow one: distbelief keys allow KEY NAME --role server"
     )
-
-
-@final
-class _Refusals:
-    """Tells the user if the supervisor does not let this machine in; tries again.
-
-    Args:
-        transport: Of this machine.
-        key: Likewise; "": it has none.
-        address: Of the job.
-        dial: Connects to the supervisor; ZeroMQ gives up once it has been refused.
-        tell: Tells the user.
-    """
-
-    def __init__(
-        self,
-        transport: ZmqTransport,
-        *,
-        key: str,
-        address: JobAddress,
-        dial: Callable[[], None],
-        tell: Tell,
-    ) -> None:
-        self._transport = transport
-        self._key = key
-        self._address = address
-        self._dial = dial
-        self._tell = tell
-        self._told: set[str] = set()
-        self._dial_at: float | None = None
-
-    def look(self) -> None:
-        """Say what is new."""
-        now = time.monotonic()
-        if self._dial_at is not None and now >= self._dial_at:
-            self._dial_at = None
-            self._dial()
-        where = self._address.endpoint
-        if self._transport.is_refused(SUPERVISOR):
-            self._dial_at = now + DIAL_SECONDS
-            self._say(
-                f"{where} does not let this machine in. On its machine: distbelief "
-                f"keys allow {self._key} NAME --role host; then it will"
-                if self._key
-                else f"{where} does not let this machine in: the address is of an "
-                "earlier run"
-            )
-        elif self._transport.is_another(SUPERVISOR):
-            self._say(f"who listens at {where} has another key than this address")
-
-    def _say(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            self._tell(text)
 
 
 @final

@@ -10,8 +10,17 @@ from distbelief.job.hosts.host_config import HostConfig
 from distbelief.job.hosts.probing import N_PIECES_MAX, PROBE
 from distbelief.job.supervision.membership import Kind, Presence
 from distbelief.job.supervision.supervisor import USER
-from distbelief.messages import Alive, Ask, Join, Stop
-from distbelief.roles import Address, Received
+from distbelief.messages import Alive, Ask, Dismiss, Join, Stop
+from distbelief.roles import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Halt,
+    PeerLost,
+    Received,
+    Report,
+    Terminate,
+)
 from tests.distbelief.job.hosts.town import Machine, Town, config_of
 
 
@@ -222,6 +231,71 @@ def test_a_machine_ends_what_it_runs_when_its_job_has_no_head() -> None:
     assert not machine.halted
     town.leave(machine)
     assert machine.halted
+
+
+LOST = PeerLost(peer=SUPERVISOR, incarnation=0, reason="nothing listens at x any more")
+
+
+def begin_anew(town: Town, machine: Machine) -> None:
+    """Tell a machine so, and end the job before its offer arrives."""
+    again = Dismiss(life=1, again=True, reason="it was silent for too long")
+    said = Received(sender=SUPERVISOR, incarnation=1, message=again)
+    machine.role.handle(said, town.now)
+    town.kill(town.here)
+
+
+def tell_lost(town: Town, machine: Machine, *, seconds: float) -> list[Action]:
+    """Let time pass; the driver finds all the while that nothing listens."""
+    for _ in range(round(seconds)):
+        town.pass_time(1.0)
+        actions = machine.role.handle(LOST, town.now)
+        if actions:
+            return list(actions)
+    return []
+
+
+def test_a_machine_that_begins_anew_as_its_job_ends_ends_too() -> None:
+    """It was told so in a life that was over, and waited 600 s for the next job."""
+    town = Town(roster(3))
+    machine = town.come("a")
+    begin_anew(town, machine)
+    assert not tell_lost(town, machine, seconds=9)
+    report, *_, halt = tell_lost(town, machine, seconds=3)
+    assert isinstance(report, Report)
+    assert (
+        report.text == f"{LOST.reason}: the job is over; how it ended is not known here"
+    )
+    assert halt == Halt(error=None)
+
+
+def test_a_machine_whose_link_is_cut_waits_for_its_job() -> None:
+    town = Town(roster(3))
+    machine = town.come("a")
+    begin_anew(town, machine)
+    town.pass_time(100.0)
+    assert not machine.halted
+
+
+def test_what_runs_there_ends_with_it() -> None:
+    town = Town(roster(3))
+    machine = town.come("a")
+    assert machine.processes
+    town.kill(town.here)
+    actions = tell_lost(town, machine, seconds=12)
+    ended = [action.name for action in actions if isinstance(action, Terminate)]
+    assert sorted(ended) == sorted(machine.processes)
+    assert actions[-1] == Halt(error=None)
+
+
+def test_a_machine_that_stays_or_was_never_taken_waits_where_nothing_listens() -> None:
+    town = Town(roster(1))
+    config = HostConfig(label="b", cores=1, memory_bytes=1, stays=True)
+    stays = town.come("b", config=config)
+    town.kill(town.here)
+    early = town.come("a")
+    for machine in (stays, early):
+        assert not tell_lost(town, machine, seconds=60)
+        assert not machine.halted
 
 
 def test_words_that_nobody_should_say_are_refused() -> None:

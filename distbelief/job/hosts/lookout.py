@@ -1,0 +1,100 @@
+"""What a machine that joins sees of the supervisor, beside what that says to it.
+
+    it lets in no key like this one     the user is told how to change that; it is tried
+                                        again
+    it lets in nobody of this run       likewise; and the run is over
+    somebody else listens there         the user is told
+    nothing listens there               the run is over, if this machine was of it
+
+Of a link that is cut nothing is seen: that may pass.
+"""
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, Self, final
+
+from distbelief.roles import SUPERVISOR, Seconds
+from distbelief.transport.knock import Knock
+from distbelief.transport.places import Place
+from distbelief.transport.zmq_transport import ZmqTransport
+
+
+DIAL_SECONDS: Final = 3.0
+"""Between two tries of who is not let in."""
+
+
+@final
+class Lookout:
+    """Of one machine; to be closed.
+
+    Args:
+        transport: Of this machine.
+        key: Likewise; "": it has none.
+        place: Of the supervisor.
+        dial: Connects to it; ZeroMQ gives up once it has been refused.
+        tell: Tells the user.
+    """
+
+    def __init__(
+        self,
+        transport: ZmqTransport,
+        *,
+        key: str,
+        place: Place,
+        dial: Callable[[], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._transport = transport
+        self._key = key
+        self._where = place.endpoint
+        self._knock = Knock(place)
+        self._dial = dial
+        self._tell = tell
+        self._told: set[str] = set()
+        self._dial_at: Seconds | None = None
+
+    def __enter__(self) -> Self:
+        """Do nothing."""
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self._knock.close()
+
+    def look(self, *, is_alone: bool) -> str | None:
+        """Tell the user what is new; return why the run is over, if it seems so.
+
+        Args:
+            is_alone: Whether this machine was of the run, and hears nothing now.
+        """
+        now, where = time.monotonic(), self._where
+        if self._dial_at is not None and now >= self._dial_at:
+            self._dial_at = None
+            self._dial()
+        if self._transport.is_refused(SUPERVISOR):
+            self._dial_at = now + DIAL_SECONDS
+            refused = f"{where} does not let this machine in"
+            if not self._key:
+                why = f"{refused}: the address is of an earlier run"
+                self._say(why)
+                return why
+            self._say(
+                f"{refused}. On its machine: distbelief keys allow {self._key} NAME "
+                "--role host; then it will"
+            )
+        elif self._transport.is_another(SUPERVISOR):
+            self._say(f"who listens at {where} has another key than this address")
+        if is_alone and self._knock.finds_nobody(now):
+            return f"nothing listens at {where} any more"
+        return None
+
+    def _say(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._tell(text)
