@@ -105,7 +105,7 @@ class Host:
         self._site = site
         self._life = 0
         self._run: str | None = None  # whose duties it has
-        self._was_taken = False  # by a job, in this life or an earlier one
+        self._was_taken = config.returns  # by a job, in this life or an earlier one
         self._word_at: Seconds = 0.0  # the supervisor's last, of whatever life
         self._probe: LinkProbe | None = None  # as long as that lasts
         self._bandwidth = 0.0  # of the link, as found
@@ -125,7 +125,7 @@ class Host:
         """Return the actions that `event` calls for."""
         match event:
             case Started():
-                self._beat_at = now
+                self._beat_at = self._word_at = now
                 return [*self._begin_anew(now), *self._beat(now)]
             case TimerFired(name=name) if name == _TIMER:
                 return self._beat(now)
@@ -148,6 +148,16 @@ class Host:
         else:
             state = "ready" if self._ready else "preparing"
         return state, {"roles": float(len(self._running))}
+
+    @property
+    def is_offering(self) -> bool:
+        """Whether no job has this machine just now."""
+        return self._run is None
+
+    @property
+    def was_taken(self) -> bool:
+        """Whether one had it at any time."""
+        return self._was_taken
 
     def is_left_alone(self, now: Seconds) -> bool:
         """Return whether a job that has taken this machine says nothing just now."""

@@ -18,6 +18,7 @@ class HostConfig:
         devices: Likewise: "cuda" for each.
         flops: Operations a second of one core, as measured; 0.0: they are not.
         stays: Whether it waits for another job when one is over.
+        returns: Whether a job took this machine before, at another address.
         beat_seconds: Between two words to the supervisor.
         silence_seconds_max: Without a word of the supervisor, after which all ends.
         wait_seconds_max: For a job to take it.
@@ -32,6 +33,7 @@ class HostConfig:
     devices: tuple[str, ...] = ()
     flops: float = 0.0
     stays: bool = False
+    returns: bool = False
     beat_seconds: Seconds = 0.5
     silence_seconds_max: Seconds = 15.0
     wait_seconds_max: Seconds = 600.0

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
+import msgspec
 import torch
 
 from distbelief import files
@@ -32,7 +33,7 @@ from distbelief.partition.profiling import host as profiling
 from distbelief.roles import HOST, SUPERVISOR, PeerLost, Received
 from distbelief.transport.key_files import KeyFiles
 from distbelief.transport.keyring import Keyring
-from distbelief.transport.places import number_of, own_number_towards
+from distbelief.transport.places import Place, number_of, own_number_towards
 from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.wire import JOINING
@@ -81,51 +82,109 @@ def join(wanted: Wanted, *, tell: Tell) -> int:
     """
     address = JobAddress.parse(wanted.address)
     reach, token = _reach(address, wanted)
-    name = HOST + secrets.token_hex(4)
-    with ExitStack() as stack:
-        launcher = stack.enter_context(Launcher())
-        FileMemory.sweep()
-        log = _Log(wanted.directory, tell=tell)
-        transport = stack.enter_context(
-            reach.transport(
-                name=name, incarnation=INCARNATION, token=token, log=log.add
+    place = address.place(_server(reach))
+    was_taken = False
+    while True:
+        stay = _Stay(wanted, reach=reach, token=token, place=place, tell=tell)
+        exit_code = stay.run(returns=was_taken)
+        if stay.moved_to is None or exit_code:
+            return exit_code
+        reach = msgspec.structs.replace(reach, host=stay.moved_to)
+        was_taken = stay.was_taken
+
+
+@final
+class _Stay:
+    """This machine at one address, under a name of its own.
+
+    Everything listens at that address: at another, all is begun anew.
+
+    Args:
+        wanted: What its user wants.
+        reach: From where it can be reached.
+        token: To begin with.
+        place: Of the supervisor.
+        tell: Tells the user.
+
+    Attributes:
+        moved_to: The address that it has now; None: it has ended for good.
+        was_taken: Whether it has been of a job.
+    """
+
+    def __init__(
+        self, wanted: Wanted, *, reach: Reach, token: str, place: Place, tell: Tell
+    ) -> None:
+        self._wanted = wanted
+        self._reach = reach
+        self._token = token
+        self._place = place
+        self._tell = tell
+        self.moved_to: str | None = None
+        self.was_taken = False
+
+    def run(self, *, returns: bool) -> int:
+        """Offer it until it ends; return the exit code.
+
+        Args:
+            returns: Whether a job took it before, at another address.
+
+        Raises:
+            StorageError: a directory or shared memory cannot be had.
+        """
+        wanted, reach, tell = self._wanted, self._reach, self._tell
+        name = HOST + secrets.token_hex(4)
+        with ExitStack() as stack:
+            launcher = stack.enter_context(Launcher())
+            FileMemory.sweep()
+            log = _Log(wanted.directory, tell=tell)
+            transport = stack.enter_context(
+                reach.transport(
+                    name=name, incarnation=INCARNATION, token=self._token, log=log.add
+                )
             )
-        )
-        place = address.place(_server(reach))
-        supervisor = str(place)
+            lookout = stack.enter_context(
+                Lookout(transport, key=_own_key(reach), place=self._place, tell=tell)
+            )
+            lookout.dial()
+            site = HostSite(self._site_config(), launcher=launcher)
+            stack.callback(site.clear)
+            stack.callback(launcher.close)  # before that
+            config = _config(wanted, transport.endpoint, returns=returns)
+            host = Host(config, site=site)
+            tell(f"{name} waits for a job at {self._place.endpoint}")
+            node = Node(
+                host, transport=transport, log=log.add, launcher=HostLauncher(launcher)
+            )
+            exit_code = _run(
+                node, lambda: self._look(host, node, lookout=lookout), log=log
+            )
+            self.was_taken = host.was_taken
+        return exit_code
 
-        def dial() -> None:
-            transport.disconnect(SUPERVISOR)
-            transport.connect(SUPERVISOR, 0, supervisor, watched=True)
+    def _look(self, host: Host, node: Node, *, lookout: Lookout) -> None:
+        """See what nobody says: whether the job, or this machine's address, is gone."""
+        lost = lookout.look(is_alone=host.is_left_alone(time.monotonic()))
+        if lost is not None:
+            node.post(PeerLost(peer=SUPERVISOR, incarnation=0, reason=lost))
+        was = self._reach.host
+        if self.moved_to is not None or not host.is_offering:
+            return
+        now = lookout.own_number(known=was)
+        if now != was:
+            self.moved_to = now
+            text = f"this machine's address is {now}, no longer {was}"
+            self._tell(f"{text}: offering it anew")
+            stop = Stop(reason=text)
+            node.post(Received(sender=USER, incarnation=0, message=stop))
 
-        dial()
-        site = HostSite(
-            SiteConfig(
-                supervisor=supervisor,
-                reach=reach,
-                allowed=wanted.allowed,
-                code=wanted.code.absolute(),
-                directory=wanted.directory.absolute(),
-            ),
-            launcher=launcher,
+    def _site_config(self) -> SiteConfig:
+        return SiteConfig(
+            supervisor=str(self._place),
+            reach=self._reach,
+            allowed=self._wanted.allowed,
+            code=self._wanted.code.absolute(),
+            directory=self._wanted.directory.absolute(),
         )
-        stack.callback(site.clear)
-        stack.callback(launcher.close)  # before that
-        host = Host(_config(wanted, transport.endpoint), site=site)
-        tell(f"{name} waits for a job at {place.endpoint}")
-        node = Node(
-            host, transport=transport, log=log.add, launcher=HostLauncher(launcher)
-        )
-        lookout = stack.enter_context(
-            Lookout(transport, key=_own_key(reach), place=place, dial=dial, tell=tell)
-        )
-
-        def look() -> None:
-            lost = lookout.look(is_alone=host.is_left_alone(time.monotonic()))
-            if lost is not None:
-                node.post(PeerLost(peer=SUPERVISOR, incarnation=0, reason=lost))
-
-        return _run(node, look, log=log)
 
 
 def _run(node: Node, look: Callable[[], None], *, log: "_Log") -> int:
@@ -151,7 +210,7 @@ def _own_key(reach: Reach) -> str:
     return "" if reach.keys is None else reach.keys.public
 
 
-def _config(wanted: Wanted, endpoint: str) -> HostConfig:
+def _config(wanted: Wanted, endpoint: str, *, returns: bool) -> HostConfig:
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return HostConfig(
@@ -162,6 +221,7 @@ def _config(wanted: Wanted, endpoint: str) -> HostConfig:
         devices=wanted.devices,
         flops=_flops(),
         stays=wanted.stays,
+        returns=returns,
         wait_seconds_max=wanted.wait_seconds,
     )
 

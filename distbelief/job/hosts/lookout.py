@@ -6,17 +6,20 @@
     somebody else listens there         the user is told
     nothing listens there               the run is over, if this machine was of it
 
-Of a link that is cut nothing is seen: that may pass.
+Of a link that is cut nothing is seen: that may pass. What this machine's own address
+is, may change meanwhile.
 """
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self, final
 
+from distbelief.errors import TransportError
 from distbelief.roles import SUPERVISOR, Seconds
 from distbelief.transport.knock import Knock
-from distbelief.transport.places import Place
+from distbelief.transport.places import Place, own_number_towards
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
@@ -32,7 +35,6 @@ class Lookout:
         transport: Of this machine.
         key: Likewise; "": it has none.
         place: Of the supervisor.
-        dial: Connects to it; ZeroMQ gives up once it has been refused.
         tell: Tells the user.
     """
 
@@ -42,14 +44,12 @@ class Lookout:
         *,
         key: str,
         place: Place,
-        dial: Callable[[], None],
         tell: Callable[[str], None],
     ) -> None:
         self._transport = transport
         self._key = key
-        self._where = place.endpoint
+        self._place = place
         self._knock = Knock(place)
-        self._dial = dial
         self._tell = tell
         self._told: set[str] = set()
         self._dial_at: Seconds | None = None
@@ -67,16 +67,21 @@ class Lookout:
         """Close."""
         self._knock.close()
 
+    def dial(self) -> None:
+        """Connect to the supervisor; again, too: ZeroMQ gives up when refused."""
+        self._transport.disconnect(SUPERVISOR)
+        self._transport.connect(SUPERVISOR, 0, str(self._place), watched=True)
+
     def look(self, *, is_alone: bool) -> str | None:
         """Tell the user what is new; return why the run is over, if it seems so.
 
         Args:
             is_alone: Whether this machine was of the run, and hears nothing now.
         """
-        now, where = time.monotonic(), self._where
+        now, where = time.monotonic(), self._place.endpoint
         if self._dial_at is not None and now >= self._dial_at:
             self._dial_at = None
-            self._dial()
+            self.dial()
         if self._transport.is_refused(SUPERVISOR):
             self._dial_at = now + DIAL_SECONDS
             refused = f"{where} does not let this machine in"
@@ -93,6 +98,16 @@ class Lookout:
         if is_alone and self._knock.finds_nobody(now):
             return f"nothing listens at {where} any more"
         return None
+
+    def own_number(self, *, known: str) -> str:
+        """Return the number by which the supervisor can reach this machine now.
+
+        Args:
+            known: What it was; returned as long as there is no way there.
+        """
+        with suppress(TransportError):
+            return own_number_towards(self._place.host)
+        return known
 
     def _say(self, text: str) -> None:
         if text not in self._told:

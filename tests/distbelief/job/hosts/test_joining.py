@@ -1,4 +1,4 @@
-"""A machine that joins, as a process of its own would, and a supervisor that is none."""
+"""A machine joins, as its own process would; its supervisor is a dummy."""
 
 import threading
 from collections.abc import Callable
@@ -8,10 +8,11 @@ from typing import Final
 
 import pytest
 
-from distbelief.job.hosts import joining
+from distbelief.job.hosts import joining, lookout
 from distbelief.job.hosts.host_config import HostConfig
-from distbelief.messages import Ask, Dismiss, Duties, Offer
+from distbelief.messages import Dismiss, Duties, Offer
 from distbelief.roles import SUPERVISOR
+from distbelief.transport.places import Place
 from distbelief.transport.zmq_transport import ZmqTransport
 from distbelief.wire import Envelope
 
@@ -39,9 +40,20 @@ class Head:
     def __exit__(self, *_: object) -> None:
         self._thread.join()
 
-    def dismiss(self, to: str, *, again: bool) -> None:
-        life = self.offers[-1].life
-        self._transport.send(to, Dismiss(life=life, again=again, reason="so"))
+    @property
+    def machine_at(self) -> str:
+        """Where the machine listens, as it said last."""
+        return Place.parse(self.offers[-1].endpoint).host
+
+    def take(self, name: str) -> None:
+        self._transport.send(name, Duties(life=self._life, run="r", duties=()))
+
+    def dismiss(self, name: str, *, again: bool) -> None:
+        self._transport.send(name, Dismiss(life=self._life, again=again, reason="so"))
+
+    @property
+    def _life(self) -> int:
+        return self.offers[-1].life
 
     def _serve(self) -> None:
         goes_on = True
@@ -52,23 +64,21 @@ class Head:
         self._transport.close()
 
     def _hear(self, envelope: Envelope) -> bool:
-        host, offer = envelope.sender, envelope.message
-        if isinstance(offer, Offer) and offer not in self.offers:
-            self.offers.append(offer)
-            self._transport.connect(host, envelope.incarnation, offer.endpoint)
-            duties = Duties(life=offer.life, run="r", duties=())
-            self._transport.send(host, duties)
+        message = envelope.message
+        if isinstance(message, Offer):
+            self.offers.append(message)
+            self._transport.connect(envelope.sender, 1, message.endpoint)
         return self._answer(self, envelope)
 
 
-def join(head: Head, tmp_path: Path) -> tuple[int, list[str]]:
+def join(head: Head, directory: Path) -> tuple[int, list[str]]:
     """Return the exit code, and what its user was told."""
     said: list[str] = []
     wanted = joining.Wanted(
         address=head.address,
         keys=None,
         cores=1,
-        directory=tmp_path,
+        directory=directory,
         wait_seconds=SECONDS_MAX,
     )
     with head:
@@ -83,11 +93,33 @@ def test_a_job_that_ends_as_a_machine_begins_anew_is_over_for_it(
     monkeypatch.setattr(joining, "HostConfig", patient)
 
     def answer(head: Head, envelope: Envelope) -> bool:
-        if isinstance(envelope.message, Ask):
-            head.dismiss(envelope.sender, again=True)
-            return False
-        return True
+        if isinstance(envelope.message, Offer):
+            head.take(envelope.sender)
+            return True
+        head.dismiss(envelope.sender, again=True)
+        return False
 
     exit_code, said = join(Head(answer), tmp_path)
     assert exit_code == 0, said
     assert "the job is over" in said[-1]
+
+
+def test_a_machine_whose_address_changes_offers_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on offering, and listening at, the one that it had begun with."""
+
+    def moved(host: str) -> str:
+        return f"{host[:-1]}2"
+
+    def answer(head: Head, envelope: Envelope) -> bool:
+        if head.machine_at == "127.0.0.2":
+            head.dismiss(envelope.sender, again=False)
+            return False
+        monkeypatch.setattr(lookout, "own_number_towards", moved)
+        return True
+
+    head = Head(answer)
+    exit_code, said = join(head, tmp_path)
+    assert exit_code == 0, said
+    assert any("offering it anew" in text for text in said)
