@@ -99,6 +99,22 @@ def write_by(path: Path, fill: Callable[[Path], object]) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def write_private(path: Path, content: bytes) -> None:
+    """Replace a file that nobody else may read, not even for a moment.
+
+    Raises:
+        StorageError: it cannot be; the old file is as it was.
+    """
+
+    def fill(temporary: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        temporary.unlink(missing_ok=True)  # of a process that was killed
+        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+            file.write(content)
+
+    write_by(path, fill)
+
+
 def of_safetensors(error: SafetensorError) -> OSError:
     """Return the disk's error, of which safetensors tells in words only."""
     number = re.search(r"\(os error (\d+)\)", str(error))

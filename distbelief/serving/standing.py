@@ -1,7 +1,7 @@
 """A standing parameter server in the foreground: what `distbelief serve` does.
 
     DIRECTORY/            0700
-      request.json        what is served; the run's token too, so that its address lasts
+      request.json  0600  what is served; the run's token too, so that its address lasts
       initial.safetensors parameters of the first life
       snapshots/          to go on from
       *.log               of the supervisor and every shard
@@ -130,7 +130,7 @@ def _request(wanted: Wanted, run: RunDirectory, *, tell: Tell) -> Request:
             for spec, parameter in zip(specs, parameters, strict=True)
         }
         files.write_by(initial, lambda path: save_file(values, path))
-    files.write(file, msgspec.json.encode(request))
+    files.write_private(file, msgspec.json.encode(request))  # the token is in it
     return request
 
 

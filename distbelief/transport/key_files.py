@@ -130,7 +130,7 @@ class KeyFiles:
                 "`distbelief keys rotate`"
             )
         path = self._path(_NEXT)
-        _write_private(self._path(_FORMER), _read(self._path(_SECRET)))
+        files.write_private(self._path(_FORMER), _read(self._path(_SECRET)))
         try:
             path.replace(self.directory / _SECRET)
             files.force(self.directory)
@@ -214,7 +214,7 @@ class KeyFiles:
     def _write_secret(self, name: str) -> str:
         pair = KeyPair.new()
         text = pair.secret.reveal().hex().encode() + b"\n"
-        _write_private(self._path(name), text)
+        files.write_private(self._path(name), text)
         return pair.public
 
     def _read_secret(self, name: str) -> KeyPair:
@@ -223,7 +223,7 @@ class KeyFiles:
 
     def _write_allowed(self, entries: Iterable[Allowed]) -> None:
         text = "".join(f"{_line(entry)}\n" for entry in entries)
-        _write_private(self._path(_ALLOWED), text.encode())
+        files.write_private(self._path(_ALLOWED), text.encode())
 
 
 def entries_in(content: bytes, *, path: Path) -> tuple[Allowed, ...]:
@@ -297,15 +297,3 @@ def _read(path: Path) -> bytes:
             return opened.read(_BYTES_MAX)
     except OSError as error:
         raise files.explained(error, path, doing="read") from error
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    """Replace a file that nobody else may read, not even for a moment."""
-
-    def fill(temporary: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        temporary.unlink(missing_ok=True)  # of a process that was killed
-        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
-            file.write(content)
-
-    files.write_by(path, fill)

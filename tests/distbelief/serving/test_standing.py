@@ -1,5 +1,6 @@
 """What a standing server keeps in its directory, and when it does not go on."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,33 @@ def test_the_same_directory_means_to_go_on(
     assert said == [f"going on with what {directory} holds"]
     assert (directory / "initial.safetensors").read_bytes() == initial
     assert directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_nobody_else_may_read_the_token_whatever_becomes_of_the_directory(
+    tmp_path: Path, served: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the directory's mode kept the file from others: a copy of it did not."""
+    modes: list[int] = []
+    replace = Path.replace
+
+    def seen(path: Path, target: Path) -> Path:
+        modes.append(path.stat().st_mode & 0o777)
+        return replace(path, target)
+
+    before = os.umask(0)  # a user who is careless
+    try:
+        directory = tmp_path / "server"
+        stand(wanted(), directory, tell=pytest.fail)
+        file = directory / "request.json"
+        assert file.stat().st_mode & 0o777 == 0o600
+        file.chmod(0o644)  # as earlier versions left it
+        monkeypatch.setattr(Path, "replace", seen)
+        stand(wanted(), directory, tell=lambda _text: None)
+    finally:
+        os.umask(before)
+    assert modes == [0o600]
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert len(served) == 2
 
 
 @pytest.mark.parametrize(
