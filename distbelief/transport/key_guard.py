@@ -226,7 +226,8 @@ class KeyGuard:
 
     def _suspend(self, key: str, why: str) -> None:
         if key == self._pair.public:  # a mistake of ours; there would be nobody left
-            self._warn(f"this side's own key: {why}")
+            n = self._books.n_own = self._books.n_own + 1
+            self._warn_rarely(n, f"this side's own key: {why}")
             return
         seconds = self._caps.suspended_seconds
         if not self._is_suspended(key):
@@ -354,9 +355,12 @@ class KeyGuard:
             self._suspend(record.key, why)
             return
         n = self._books.n_closed = self._books.n_closed + 1
+        self._warn_rarely(n, f"closed a connection of {record.peer[0]}: {why}")
+
+    def _warn_rarely(self, n: int, text: str) -> None:
+        """Warn of the 1st, 2nd, 4th, 8th, ... of a kind."""
         if n & (n - 1) == 0:
-            text = f"closed a connection of {record.peer[0]}: {why} (so far {n})"
-            self._warn(text)
+            self._warn(f"{text} (so far {n})")
 
     def _record(self, connection: Connection, now: Seconds) -> Record:
         """Return what is known of a connection."""

@@ -86,3 +86,4 @@ class Books:
     suspended: dict[str, Seconds] = field(default_factory=dict)  # key -> until when
     barred: dict[str, Seconds] = field(default_factory=dict)  # address -> until when
     n_closed: int = 0  # connections of who has not shown a key
+    n_own: int = 0  # offences of this side's own key

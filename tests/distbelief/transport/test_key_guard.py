@@ -22,7 +22,7 @@ from distbelief.transport.connections import (
     cut,
     cut_descriptor,
 )
-from distbelief.transport.guard import REFUSED
+from distbelief.transport.guard import REFUSED, Source
 from distbelief.transport.key_files import Allowed, KeyFiles
 from distbelief.transport.key_guard import KeyGuard
 from distbelief.transport.keyring import Keyring
@@ -419,6 +419,18 @@ def test_what_it_sent_before_the_cut_is_dropped_unread(
     assert server.counters.malformed > 9
     assert sum("which its key may not" in text for text in world.log) == 2  # of one
     assert works(server, worker)
+
+
+def test_offences_of_ones_own_key_cannot_fill_a_disk(world: World) -> None:
+    """It is not kept out, so each message of its holder was worth a line."""
+    ring = Keyring(directory=str(world.server_files.directory), role="server")
+    guard = ring.guard(log=lambda _level, text: world.log.append(text))
+    for _ in range(9):
+        guard.offended(Source(user=world.server_key), "it speaks as 'x'")
+    guard.close()
+    assert world.log == [
+        f"this side's own key: it speaks as 'x' (so far {n})" for n in (1, 2, 4, 8)
+    ]
 
 
 def test_it_may_come_back_after_that_while(world: World) -> None:
