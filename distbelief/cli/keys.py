@@ -104,7 +104,7 @@ def allow(
 
         entry = Allowed(
             key=public_key(key),
-            roles=tuple(dict.fromkeys(roles or ["worker"])),
+            roles=tuple(dict.fromkeys(",".join(roles or ["worker"]).split(","))),
             name=name,
         )
         files = _files(directory)

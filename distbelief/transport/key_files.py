@@ -6,6 +6,9 @@
       former.key          0600   likewise, of what still runs since an exchange
       allowed             0600   a line for each key: KEY ROLES NAME
 
+Users edit `allowed` too: blanks at either end of a line, or more than one between its
+fields, blank lines, lines that begin with #, and a byte order mark say nothing.
+
 What others could read or write is not used: it is named with the command that mends it.
 A file is replaced whole. Whoever runs reads `allowed` again when it has changed.
 """
@@ -39,10 +42,13 @@ _FORMER: Final = "former.key"
 _ALLOWED: Final = "allowed"
 _OTHERS: Final = 0o077  # permissions of anybody but the owner
 _BYTES_MAX: Final = 1 << 20
+_NAME: Final = "[A-Za-z0-9._@-]{1,64}"
+_BLANKS: Final = " \t"
 _LINE: Final = re.compile(
-    rf"(?P<key>{KEY_PATTERN}) (?P<roles>[a-z,]{{1,64}}) "
-    r"(?P<name>[A-Za-z0-9._@-]{1,64})"
+    rf"(?P<key>{KEY_PATTERN})[{_BLANKS}]+(?P<roles>[a-z,]{{1,64}})[{_BLANKS}]+"
+    rf"(?P<name>{_NAME})"
 )
+_BYTE_ORDER_MARK: Final = "\ufeff"
 
 
 @final
@@ -157,6 +163,7 @@ class KeyFiles:
         Raises:
             JobError: a role or the name makes no sense.
         """
+        _check(entry)
         _parsed(_line(entry), path=self._path(_ALLOWED))
         with self._alone():
             others = [known for known in self.allowed() if known.key != entry.key]
@@ -232,8 +239,9 @@ def entries_in(content: bytes, *, path: Path) -> tuple[Allowed, ...]:
     Raises:
         JobError: a line says nothing, or there are too many; it names the path.
     """
-    text = content.decode(errors="replace")
-    lines = [line for line in text.splitlines() if line and line[0] != "#"]
+    text = content.decode(errors="replace").removeprefix(_BYTE_ORDER_MARK)
+    lines = [line.strip(_BLANKS) for line in text.splitlines()]
+    lines = [line for line in lines if line and line[0] != "#"]
     if len(lines) > N_ALLOWED_MAX:
         raise JobError(f"{path} allows {len(lines)} keys: {N_ALLOWED_MAX} at most")
     return tuple(_parsed(line, path=path) for line in lines)
@@ -256,6 +264,18 @@ def pair_in(content: bytes, *, path: Path) -> KeyPair:
 
 def _line(entry: Allowed) -> str:
     return f"{entry.key} {','.join(entry.roles)} {entry.name}"
+
+
+def _check(entry: Allowed) -> None:
+    """Refuse what a user cannot have meant: what would not be read again."""
+    for role in entry.roles:
+        if role not in ROLES:
+            raise JobError(f"{role[:80]!r} is no role: there are {', '.join(ROLES)}")
+    if re.fullmatch(_NAME, entry.name) is None:
+        raise JobError(
+            f"{entry.name[:80]!r} is no name: letters, digits and . _ @ - are, 64 of "
+            "them at the most"
+        )
 
 
 def _parsed(line: str, *, path: Path) -> Allowed:

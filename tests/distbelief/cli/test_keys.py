@@ -37,6 +37,8 @@ def test_from_the_first_key_to_the_last(directory: Path) -> None:
     assert f"{OTHER}  lab-3, as worker" in keys("show").stdout
     said = keys("allow", OTHER, "lab-3", "--role", "worker", "--role", "server").stdout
     assert said == "lab-3 is let in as worker and server\n"
+    said = keys("allow", OTHER, "lab-3", "--role", "worker,server,worker").stdout
+    assert said == "lab-3 is let in as worker and server\n"
     following = keys("rotate").stdout.split()[0]
     assert f"{following}  follows it" in keys("show").stdout
     assert keys("rotate", "--finish").stdout.split()[0] == following
@@ -67,8 +69,10 @@ def test_mistakes_are_named() -> None:
         (["new"], "has a key already"),
         (["allow", "abc", "x"], "no public key"),
         (["allow", key, "x"], "this machine's own key"),
-        (["allow", OTHER, "two words"], "is no entry"),
-        (["allow", OTHER, "x", "--role", "king"], "is no entry"),
+        (["allow", OTHER, "two words"], "'two words' is no name: letters"),
+        (["allow", OTHER, "x "], "'x ' is no name"),
+        (["allow", OTHER, "x", "--role", "king"], "'king' is no role: there are work"),
+        (["allow", OTHER, "x", "--role", ""], "'' is no role"),
         (["revoke", "x"], "not allowed anyway"),
         (["rotate", "--finish"], "begin with"),
     ]:

@@ -162,19 +162,54 @@ def test_a_change_of_the_list_can_be_seen(keys: KeyFiles) -> None:
 
 
 @pytest.mark.parametrize(
-    "entry",
+    "content",
     [
-        Allowed(key="a" * 64, roles=("root",), name="x"),
-        Allowed(key="a" * 64, roles=(), name="x"),
-        Allowed(key="a" * 63, roles=("worker",), name="x"),
-        Allowed(key="a" * 64, roles=("worker",), name="two words"),
-        Allowed(key="a" * 64, roles=("worker",), name="two\nlines"),
+        "{key} worker lab-3 \n",
+        "  {key}  worker \t lab-3\n",
+        "   \n{key} worker lab-3\n \t\n  # nobody else\n",
+        "\ufeff{key} worker lab-3\r\n\r\n",
+        "\ufeff# mine\n{key} worker lab-3",
+    ],
+    ids=["end", "between", "blank lines", "byte order mark", "and a comment"],
+)
+def test_what_an_editor_adds_to_the_list_says_nothing(
+    keys: KeyFiles, content: str
+) -> None:
+    """A blank at the end of one line shut out all others, while a server ran too."""
+    path = keys.directory / "allowed"
+    path.touch(mode=0o600)
+    path.write_text(content.format(key=WORKER.key))
+    assert keys.allowed() == (WORKER,)
+    keys.allow(WORKER)
+    assert path.read_text() == f"{WORKER.key} worker lab-3\n"
+
+
+@pytest.mark.parametrize(
+    "line", ["{key} worker two words", "{key}\u00a0worker x", "{key} worker\ufeff x"]
+)
+def test_what_could_mean_something_is_still_refused(keys: KeyFiles, line: str) -> None:
+    path = keys.directory / "allowed"
+    path.touch(mode=0o600)
+    path.write_text(line.format(key=WORKER.key))
+    with pytest.raises(JobError, match="is no entry"):
+        keys.allowed()
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (Allowed(key="a" * 64, roles=("root",), name="x"), "'root' is no role: there"),
+        (Allowed(key="a" * 64, roles=(), name="x"), "is no entry"),
+        (Allowed(key="a" * 63, roles=("worker",), name="x"), "is no entry"),
+        (Allowed(key="a" * 64, roles=("worker",), name="two words"), "is no name"),
+        (Allowed(key="a" * 64, roles=("worker",), name="two\nlines"), "is no name"),
+        (Allowed(key="a" * 64, roles=("worker",), name="x "), "is no name"),
     ],
 )
 def test_an_entry_that_says_nothing_is_not_written(
-    keys: KeyFiles, entry: Allowed
+    keys: KeyFiles, entry: Allowed, said: str
 ) -> None:
-    with pytest.raises(JobError, match="is no entry"):
+    with pytest.raises(JobError, match=said):
         keys.allow(entry)
     assert keys.allowed() == ()
 
