@@ -116,9 +116,6 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         StorageError: a directory or shared memory cannot be had.
     """
     console = Console(quiet=not show)
-    if hosting is not None:
-        hosting.reach.check()
-        hosting = replace(hosting, reach=hosting.reach.pinned())
     with ended_by_sigterm(), ExitStack() as stack:
         if watch is not None:
             watch = stack.enter_context(HeldBack(watch))
@@ -126,6 +123,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         launcher = stack.enter_context(launcher or Launcher())
         if not isinstance(job, Job):
             job = load_job(job)
+        hosting = _checked(hosting)
         FileMemory.sweep()
         memory = FileMemory.make()
         stack.callback(memory.remove_all)
@@ -155,6 +153,15 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         if training.exit_code not in EXIT_CODES.values():
             training.draw()
     return Run(run.path, summary, training.exit_code, job)
+
+
+def _checked(hosting: Hosting | None) -> Hosting | None:
+    """Return it as it is while the run lasts, if there can be such a one."""
+    if hosting is None:
+        return None
+    hosting.reach.check()
+    hosting.find_lender()
+    return replace(hosting, reach=hosting.reach.pinned())
 
 
 def _open_run(

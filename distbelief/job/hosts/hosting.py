@@ -14,7 +14,7 @@ from distbelief.job.configuration.sections import Job
 from distbelief.job.hosts.address import JobAddress
 from distbelief.job.hosts.brief import write_brief
 from distbelief.job.hosts.hosted import Hosted
-from distbelief.job.hosts.on_ray import RayHosts, RayWanted
+from distbelief.job.hosts.on_ray import RayHosts, RayWanted, connect
 from distbelief.job.hosts.pace import Step
 from distbelief.job.hosts.records import HostedConfig
 from distbelief.job.processes.process import Spec
@@ -83,6 +83,15 @@ class Hosting:
         if host == ANYWHERE:
             host = own_number()
         return JobAddress(host=host, port=place.port, key=place.key, token=token)
+
+    def find_lender(self) -> None:
+        """Find who lends machines, if somebody is to: before anything is begun.
+
+        Raises:
+            JobError: there is nobody.
+        """
+        if self.on_ray:
+            connect()
 
     @contextmanager
     def lent(

@@ -16,6 +16,7 @@ from typing import Final, Protocol, cast, final
 from distbelief.errors import JobError
 from distbelief.job.configuration.sections import Job
 from distbelief.job.processes.allowing import import_paths
+from distbelief.job.processes.signals import handlers_kept
 
 
 FAREWELL_SECONDS: Final = 2.0
@@ -99,9 +100,34 @@ class _Method(Protocol):
     def remote(self, **arguments: object) -> object: ...
 
 
+def connect() -> None:
+    """Find the Ray cluster, or begin one on this machine, as Ray itself decides.
+
+    Raises:
+        JobError: Ray is not installed, or there is no cluster.
+    """
+    try:
+        import ray  # noqa: PLC0415 -- an extra
+    except ImportError as error:
+        raise JobError(
+            f"--on ray: ray is not installed here ({error}): pip install "
+            "'distbelief[ray]'"
+        ) from None
+    try:
+        with handlers_kept():  # Ray would end at SIGTERM, and this job unsaved
+            ray.init(ignore_reinit_error=True, log_to_driver=False)
+    except (ConnectionError, RuntimeError) as error:
+        raise JobError(
+            f"--on ray: there is no way to a Ray cluster: {error}"
+        ) from error
+
+
 @final
 class RayHosts:
-    """The machines that Ray lends to one job: `start`, then `close`."""
+    """The machines that Ray lends to one job: `start`, then `close`.
+
+    `connect` comes before.
+    """
 
     def __init__(self, wanted: RayWanted) -> None:
         self._wanted = wanted
@@ -115,27 +141,13 @@ class RayHosts:
         Args:
             address: Where the job listens.
             directory: For their logs, on each node.
-
-        Raises:
-            JobError: Ray is not installed, or there is no cluster.
         """
-        try:
-            import ray  # noqa: PLC0415 -- an extra
-            from ray.util import placement_group  # noqa: PLC0415 -- an extra
-            from ray.util.scheduling_strategies import (  # noqa: PLC0415 -- an extra
-                PlacementGroupSchedulingStrategy,
-            )
-        except ImportError as error:
-            raise JobError(
-                f"--on ray: ray is not installed here ({error}): pip install "
-                "'distbelief[ray]'"
-            ) from None
-        try:
-            ray.init(ignore_reinit_error=True, log_to_driver=False)
-        except (ConnectionError, RuntimeError) as error:
-            raise JobError(
-                f"--on ray: there is no way to a Ray cluster: {error}"
-            ) from error
+        import ray  # noqa: PLC0415 -- an extra
+        from ray.util import placement_group  # noqa: PLC0415 -- an extra
+        from ray.util.scheduling_strategies import (  # noqa: PLC0415 -- an extra
+            PlacementGroupSchedulingStrategy,
+        )
+
         wanted = self._wanted
         bundles = [{"CPU": wanted.cores} for _ in range(wanted.n_hosts)]
         self._group = placement_group(bundles, strategy="SPREAD")

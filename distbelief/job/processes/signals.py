@@ -57,6 +57,20 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 @contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Have the same handlers afterwards, whatever a library thinks that we need."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in EXIT_CODES}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def caught_signals() -> Iterator[Caught]:
     """Catch Ctrl+C and SIGTERM, if this is the thread that can."""
     caught = Caught()

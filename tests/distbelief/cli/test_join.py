@@ -1,5 +1,6 @@
 """Options of `join`, and of `train` where machines may join."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,17 @@ def test_options_for_machines_need_somewhere_to_join(
     done = CliRunner().invoke(app, ["train", "speech.toml", "--hosts", "2"])
     assert done.exit_code == MISTAKEN
     assert "--listen tcp://0.0.0.0:7700" in done.stderr
+
+
+def test_without_ray_nothing_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run directory stayed behind, and the next run's was called speech.2."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (tmp_path / "speech").mkdir()
+    (tmp_path / "speech.toml").write_text(SPEECH)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["train", "speech.toml", "--on", "ray"])
+    assert done.exit_code == MISTAKEN, done.output
+    assert "pip install 'distbelief[ray]'" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"speech", "speech.toml"}

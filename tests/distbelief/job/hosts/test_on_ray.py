@@ -1,12 +1,13 @@
 """What a job wants of a Ray cluster."""
 
+import signal
 import sys
-from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from distbelief.errors import JobError
-from distbelief.job.hosts.on_ray import RayHosts, RayWanted
+from distbelief.job.hosts.on_ray import RayHosts, RayWanted, connect
 from tests.distbelief.job.jobs import speech
 
 
@@ -25,11 +26,22 @@ def test_ray_lends_room_for_what_has_none_here(
     assert wanted.allowed == ("speech.model", "speech.data")
 
 
-def test_without_ray_it_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    machines = RayHosts(RayWanted(n_hosts=1, cores=1, keys="", allowed=()))
     with pytest.raises(JobError, match=r"distbelief\[ray\]"):
-        machines.start("tcp://127.0.0.1:1", directory=tmp_path)
-    machines.close()
+        connect()
+    RayHosts(RayWanted(n_hosts=1, cores=1, keys="", allowed=())).close()
+
+
+def test_ray_does_not_take_the_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on SIGTERM ended the job at once: nothing was pushed, or saved."""
+
+    def init(**_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    ray = ModuleType("ray")
+    monkeypatch.setattr(ray, "init", init, raising=False)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    before = signal.getsignal(signal.SIGTERM)
+    connect()
+    assert signal.getsignal(signal.SIGTERM) == before
