@@ -91,7 +91,7 @@ class Hosting:
             JobError: there is nobody.
         """
         if self.on_ray:
-            connect()
+            connect(is_local=self.reach.is_local)
 
     @contextmanager
     def lent(

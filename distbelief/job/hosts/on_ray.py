@@ -17,6 +17,7 @@ from distbelief.errors import JobError
 from distbelief.job.configuration.sections import Job
 from distbelief.job.processes.allowing import import_paths
 from distbelief.job.processes.signals import handlers_kept
+from distbelief.transport.places import LOOPBACK
 
 
 FAREWELL_SECONDS: Final = 2.0
@@ -100,11 +101,14 @@ class _Method(Protocol):
     def remote(self, **arguments: object) -> object: ...
 
 
-def connect() -> None:
+def connect(*, is_local: bool) -> None:
     """Find the Ray cluster, or begin one on this machine, as Ray itself decides.
 
+    Args:
+        is_local: Whether the job listens where only this machine can reach it.
+
     Raises:
-        JobError: Ray is not installed, or there is no cluster.
+        JobError: Ray is not installed, there is no cluster, or it cannot reach the job.
     """
     try:
         import ray  # noqa: PLC0415 -- an extra
@@ -120,6 +124,14 @@ def connect() -> None:
         raise JobError(
             f"--on ray: there is no way to a Ray cluster: {error}"
         ) from error
+    numbers = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    others = sorted(numbers - {ray.util.get_node_ip_address(), LOOPBACK})
+    if is_local and others:
+        raise JobError(
+            f"--on ray: the cluster's nodes ({', '.join(others[:3])}) cannot reach a "
+            "job that listens at this machine only: --listen tcp://0.0.0.0:7700 --keys "
+            "DIR, of keys that are on all nodes"
+        )
 
 
 @final

@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -26,22 +26,46 @@ def test_ray_lends_room_for_what_has_none_here(
     assert wanted.allowed == ("speech.model", "speech.data")
 
 
-def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(JobError, match=r"distbelief\[ray\]"):
-        connect()
-    RayHosts(RayWanted(n_hosts=1, cores=1, keys="", allowed=())).close()
-
-
-def test_ray_does_not_take_the_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From then on SIGTERM ended the job at once: nothing was pushed, or saved."""
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A cluster of two nodes, and this machine is one of them."""
 
     def init(**_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    ray = ModuleType("ray")
-    monkeypatch.setattr(ray, "init", init, raising=False)
-    monkeypatch.setitem(sys.modules, "ray", ray)
+    def nodes() -> list[dict[str, object]]:
+        numbers = {"10.0.0.1": True, "10.0.0.2": True, "10.0.0.3": False}
+        return [{"NodeManagerAddress": n, "Alive": up} for n, up in numbers.items()]
+
+    made = ModuleType("ray")
+    util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+    vars(made).update(init=init, nodes=nodes, util=util)
+    monkeypatch.setitem(sys.modules, "ray", made)
+    return made
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(JobError, match=r"distbelief\[ray\]"):
+        connect(is_local=True)
+    RayHosts(RayWanted(n_hosts=1, cores=1, keys="", allowed=())).close()
+
+
+@pytest.mark.usefixtures("ray")
+def test_ray_does_not_take_the_signals() -> None:
+    """From then on SIGTERM ended the job at once: nothing was pushed, or saved."""
     before = signal.getsignal(signal.SIGTERM)
-    connect()
+    connect(is_local=False)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.usefixtures("ray")
+def test_nodes_that_cannot_reach_the_job_are_not_waited_for() -> None:
+    """They dialled 127.0.0.1, each its own, and the job waited for ten minutes."""
+    with pytest.raises(JobError, match=r"nodes \(10.0.0.2\) cannot reach .* --listen"):
+        connect(is_local=True)
+
+
+def test_a_cluster_on_this_machine_only_reaches_it(ray: ModuleType) -> None:
+    vars(ray)["nodes"] = lambda: [{"NodeManagerAddress": "10.0.0.1", "Alive": True}]
+    connect(is_local=True)
