@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, final
@@ -44,6 +43,7 @@ from distbelief.job.display.progress import Progress
 from distbelief.job.display.view import SupervisorView
 from distbelief.job.hosts.address import JobAddress
 from distbelief.job.hosts.hosting import Hosting
+from distbelief.job.hosts.on_ray import RayHosts
 from distbelief.job.processes.checking import Answer
 from distbelief.job.processes.launcher import Launcher
 from distbelief.job.processes.process import Spec, import_from
@@ -123,7 +123,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         launcher = stack.enter_context(launcher or Launcher())
         if not isinstance(job, Job):
             job = load_job(job)
-        hosting = _checked(hosting)
+        hosting = None if hosting is None else hosting.checked()
         FileMemory.sweep()
         memory = FileMemory.make()
         stack.callback(memory.remove_all)
@@ -153,15 +153,6 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         if training.exit_code not in EXIT_CODES.values():
             training.draw()
     return Run(run.path, summary, training.exit_code, job)
-
-
-def _checked(hosting: Hosting | None) -> Hosting | None:
-    """Return it as it is while the run lasts, if there can be such a one."""
-    if hosting is None:
-        return None
-    hosting.reach.check()
-    hosting.find_lender()
-    return replace(hosting, reach=hosting.reach.pinned())
 
 
 def _open_run(
@@ -211,6 +202,7 @@ class _Training:
         self._model_error: str | None = None
         self.exit_code = 0
         self._n_ended = 0
+        self._lender: RayHosts | None = None
 
     # ---------------------------------------------------------------- before it
 
@@ -348,7 +340,7 @@ class _Training:
             n_machines=self._answer.n_machines or 1,
             directory=self._run.path.absolute() / "joined",
         )
-        lent.enter_context(machines)
+        self._lender = lent.enter_context(machines)
 
     def _write_spec(self, token: str, endpoint: str, reach: Reach) -> Spec:
         assert self._layout is not None
@@ -377,6 +369,9 @@ class _Training:
         if self._launcher.n_ended != self._n_ended:
             self._n_ended = self._launcher.n_ended
             self._memory.remove_orphans()
+        if self._lender is not None:
+            for text in self._lender.news(time.monotonic()):
+                self._voice.announce(text)
 
     # ------------------------------------------------------------------- after it
 

@@ -4,9 +4,9 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Self, final
 
 import msgspec
 
@@ -84,20 +84,24 @@ class Hosting:
             host = own_number()
         return JobAddress(host=host, port=place.port, key=place.key, token=token)
 
-    def find_lender(self) -> None:
-        """Find who lends machines, if somebody is to: before anything is begun.
+    def checked(self) -> Self:
+        """Return it as it is while a run lasts: to be called before anything is begun.
 
         Raises:
-            JobError: there is nobody.
+            JobError: it would be open to strangers, or nobody lends the machines.
         """
+        self.reach.check()
         if self.on_ray:
             connect(is_local=self.reach.is_local)
+        return replace(self, reach=self.reach.pinned())
 
     @contextmanager
     def lent(
         self, job: Job, address: JobAddress, *, n_machines: int, directory: Path
-    ) -> Iterator[None]:
+    ) -> Iterator[RayHosts | None]:
         """Have machines come, if somebody lends them, for as long as this lasts.
+
+        Yields who lends them.
 
         Args:
             job: The job.
@@ -106,7 +110,7 @@ class Hosting:
             directory: For their logs.
         """
         if not self.on_ray:
-            yield
+            yield None
             return
         wanted = RayWanted.of(
             job,
@@ -118,7 +122,7 @@ class Hosting:
         machines = RayHosts(wanted)
         try:
             machines.start(str(address), directory=directory)
-            yield
+            yield machines
         finally:
             machines.close()
 

@@ -17,10 +17,16 @@ from distbelief.errors import JobError
 from distbelief.job.configuration.sections import Job
 from distbelief.job.processes.allowing import import_paths
 from distbelief.job.processes.signals import handlers_kept
+from distbelief.roles import Seconds
 from distbelief.transport.places import LOOPBACK
 
 
 FAREWELL_SECONDS: Final = 2.0
+NEWS_SECONDS: Final = 2.0
+"""Between two looks at what Ray has made of it."""
+
+ROOM_SECONDS: Final = 10.0
+"""Without room for all, after which the user is told: else he waits in the dark."""
 
 
 @final
@@ -146,6 +152,9 @@ class RayHosts:
         self._actors: list[_Actor] = []
         self._ends: list[object] = []  # of what they do
         self._group: object = None
+        self._room: list[object] = []  # what is there once the group has room
+        self._begun_at: Seconds | None = None
+        self._look_at: Seconds = 0.0
 
     def start(self, address: str, *, directory: Path) -> None:
         """Ask Ray for machines; they join when it has them.
@@ -162,7 +171,8 @@ class RayHosts:
 
         wanted = self._wanted
         bundles = [{"CPU": wanted.cores} for _ in range(wanted.n_hosts)]
-        self._group = placement_group(bundles, strategy="SPREAD")
+        self._group = group = placement_group(bundles, strategy="SPREAD")
+        self._room = [group.ready()]
         make = ray.remote(num_cpus=wanted.cores, max_restarts=-1, max_task_retries=-1)
         for index in range(wanted.n_hosts):
             strategy = PlacementGroupSchedulingStrategy(
@@ -181,6 +191,33 @@ class RayHosts:
             self._actors.append(actor)
             self._ends.append(end)
 
+    def news(self, now: Seconds) -> list[str]:
+        """Return what the user should know, each thing once.
+
+        Nothing here waits for Ray: this is called between a job's messages.
+        """
+        if self._group is None or now < self._look_at:
+            return []
+        import ray  # noqa: PLC0415 -- an extra
+
+        self._look_at = now + NEWS_SECONDS
+        self._begun_at = now if self._begun_at is None else self._begun_at
+        told: list[str] = []
+        if self._room and ray.wait(self._room, timeout=0)[0]:
+            self._room = []
+        elif self._room and now - self._begun_at >= ROOM_SECONDS:
+            self._room = []
+            wanted = self._wanted
+            told.append(
+                f"Ray has no room so far for {wanted.n_hosts} x {wanted.cores} cores "
+                "(ray status)"
+            )
+        if self._ends:
+            n = len(self._ends)
+            ended, self._ends = ray.wait(self._ends, num_returns=n, timeout=0)
+            told += [text for end in ended if (text := _trouble(end)) is not None]
+        return told
+
     def close(self) -> None:
         """Give back what Ray lent, once those who joined have seen that it is over."""
         if self._group is None:
@@ -195,3 +232,16 @@ class RayHosts:
             ray.kill(actor)
         remove_placement_group(self._group)
         self._actors, self._ends, self._group = [], [], None
+
+
+def _trouble(end: object) -> str | None:
+    """Return why a machine could not be had, if that is how it has ended."""
+    import ray  # noqa: PLC0415 -- an extra
+
+    try:
+        exit_code = ray.get(end)
+    except ray.exceptions.RayError as error:
+        lines = str(error).strip().splitlines()  # the last of them is the cause
+        return f"a machine that Ray lends cannot take part: {lines[-1][:1000]}"
+    text = f"a machine that Ray lends has ended (exit code {exit_code})"
+    return text if exit_code else None

@@ -2,6 +2,8 @@
 
 import signal
 import sys
+from itertools import count
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -26,22 +28,60 @@ def test_ray_lends_room_for_what_has_none_here(
     assert wanted.allowed == ("speech.model", "speech.data")
 
 
-@pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A cluster of two nodes, and this machine is one of them."""
+class Cluster(ModuleType):
+    """Ray, as far as it is used: two nodes, and this machine is one of them."""
 
-    def init(**_: object) -> None:
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+        self.exceptions = SimpleNamespace(RayError=RuntimeError)
+        self.addresses = {"10.0.0.1": True, "10.0.0.2": True, "10.0.0.3": False}
+        self.results: dict[str, int | Exception] = {}  # that are there
+
+    def init(self, **_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    def nodes() -> list[dict[str, object]]:
-        numbers = {"10.0.0.1": True, "10.0.0.2": True, "10.0.0.3": False}
-        return [{"NodeManagerAddress": n, "Alive": up} for n, up in numbers.items()]
+    def nodes(self) -> list[dict[str, object]]:
+        return [
+            {"NodeManagerAddress": number, "Alive": alive}
+            for number, alive in self.addresses.items()
+        ]
 
-    made = ModuleType("ray")
-    util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
-    vars(made).update(init=init, nodes=nodes, util=util)
-    monkeypatch.setitem(sys.modules, "ray", made)
-    return made
+    def remote(self, **_: object) -> object:
+        n = count()
+
+        def made() -> object:
+            join = SimpleNamespace(remote=lambda **_: f"end-{next(n)}")
+            return SimpleNamespace(join=join)
+
+        options = SimpleNamespace(remote=made)
+        return lambda _kind: SimpleNamespace(options=lambda **_: options)
+
+    def wait(
+        self, of: list[str], *, timeout: float, num_returns: int = 1
+    ) -> tuple[list[str], list[str]]:
+        assert timeout == 0
+        ready = [name for name in of if name in self.results][:num_returns]
+        return ready, [name for name in of if name not in ready]
+
+    def get(self, name: str) -> int:
+        result = self.results[name]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster()
+    group = SimpleNamespace(ready=lambda: "room")
+    util = ModuleType("ray.util")
+    vars(util)["placement_group"] = lambda *_, **_more: group
+    strategies = ModuleType("ray.util.scheduling_strategies")
+    vars(strategies)["PlacementGroupSchedulingStrategy"] = lambda *_, **_more: None
+    for module in (cluster, util, strategies):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return cluster
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,6 +106,39 @@ def test_nodes_that_cannot_reach_the_job_are_not_waited_for() -> None:
         connect(is_local=True)
 
 
-def test_a_cluster_on_this_machine_only_reaches_it(ray: ModuleType) -> None:
-    vars(ray)["nodes"] = lambda: [{"NodeManagerAddress": "10.0.0.1", "Alive": True}]
+def test_a_cluster_on_this_machine_only_reaches_it(ray: Cluster) -> None:
+    ray.addresses = {"10.0.0.1": True}
     connect(is_local=True)
+
+
+def lent(tmp_path: Path, n_hosts: int) -> RayHosts:
+    machines = RayHosts(RayWanted(n_hosts=n_hosts, cores=3, keys="", allowed=()))
+    machines.start("tcp://127.0.0.1:1?token=t", directory=tmp_path)
+    return machines
+
+
+def test_that_ray_has_no_room_is_told_after_a_while(
+    ray: Cluster, tmp_path: Path
+) -> None:
+    """The job waited for its machines, ten minutes by default, and said no more."""
+    machines = lent(tmp_path, 2)
+    said = [text for now in range(30) for text in machines.news(float(now))]
+    assert said == ["Ray has no room so far for 2 x 3 cores (ray status)"]
+    ray.results["room"] = 0
+    machines = lent(tmp_path, 2)
+    assert not any(machines.news(float(now)) for now in range(30))
+
+
+def test_why_a_machine_cannot_be_had_is_told_once(ray: Cluster, tmp_path: Path) -> None:
+    """What the task raised stayed with Ray: the job waited for who never came."""
+    machines = lent(tmp_path, 3)
+    assert machines.news(0.0) == []
+    why = "No module named 'distbelief'"
+    error = RuntimeError(f"Traceback: ...\nModuleNotFoundError: {why}\n")
+    ray.results |= {"end-0": error, "end-1": 1, "end-2": 0, "room": 0}
+    assert machines.news(1.0) == []  # not so often
+    assert machines.news(2.0) == [
+        f"a machine that Ray lends cannot take part: ModuleNotFoundError: {why}",
+        "a machine that Ray lends has ended (exit code 1)",
+    ]
+    assert machines.news(4.0) == []
