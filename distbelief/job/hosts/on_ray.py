@@ -126,7 +126,7 @@ def connect(*, is_local: bool) -> None:
     try:
         with handlers_kept():  # Ray would end at SIGTERM, and this job unsaved
             ray.init(ignore_reinit_error=True, log_to_driver=False)
-    except (ConnectionError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # of an address, the last
         raise JobError(
             f"--on ray: there is no way to a Ray cluster: {error}"
         ) from error

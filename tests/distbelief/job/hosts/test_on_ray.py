@@ -99,6 +99,20 @@ def test_ray_does_not_take_the_signals() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.parametrize("kind", [ConnectionError, RuntimeError, ValueError])
+def test_a_wrong_address_of_a_cluster_is_a_mistake(
+    ray: Cluster, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """RAY_ADDRESS=nonsense is a ValueError, which was not foreseen."""
+
+    def init(**_: object) -> None:
+        raise kind("Invalid address format: nonsense")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(JobError, match="no way to a Ray cluster: Invalid address"):
+        connect(is_local=True)
+
+
 @pytest.mark.usefixtures("ray")
 def test_nodes_that_cannot_reach_the_job_are_not_waited_for() -> None:
     """They dialled 127.0.0.1, each its own, and the job waited for ten minutes."""
