@@ -1,8 +1,11 @@
 """A job broken in virtual time: the same seed gives the same run, event by event.
 
-The machines are nobody's: as fast as makes the job a minute long if nothing breaks. So
-the supervisor's patience (a silence of 3 s is told, one of 10 s is a death) matters as
-it does in a job of any length, and nothing depends on the machine this runs on.
+The machines are nobody's: as fast as makes the job about a minute long if nothing
+breaks. So the supervisor's patience (a silence of 3 s is told, one of 10 s is a death)
+matters as it does in a job of any length, and nothing depends on the machine this runs
+on. How fast that is is found by trying: a job ends when the supervisor next hears from
+its replicas, and on machines that are far too fast all of it is over by then. A job
+that ends by the clock is as long as it says.
 """
 
 from dataclasses import dataclass
@@ -28,6 +31,14 @@ from distbelief.simulation.world import Happening
 
 
 LENGTH_SECONDS: Final = 60.0
+"""Of training, undisturbed."""
+
+NEAR: Final = 1.5
+"""Times longer or shorter than that a job may be."""
+
+N_TRIES: Final = 4
+"""Undisturbed runs at most; the last one is taken as it is."""
+
 PATIENCE: Final = 60.0
 """Times the undisturbed length; a job that takes longer is given up."""
 
@@ -68,16 +79,26 @@ def break_virtually(staged: StagedJob, *, seed: int, tell: Tell | None = None) -
     """
     roles = [entry.name for entry in staged.roster]
     blows = schedule(seed, roles)
-    fast = _run(staged, seed=seed, slowness=1.0).view
-    slowness = LENGTH_SECONDS / max(fast.training_seconds, 1e-3)
-    undisturbed = _run(staged, seed=seed, slowness=slowness)
-    horizon = undisturbed.view.seconds
+    slowness, undisturbed = _undisturbed(staged, seed=seed)
+    horizon = undisturbed.seconds
     course = _run(
         staged, seed=seed, slowness=slowness, blows=blows, horizon=horizon, tell=tell
     )
-    return _story(
-        staged, course, undisturbed.view, seed=seed, blows=blows, horizon=horizon
-    )
+    return _story(staged, course, undisturbed, seed=seed, blows=blows, horizon=horizon)
+
+
+def _undisturbed(staged: StagedJob, *, seed: int) -> tuple[float, SupervisorView]:
+    """Return how slow machines make the job about a minute long, and its last view."""
+    until, slowness, n_left = staged.job.stop.seconds, 1.0, N_TRIES
+    while True:
+        n_left -= 1
+        view = _run(staged, seed=seed, slowness=slowness).view
+        took = max(view.training_seconds, 1e-3)
+        by_the_clock = until is not None and took >= until
+        if by_the_clock or not n_left or 1 / NEAR <= took / LENGTH_SECONDS <= NEAR:
+            break
+        slowness *= LENGTH_SECONDS / took
+    return slowness, view
 
 
 def _run(

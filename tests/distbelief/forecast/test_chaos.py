@@ -6,22 +6,24 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
 
+from distbelief.forecast.chaos import virtual
 from distbelief.forecast.chaos.confession import Confessed
 from distbelief.forecast.chaos.hands import Hands
 from distbelief.forecast.chaos.real import Attacker
 from distbelief.forecast.chaos.schedule import KINDS, Blow, faults_of, schedule
 from distbelief.forecast.chaos.story import Story, shown
-from distbelief.forecast.chaos.virtual import break_virtually
-from distbelief.forecast.staging import Staging
+from distbelief.forecast.chaos.virtual import NEAR, break_virtually
+from distbelief.forecast.staging import StagedJob, Staging
 from distbelief.job.display.view import RoleView, SupervisorView
 from distbelief.roles import Action, Address, Event, PeerLost, Seconds
 from distbelief.simulation.faults import CutOff, Drop, Kill, Pause, Slow
-from tests.distbelief.forecast.jobs import SANDBLASTER, small
+from tests.distbelief.forecast.jobs import SANDBLASTER, TEXT, small
 
 
 ROLES = ["shard-0", "shard-1", "replica-0", "replica-1"]
@@ -95,6 +97,41 @@ def test_a_job_broken_twice_by_one_seed_breaks_alike() -> None:
         f"{told}: all lie over 30 s of training; "
         "--set stop.seconds=N lays them over N" in printed(real)
     )
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("text", [TEXT, SANDBLASTER])
+def test_a_job_of_any_size_is_about_a_minute_long(text: str) -> None:
+    """A small net took 0.2 s of training: it was over before a silence was told.
+
+    On far too fast machines it had ended long before the supervisor heard of it, and
+    the length that was then corrected was mostly the time until then.
+    """
+    with Staging() as staging:
+        story = break_virtually(staging.stage(small(text=text)), seed=3)
+    assert story.undisturbed_seconds is not None
+    assert 60 / NEAR <= story.undisturbed_seconds <= 60 * NEAR + 2  # to begin and end
+
+
+@pytest.mark.untraced
+def test_a_job_that_ends_by_the_clock_is_as_long_as_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No machines make it longer: slower ones would only learn less meanwhile."""
+    slownesses: list[float] = []
+    run = virtual._run
+
+    def observed(staged: StagedJob, **given: Any) -> virtual._Course:  # noqa: ANN401 -- handed on
+        slownesses.append(given["slowness"])
+        return run(staged, **given)
+
+    monkeypatch.setattr(virtual, "_run", observed)
+    with Staging() as staging:
+        staged = staging.stage(small("stop={seconds=0.2}"))
+        story = break_virtually(staged, seed=3)
+    assert slownesses == [1.0, 1.0]
+    assert story.undisturbed_seconds is not None
+    assert story.undisturbed_seconds < 2.0
 
 
 @pytest.mark.untraced
