@@ -10,7 +10,7 @@ from rich.text import Text
 
 from distbelief.forecast.chaos.real import break_really
 from distbelief.forecast.chaos.story import Story, shown
-from distbelief.forecast.chaos.virtual import break_virtually
+from distbelief.forecast.chaos.virtual import N_RUNS, break_virtually
 from distbelief.forecast.report import (
     as_json as forecast_as_json,
     constants_table,
@@ -110,12 +110,11 @@ def chaos(
         with (
             ended_by_sigterm(),
             Staging() as staging,
-            Waiting(aside, n_runs=1) as waiting,
+            Waiting(aside, n_runs=N_RUNS) as waiting,
         ):
             waiting.say("Trying model and data")
             staged = staging.stage(job)
-            waiting.begin(f"{job.name}, seed {seed}")
-            story = break_virtually(staged, seed=seed, tell=waiting.tell)
+            story = break_virtually(staged, seed=seed, waiting=waiting)
     _show(story, console, as_json=as_json)
     return story.exit_code
 

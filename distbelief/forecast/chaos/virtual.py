@@ -11,6 +11,8 @@ that ends by the clock is as long as it says.
 from dataclasses import dataclass
 from typing import Final, final
 
+from rich.console import Console
+
 from distbelief.forecast.chaos.schedule import Blow, faults_of, schedule
 from distbelief.forecast.chaos.story import (
     Line,
@@ -21,6 +23,7 @@ from distbelief.forecast.chaos.story import (
     told_lines,
 )
 from distbelief.forecast.staging import StagedJob
+from distbelief.forecast.waiting import Waiting
 from distbelief.forecast.watching import N_EVENTS_MAX, Tell, told_until_over, view_of
 from distbelief.job.display.view import SupervisorView
 from distbelief.roles import SUPERVISOR, Computed, Seconds
@@ -38,6 +41,9 @@ NEAR: Final = 1.5
 
 N_TRIES: Final = 4
 """Undisturbed runs at most; the last one is taken as it is."""
+
+N_RUNS: Final = N_TRIES + 1
+"""Of a job, at most, with the one that is broken."""
 
 PATIENCE: Final = 60.0
 """Times the undisturbed length; a job that takes longer is given up."""
@@ -66,38 +72,54 @@ class _Course:
         return view_of(self.simulation)
 
 
-def break_virtually(staged: StagedJob, *, seed: int, tell: Tell | None = None) -> Story:
+def break_virtually(
+    staged: StagedJob, *, seed: int, waiting: Waiting | None = None
+) -> Story:
     """Break a job by the schedule of a seed.
 
     Args:
         staged: The job.
         seed: Of the schedule, and of all chance.
-        tell: Told how far it is, now and then.
+        waiting: For `N_RUNS` runs: told how far each is.
 
     Raises:
         SimulationFailed: a role broke an assertion, or the job does not end.
     """
+    waiting = waiting or Waiting(Console(quiet=True), n_runs=N_RUNS)
     roles = [entry.name for entry in staged.roster]
     blows = schedule(seed, roles)
-    slowness, undisturbed = _undisturbed(staged, seed=seed)
+    slowness, undisturbed = _undisturbed(staged, seed=seed, waiting=waiting)
     horizon = undisturbed.seconds
+    waiting.begin(f"{staged.job.name}, seed {seed}")
     course = _run(
-        staged, seed=seed, slowness=slowness, blows=blows, horizon=horizon, tell=tell
+        staged,
+        seed=seed,
+        slowness=slowness,
+        blows=blows,
+        horizon=horizon,
+        tell=waiting.tell,
     )
+    waiting.end()
     return _story(staged, course, undisturbed, seed=seed, blows=blows, horizon=horizon)
 
 
-def _undisturbed(staged: StagedJob, *, seed: int) -> tuple[float, SupervisorView]:
+def _undisturbed(
+    staged: StagedJob, *, seed: int, waiting: Waiting
+) -> tuple[float, SupervisorView]:
     """Return how slow machines make the job about a minute long, and its last view."""
     until, slowness, n_left = staged.job.stop.seconds, 1.0, N_TRIES
+    waiting.begin(f"{staged.job.name}, undisturbed")
     while True:
         n_left -= 1
-        view = _run(staged, seed=seed, slowness=slowness).view
+        view = _run(staged, seed=seed, slowness=slowness, tell=waiting.tell).view
+        waiting.end()
         took = max(view.training_seconds, 1e-3)
         by_the_clock = until is not None and took >= until
         if by_the_clock or not n_left or 1 / NEAR <= took / LENGTH_SECONDS <= NEAR:
             break
         slowness *= LENGTH_SECONDS / took
+    for _ in range(n_left):
+        waiting.end()
     return slowness, view
 
 

@@ -1,5 +1,6 @@
 """Breaking jobs on purpose: the schedule, both kinds of runs, the story."""
 
+import io
 import os
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from distbelief.forecast.chaos.hands import Hands
 from distbelief.forecast.chaos.real import Attacker
 from distbelief.forecast.chaos.schedule import KINDS, Blow, faults_of, schedule
 from distbelief.forecast.chaos.story import Story, shown
-from distbelief.forecast.chaos.virtual import NEAR, break_virtually
+from distbelief.forecast.chaos.virtual import N_RUNS, NEAR, break_virtually
 from distbelief.forecast.staging import StagedJob, Staging
+from distbelief.forecast.waiting import Waiting
 from distbelief.job.display.view import RoleView, SupervisorView
 from distbelief.roles import Action, Address, Event, PeerLost, Seconds
 from distbelief.simulation.faults import CutOff, Drop, Kill, Pause, Slow
@@ -101,16 +103,27 @@ def test_a_job_broken_twice_by_one_seed_breaks_alike() -> None:
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("text", [TEXT, SANDBLASTER])
-def test_a_job_of_any_size_is_about_a_minute_long(text: str) -> None:
+def test_a_job_of_any_size_is_about_a_minute_long(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A small net took 0.2 s of training: it was over before a silence was told.
 
     On far too fast machines it had ended long before the supervisor heard of it, and
     the length that was then corrected was mostly the time until then.
     """
-    with Staging() as staging:
-        story = break_virtually(staging.stage(small(text=text)), seed=3)
+    monkeypatch.setattr("distbelief.forecast.watching.N_EVENTS_BETWEEN", 50)
+    monkeypatch.setattr("distbelief.forecast.waiting.LINE_SECONDS", 0.0)
+    said = io.StringIO()
+    console = Console(file=said, width=200)
+    with Staging() as staging, Waiting(console, n_runs=N_RUNS) as waiting:
+        staged = staging.stage(small(text=text))
+        story = break_virtually(staged, seed=3, waiting=waiting)
     assert story.undisturbed_seconds is not None
     assert 60 / NEAR <= story.undisturbed_seconds <= 60 * NEAR + 2  # to begin and end
+    # While it was found out nothing was said: of three runs, only of the last one.
+    told = said.getvalue()
+    assert f"run 1 of {N_RUNS} small, undisturbed: " in told
+    assert f"run {N_RUNS} of {N_RUNS} small, seed 3: " in told
 
 
 @pytest.mark.untraced
