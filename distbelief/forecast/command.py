@@ -34,6 +34,7 @@ def simulate(wish: Wish, *, as_json: bool) -> bool:
 
     Raises:
         JobError: something that is wished for cannot be had.
+        StorageError: the timeline cannot be written; all else is printed first.
     """
     console = _console()
     aside = Console(stderr=True, highlight=False) if as_json else console
@@ -50,6 +51,8 @@ def simulate(wish: Wish, *, as_json: bool) -> bool:
         console.out(text, highlight=False)
     else:
         _print(forecast, wish, console)
+    if forecast.drawn is not None and forecast.drawn.error is not None:
+        raise forecast.drawn.error
     return all(
         outcome.error is None
         for variant in forecast.variants
@@ -79,9 +82,10 @@ def _print(forecast: Forecast, wish: Wish, console: Console) -> None:
         console.print(f"suggested: {chosen}", soft_wrap=True, markup=False)
     for line in remarks_on(forecast.variants):
         console.print(line, soft_wrap=True, markup=False)
-    if wish.trace is not None:
+    drawn = forecast.drawn
+    if drawn is not None and drawn.error is None:
         where = f"timeline of the first run: {wish.trace}"
-        if n_lost := forecast.n_spans_lost:
+        if n_lost := drawn.n_spans_lost:
             where += f"; it ends early: {n_lost:,} more pieces of work did not fit"
         console.print(where, soft_wrap=True, markup=False)
     console.print()

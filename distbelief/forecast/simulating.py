@@ -13,8 +13,9 @@ from typing import Final, final
 import msgspec
 from rich.console import Console
 
-from distbelief.errors import JobError
+from distbelief.errors import JobError, StorageError
 from distbelief.forecast.hosts import Hosts
+from distbelief.forecast.ledger import Ledger
 from distbelief.forecast.pricing import check_learns_nothing
 from distbelief.forecast.staging import Staging
 from distbelief.forecast.sweeping import (
@@ -87,6 +88,19 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
+class Drawn(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of the timeline that was wished for.
+
+    Attributes:
+        n_spans_lost: Pieces of work that did not fit into it.
+        error: Why it could not be written, if it could not.
+    """
+
+    n_spans_lost: int
+    error: StorageError | None
+
+
+@final
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """What came of it.
 
@@ -96,7 +110,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
         constants: Name, value and origin of every figure it rests on.
         variants: All that were run, in order.
         best: The one to be suggested, if one was asked for.
-        n_spans_lost: Pieces of work that did not fit into the timeline.
+        drawn: Of the timeline; None if none was wished for.
     """
 
     job: Job
@@ -104,7 +118,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     constants: tuple[tuple[str, str, str], ...]
     variants: tuple[Variant, ...]
     best: Variant | None = None
-    n_spans_lost: int = 0
+    drawn: Drawn | None = None
 
 
 def simulate(  # noqa: PLR0913 -- a front door: all but the first are options
@@ -157,6 +171,7 @@ def fulfil(wish: Wish, *, console: Console) -> Forecast:
 
     Raises:
         JobError: something in it cannot be had.
+        StorageError: there is no room for its timeline.
     """
     axes = wish.axes
     if wish.suggests and not axes:
@@ -194,7 +209,7 @@ def fulfil(wish: Wish, *, console: Console) -> Forecast:
         constants=hosts.constants,
         variants=variants,
         best=best,
-        n_spans_lost=sum(n_lost for _, n_lost in tried),
+        drawn=next((drawn for _, drawn in tried if drawn is not None), None),
     )
 
 
@@ -226,22 +241,31 @@ def _planned(wish: Wish, trial: Trial) -> Variant:
 
 def _tried(
     wish: Wish, trial: Trial, variant: Variant, waiting: Waiting
-) -> tuple[Variant, int]:
+) -> tuple[Variant, Drawn | None]:
     """Run a variant with every seed, unless it is left out.
 
     Returns:
-        The variant, and how many pieces of work its timeline lacks.
+        The variant, and what came of its timeline.
     """
     if variant.left_out is not None:
         for _ in wish.seeds:
             waiting.end()
-        return variant, 0
-    outcomes, n_lost = [], 0
+        return variant, None
+    outcomes, drawn = [], None
     for index, seed in enumerate(wish.seeds):
         draws = wish.trace is not None and not index
         ended = trial.run(seed=seed, waiting=waiting, keeps_spans=draws)
         if draws and wish.trace is not None:
-            write_trace(wish.trace, ended.ledger)
-            n_lost = ended.ledger.lost_spans
+            drawn = _drawn(wish.trace, ended.ledger)
         outcomes.append(ended.outcome)
-    return msgspec.structs.replace(variant, outcomes=tuple(outcomes)), n_lost
+    return msgspec.structs.replace(variant, outcomes=tuple(outcomes)), drawn
+
+
+def _drawn(path: Path, ledger: Ledger) -> Drawn:
+    """Write a timeline; if that fails the figures of the run are there all the same."""
+    error = None
+    try:
+        write_trace(path, ledger)
+    except StorageError as refused:
+        error = refused
+    return Drawn(n_spans_lost=ledger.lost_spans, error=error)

@@ -5,18 +5,22 @@ For chrome://tracing and ui.perfetto.dev, like the timeline of a planned step
 """
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from distbelief import files
-from distbelief.errors import JobError
+from distbelief.errors import JobError, StorageError
 from distbelief.forecast.ledger import Ledger
 from distbelief.roles import Address, Lane
 
 
 TraceEvent = dict[str, str | int | float | dict[str, str]]
+
+N_BYTES_TRIED: Final = 1 << 16
+"""Written to find out whether the disk takes anything; a timeline is often larger."""
 
 _ROWS: Final = {Lane.COMPUTE: 0, Lane.DATA: 1}
 
@@ -53,6 +57,7 @@ def check_place(path: Path) -> None:
 
     Raises:
         JobError: it names the place.
+        StorageError: the disk takes nothing now.
     """
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -60,6 +65,17 @@ def check_place(path: Path) -> None:
             f"--trace {path}: nothing can be written there: name a file, in a "
             "directory that there is, and that you may write to"
         )
+    if path.exists() and not path.is_file():
+        return  # a device or a pipe would have been written to
+    try:
+        with tempfile.NamedTemporaryFile(
+            dir=folder, prefix=f"{path.name}.", suffix=files.TEMPORARY
+        ) as file:
+            file.write(bytes(N_BYTES_TRIED))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _refused(path, error) from error
 
 
 def write_trace(path: Path, ledger: Ledger) -> None:
@@ -68,7 +84,21 @@ def write_trace(path: Path, ledger: Ledger) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    files.write(path, msgspec.json.encode({"traceEvents": chrome_trace(ledger)}))
+    content = msgspec.json.encode({"traceEvents": chrome_trace(ledger)})
+    try:
+        files.write(path, content)
+    except StorageError as error:
+        if isinstance(error.__cause__, OSError):
+            raise _refused(path, error.__cause__) from error
+        raise
+
+
+def _refused(path: Path, error: OSError) -> StorageError:
+    """Return why nothing can be written; there is no run to go on with."""
+    return StorageError(
+        f"--trace {path}: cannot write the timeline: {error.strerror or error}: mend "
+        "that, or name another place"
+    )
 
 
 def _name(what: str, process: int, row: int, text: str) -> TraceEvent:

@@ -1,5 +1,6 @@
 """Jobs in virtual time: figures, sweeps, the command line, and mistakes."""
 
+import errno
 import json
 import os
 import signal
@@ -12,8 +13,8 @@ from typer.testing import CliRunner, Result
 
 import distbelief
 from distbelief.cli.app import app
-from distbelief.cli.errors import MISTAKEN
-from distbelief.errors import JobError
+from distbelief.cli.errors import FAILED, MISTAKEN
+from distbelief.errors import JobError, StorageError
 from distbelief.forecast.outcome import Outcome
 from distbelief.forecast.simulating import Forecast, Wish, fulfil, simulate
 from distbelief.forecast.staging import Staging
@@ -336,6 +337,31 @@ def test_a_timeline_that_ends_early_is_told_of(
     events = json.loads(Path("t.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 10
     assert "t.json; it ends early: " in result.output
+
+
+def test_a_timeline_that_cannot_be_written_costs_no_result(tmp_path: Path) -> None:
+    """The table of a long run was lost, and the hint was to go on with --resume."""
+    options = ("--cluster", "rack.toml", "--counted", "--trace", "/dev/full")
+    result = command("simulate", str(written(tmp_path)), *options)
+    assert result.exit_code == FAILED
+    assert "samples/s" in result.stdout
+    assert "counted, not measured" in result.stdout
+    assert "timeline of the first run" not in result.stdout
+    assert "--trace /dev/full: cannot write the timeline: No space" in result.stderr
+    assert "--resume" not in result.stderr
+
+
+def test_a_full_disk_is_found_out_before_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def write_nothing(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.delattr("distbelief.forecast.trial.run_virtually")
+    monkeypatch.setattr(os, "fsync", write_nothing)
+    with pytest.raises(StorageError, match=r"--trace t\.json: cannot .* No space left"):
+        forecast(small(), trace=Path("t.json"))
+    assert not list(Path().glob("t.json*"))
 
 
 def test_in_a_pipe_a_line_ends_where_its_text_does(
