@@ -28,6 +28,9 @@ from distbelief.simulation.world import Builder
 
 
 _HOME: Final = "distbelief.forecast.stand_in"
+_LEARNT: Final = frozenset({"gradient_norm", "step_length"})
+"""Figures of an algorithm's own that tell what is learnt, and not what it takes."""
+
 _WIDTH_PER_SHARD: Final = 64
 """Elements of a tensor that cannot be divided between shards."""
 
@@ -125,6 +128,7 @@ def as_of(large: StagedJob, small: StagedJob, outcome: Outcome) -> Outcome:
         small: The stand-in.
         outcome: Its own: bytes counted by its shards, and figures of what it learnt.
     """
+    figures = {k: v for k, v in outcome.figures.items() if k not in _LEARNT}
     scale = _n_bytes(large.layout) / _n_bytes(small.layout)
     return msgspec.structs.replace(
         outcome,
@@ -133,6 +137,7 @@ def as_of(large: StagedJob, small: StagedJob, outcome: Outcome) -> Outcome:
         held_out_loss=None,
         loss=None,
         history=(),
+        figures=figures,
         pushed_bytes=round(outcome.pushed_bytes * scale),
         fetched_bytes=round(outcome.fetched_bytes * scale),
     )

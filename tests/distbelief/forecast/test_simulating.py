@@ -106,6 +106,14 @@ def test_a_priced_job_has_the_bytes_of_its_own_net_and_computes_none_of_it() -> 
     assert priced.step_seconds == pytest.approx(learnt.step_seconds, rel=0.3)
 
 
+def test_a_priced_batch_method_has_no_figures_of_what_it_learnt() -> None:
+    """The gradient norm and the step length of the stand-in stood below the table."""
+    (variant,) = forecast(small(text=SANDBLASTER), priced=True).variants
+    figures = variant.outcomes[0].figures
+    assert figures["iteration"] >= 1
+    assert not {"gradient_norm", "step_length"} & set(figures)
+
+
 def test_without_learning_there_is_no_target() -> None:
     with pytest.raises(JobError, match="no target of"):
         forecast(small("stop={accuracy=0.5}"), priced=True)
