@@ -1,5 +1,7 @@
 """What the command line answers to a mistake: one message, and an exit code."""
 
+import os
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,8 +35,27 @@ def told(*, show_traceback: bool) -> Iterator[None]:
     except Exception as error:
         if show_traceback:
             raise
-        typer.echo(_pointer(error), err=True)
+        typer.echo(_output_refused(error) or _pointer(error), err=True)
         raise typer.Exit(FAILED) from None
+
+
+def _output_refused(error: Exception) -> str | None:
+    """Return that standard output takes nothing, if that is what went wrong.
+
+    What could not be written waits there still, and is refused again. It is dropped
+    then: else Python would complain once more when the process ends.
+    """
+    if not isinstance(error, OSError):
+        return None
+    try:
+        sys.stdout.flush()
+    except OSError as refused:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        why = refused.strerror or str(refused)
+        return f"cannot write to standard output: {why}"
+    return None
 
 
 def _pointer(error: Exception) -> str:

@@ -5,6 +5,7 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import IO
 
 import pytest
 import typer
@@ -242,26 +243,33 @@ def test_no_runs_at_all_is_a_mistake_that_is_explained() -> None:
 ENTER = "from distbelief.cli.entry import main; main()"
 
 
+def status_into(output: IO[bytes], *options: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", ENTER, "status", *options],
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+
+
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_reader_that_had_enough_is_no_error(options: list[str]) -> None:
     a_run("runs/demo").close()
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as pipe:
-        done = subprocess.run(
-            [
-                *(
-                    sys.executable,
-                    "-c",
-                    "from distbelief.cli.entry import main; main()",
-                ),
-                *("status", *options),
-            ],
-            stdout=pipe,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
-        )
+        done = status_into(pipe, *options)
     assert done.stderr == ""
+    assert done.returncode == FAILED
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_output_that_takes_nothing_is_one_message(options: list[str]) -> None:
+    """It was not foreseen; with Python's own word when the process ended, too."""
+    a_run("runs/demo").close()
+    with Path("/dev/full").open("wb") as full:
+        done = status_into(full, *options)
+    assert done.stderr == ("cannot write to standard output: No space left on device\n")
     assert done.returncode == FAILED
