@@ -55,7 +55,8 @@ def simulate(  # noqa: PLR0913 -- options
     What the work takes is measured on this machine, once, and carried over to the
     cluster's machines by their speed.
 
-    Exit code: 0 done, 1 the job failed, 2 a mistake in what you gave.
+    Exit code: 0 done, 1 the job failed, 2 a mistake in what you gave, 130 it was
+    interrupted.
     """
     with told(show_traceback=show_traceback):
         from distbelief.forecast import command  # noqa: PLC0415 -- torch

@@ -70,6 +70,11 @@ def test_help_names_tables_of_the_job_file() -> None:
     assert "[stop]" in said
 
 
+@pytest.mark.parametrize("name", ["train", "simulate", "chaos"])
+def test_help_names_the_exit_code_of_an_interrupted_command(name: str) -> None:
+    assert str(INTERRUPTED) in command(name, "--help").stdout
+
+
 def test_the_version_is_that_of_the_package() -> None:
     assert command("--version").stdout == f"distbelief {version('distbelief')}\n"
 
