@@ -46,12 +46,14 @@ class Hosting:
         reference: A machine like the cores of this host, on which rates were measured.
         rates: Measured here; None if the job's own costs are to be believed.
         together: Whether all roles share the first machine.
+        budget: How many machines of the cluster the user lets the job have; None: all.
     """
 
     cluster: Cluster
     reference: Machine
     rates: Rates | None
     together: bool
+    budget: int | None = None
 
     def placement(self, staged: StagedJob) -> dict[Address, Place]:
         """Return the machine of every role.
@@ -67,15 +69,21 @@ class Hosting:
         alone.sort(key=lambda name: kinds[name] == "shard")  # the fastest compute most
         n_needed = self.n_needed(staged)
         if n_needed > len(self.cluster):
+            larger = "raise --machines" if self.budget else "name a larger cluster"
             raise JobError(
-                f"cluster {self.cluster.name!r} has {len(self.cluster)} machines, and "
-                f"the job takes {n_needed}: one for {count_of(staged)}, and one for "
-                "the supervisor and who else computes little. Lower [cluster] "
-                "replicas, partitions or shards, or name a larger cluster"
+                f"{self._has()} the job takes {n_needed}: one for {count_of(staged)}, "
+                "and one for the supervisor and who else computes little. Lower "
+                f"[cluster] replicas, partitions or shards, or {larger}"
             )
         places.update(dict.fromkeys(kinds, len(alone)))
         places.update({name: index for index, name in enumerate(alone)})
         return places
+
+    def _has(self) -> str:
+        """Return how many machines there are, and who says so."""
+        if self.budget is not None:
+            return f"--machines {self.budget}:"
+        return f"cluster {self.cluster.name!r} has {len(self.cluster)} machines, and"
 
     def n_needed(self, staged: StagedJob) -> int:
         """Return how many machines a job takes."""

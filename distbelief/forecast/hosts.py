@@ -51,6 +51,7 @@ class Hosts:
         self, name: str | None, *, machines: int | None, measures: bool
     ) -> None:
         self._measures = measures
+        self._budget = machines
         self._rates: dict[str, Rates] = {}
         self._together = name is None and machines is None
         try:
@@ -100,6 +101,7 @@ class Hosts:
             reference=_one_core(),
             rates=rates,
             together=self._together,
+            budget=self._budget,
         )
 
     def _rates_of(self, job: Job, tell: Callable[[str], None]) -> Rates:

@@ -39,6 +39,7 @@ memory = "1 GiB"
 def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rack.toml").write_text(RACK)
+    Path("four.toml").write_text(RACK.replace("count = 6", "count = 4"))
 
 
 def forecast(
@@ -204,7 +205,7 @@ def test_on_machines_that_are_lost_now_and_then_roles_are_restarted() -> None:
     [
         ({"cluster": "rack-1"}, "Did you mean 'rack-1g'?"),
         ({"machines": 7}, "has 6 machines; 7 are asked for"),
-        ({"machines": 4}, "has 4 machines, and the job takes 5: one for each of 2"),
+        ({"cluster": "four.toml"}, "has 4 machines, and the job takes 5: one for"),
         ({"machines": 0}, "--machines 0: use 1 or more"),
         ({"suggests": True}, "--suggest: within how many machines"),
         ({"suggests": True, "machines": 6, "trace": Path("t")}, "of which config"),
@@ -219,6 +220,14 @@ def test_a_wish_that_cannot_be_met_is_told_in_one_sentence(
 ) -> None:
     with pytest.raises(JobError, match=said):
         forecast(small(), **change)  # type: ignore[arg-type]  # by name
+
+
+def test_machines_that_the_user_leaves_out_are_not_the_clusters() -> None:
+    """Of six it said "cluster 'rack' has 4 machines": as many as --machines named."""
+    with pytest.raises(JobError, match="--machines 4: the job takes 5: one") as told:
+        forecast(small(), machines=4)
+    assert "or raise --machines" in str(told.value)
+    assert "has 4 machines" not in str(told.value)
 
 
 def test_a_machine_without_the_memory_is_named() -> None:
