@@ -44,7 +44,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, get_args
 
-from distbelief.files import explained
 from distbelief.graph.layer import GraphError
 from distbelief.program.cluster import UNLIMITED, Cluster, Machine, Origin
 from distbelief.program.cluster_hazards import (
@@ -109,29 +108,35 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
     Raises:
         GraphError: there is none, or something is wrong with the file.
-        StorageError: the file cannot be read.
     """
     if isinstance(name_or_path, str) and name_or_path in names():
         file = resources.files("distbelief.program") / "clusters"
         content = (file / f"{name_or_path}{_SUFFIX}").read_bytes()
         return read_cluster(content, name=name_or_path)
     path = Path(name_or_path)
+    if not str(name_or_path):  # as a path it would be the present directory
+        raise _unknown(name_or_path)
     try:
         with path.open("rb") as opened:
             content = opened.read(N_BYTES_MAX + 1)
     except FileNotFoundError:
-        raise GraphError(
-            f"there is no cluster '{name_or_path}': no such file, and none of that "
-            f"name comes along. {nearest(str(name_or_path), names())}"
-        ) from None
+        raise _unknown(name_or_path) from None
     except OSError as error:
-        raise explained(error, path, doing="read the cluster from") from error
+        why = error.strerror or str(error)
+        raise GraphError(f"{path}: the cluster cannot be read: {why}") from error
     except ValueError as error:  # a zero byte, say
         raise GraphError(f"{name_or_path!r} is no path: {error}") from None
     try:
         return read_cluster(content, name=path.stem, directory=path.parent)
     except GraphError as error:
         raise GraphError(f"{path}: {error}") from None
+
+
+def _unknown(name: str | Path) -> GraphError:
+    return GraphError(
+        f"there is no cluster '{name}': no such file, and none of that name comes "
+        f"along. {nearest(str(name), names())}"
+    )
 
 
 def names() -> list[str]:

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from distbelief.files import explained
 from distbelief.graph.layer import GraphError
 from distbelief.program.cluster import Switch
 from distbelief.program.cluster_values import (
@@ -88,7 +87,8 @@ def trace_of(
         with path.open("rb") as opened:
             content = opened.read(N_TRACE_BYTES_MAX + 1)
     except OSError as error:
-        raise explained(error, path, doing="read the trace from") from error
+        why = error.strerror or str(error)
+        raise GraphError(f"[trace] {file} cannot be read: {why}") from error
     except ValueError as error:  # a zero byte, say
         raise GraphError(f"[trace] file = {file!r} is no path: {error}") from None
     if len(content) > N_TRACE_BYTES_MAX:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from distbelief.errors import StorageError
 from distbelief.graph.layer import GraphError
 from distbelief.program import cluster_file, cluster_hazards
 from distbelief.program.cluster import Machine, Switch
@@ -110,10 +109,17 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
 
 
 def test_what_is_no_file_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="cannot read the cluster from"):
+    """A mistake in what was given, it ended with the exit code of a job that failed."""
+    with pytest.raises(GraphError, match=f"{tmp_path}: the cluster cannot be read: Is"):
         load_cluster(tmp_path)
     with pytest.raises(GraphError, match="is no path"):
         load_cluster("a\0b")
+
+
+def test_a_cluster_without_a_name_is_unknown() -> None:
+    """It was taken for the present directory: "cannot read the cluster from ."."""
+    with pytest.raises(GraphError, match=r"there is no cluster '': .* It knows"):
+        load_cluster("")
 
 
 def test_a_mistake_names_the_file(tmp_path: Path) -> None:
@@ -336,7 +342,8 @@ def test_a_name_of_a_trace_that_no_file_can_have_is_a_mistake(tmp_path: Path) ->
 def test_a_trace_lies_beside_its_cluster(tmp_path: Path) -> None:
     path = tmp_path / "lab.toml"
     path.write_text(f'{MACHINE}\n[trace]\nfile = "spot.csv"\n')
-    with pytest.raises(StorageError, match="cannot read the trace from"):
+    said = re.escape(f"{path}: [trace] spot.csv cannot be read: No such file")
+    with pytest.raises(GraphError, match=said):
         load_cluster(path)
     trace = tmp_path / "spot.csv"
     trace.write_text("1,0,5\nend,60\n")
