@@ -1,6 +1,6 @@
 """Figure 5: time to a fixed accuracy, against machines and against cores.
 
-    python -m experiments.figures.crossings [--run] [--seeds 5] [--only NAME]
+    python -m experiments.figures.crossings [--run [--only NAME]] [--seeds 5]
 
 Three methods with four numbers of replicas each, all from the warm starts of Figure 4,
 with which it shares what both show. Draws what is kept in experiments/figures/results;
@@ -18,7 +18,7 @@ from experiments.figures.running import Runs, options_from
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what is missing, if asked to, and draw."""
-    options = options_from(__doc__, arguments)
+    options = options_from(__doc__, arguments, entries=FIGURE_5)
     with Runs(options.seeds * len(FIGURE_5)) as runs:
         courses = gather(FIGURE_5, options, runs)
         for line in crossing_lines(courses):

@@ -23,6 +23,8 @@ def gather(entries: Sequence[Entry], options: Options, runs: Runs) -> list[Cours
     Raises:
         ValueError: courses of one seed began from different warm starts.
     """
+    if options.only and not options.run:
+        runs.say("--only chooses what --run runs; all that is kept is drawn")
     settings: dict[Entry, float] = {}
     for entry in entries:
         setting = setting_of(entry)

@@ -1,6 +1,6 @@
 """Figure 4: accuracy of training and held out against time, of five methods.
 
-    python -m experiments.figures.methods [--run] [--seeds 5] [--only NAME]
+    python -m experiments.figures.methods [--run [--only NAME]] [--seeds 5]
 
 All begin from one warm start per seed. Draws what is kept in
 experiments/figures/results; with --run, what is missing is run first.
@@ -16,7 +16,7 @@ from experiments.figures.running import Runs, options_from
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what is missing, if asked to, and draw."""
-    options = options_from(__doc__, arguments)
+    options = options_from(__doc__, arguments, entries=FIGURE_4)
     with Runs(options.seeds * len(FIGURE_4)) as runs:
         courses = gather(FIGURE_4, options, runs)
         for line in order_lines(courses):

@@ -35,15 +35,30 @@ class Options:
         return self.only in entry.label
 
 
-def options_from(documentation: str | None, arguments: Sequence[str] | None) -> Options:
-    """Read the command line of a program with this module documentation."""
+def options_from(
+    documentation: str | None,
+    arguments: Sequence[str] | None,
+    *,
+    entries: Sequence[Entry],
+) -> Options:
+    """Read the command line of a program with this module documentation.
+
+    Args:
+        documentation: Of the module.
+        arguments: Of the command line; None: those of the process.
+        entries: Among which --only chooses; it has to choose one at least.
+    """
     description = (documentation or "").split("\n", 1)[0]
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--run", action="store_true", help="run what is missing")
     parser.add_argument("--seeds", type=int, default=5, help="0 to so many less one")
     parser.add_argument("--only", default="", help='run such as "[20]"')
     found = parser.parse_args(arguments)
-    return Options(run=found.run, seeds=found.seeds, only=found.only)
+    options = Options(run=found.run, seeds=found.seeds, only=found.only)
+    if not any(map(options.wants, entries)):
+        known = ", ".join(dict.fromkeys(entry.label for entry in entries))
+        parser.error(f"--only {found.only!r} is part of no label: there are {known}")
+    return options
 
 
 @final

@@ -3,6 +3,8 @@ import pytest
 from distbelief.job.configuration.jobfile import parse_job
 from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, Entry
 from experiments.figures.findings import PAPERS_ORDER
+from experiments.figures.gathering import gather
+from experiments.figures.running import Options, Runs, options_from
 from experiments.figures.search import ENTRIES, Try, best
 
 
@@ -54,3 +56,23 @@ def test_of_two_at_the_target_at_once_the_most_accurate_is_best() -> None:
 
 def test_if_none_is_there_the_best_is_the_most_accurate() -> None:
     assert best([attempt(1, None, 0.1), attempt(2, None, 0.2)]) == 2
+
+
+def test_a_label_that_there_is_not_is_a_mistake(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It was ignored without --run; with it, nothing was run, and nobody said why."""
+    with pytest.raises(SystemExit):
+        options_from("Figure 4.", ["--only", "Nobody [3]"], entries=FIGURE_4)
+    said = capsys.readouterr().err
+    assert "--only 'Nobody [3]' is part of no label: there are SGD [1], " in said
+    found = options_from("Figure 4.", ["--only", "SGD"], entries=FIGURE_4)
+    assert [entry for entry in FIGURE_4 if found.wants(entry)] == [FIGURE_4[0]]
+
+
+def test_a_part_of_what_is_only_drawn_is_told_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Runs(0) as runs:
+        gather([], Options(run=False, seeds=1, only="SGD"), runs)
+    assert "--only chooses what --run runs" in capsys.readouterr().out
