@@ -8,6 +8,7 @@
     duplicate   some arrive twice, perhaps late                  on a detour, at once
     cut off     none passes between it and another, or anyone    on a detour, held
 
+Another is one that it talks to; else a blow on the link would hit nothing.
 Times are shares of the job's undisturbed length, so one schedule fits any job.
 """
 
@@ -17,7 +18,10 @@ from typing import Final, Literal, assert_never, final, get_args
 import msgspec
 import numpy as np
 
+from distbelief.forecast.virtual_run import first_word
+from distbelief.parameter_server.copies.copies import shard_of
 from distbelief.roles import Address, Seconds
+from distbelief.runtime.machine.machine_names import place_of
 from distbelief.simulation.faults import (
     CutOff,
     Drop,
@@ -40,6 +44,14 @@ FIRST, LAST = 0.1, 0.9
 
 SHARE_MAX: Final = 0.15
 """Of the job, that a blow lasts at most."""
+
+_PEERS: Final = (
+    {"shard", "replica"},
+    {"shard", "evaluator"},
+    {"shard", "coordinator"},
+    {"coordinator", "replica"},
+)
+"""Kinds of roles that talk to each other; all do to the supervisor."""
 
 _STREAM: Final = 0xC405
 
@@ -100,7 +112,7 @@ def _blow(stream: np.random.Generator, roles: Sequence[str]) -> Blow:
     role = roles[int(stream.integers(len(roles)))]
     other = roles[int(stream.integers(len(roles)))]
     at, lasts, much, coin = (float(number) for number in stream.random(4))
-    is_link = kind in {"drop", "duplicate", "cut off"} and coin < 0.5 and other != role
+    is_link = kind not in PROCESS_KINDS and coin < 0.5 and _talk(role, other, roles)
     return Blow(
         kind=kind,
         role=role,
@@ -112,6 +124,27 @@ def _blow(stream: np.random.Generator, roles: Sequence[str]) -> Blow:
         if kind in {"drop", "duplicate"}
         else 0.0,
     )
+
+
+def _talk(role: str, other: str, roles: Sequence[str]) -> bool:
+    """Whether two roles surely send each other messages: a link between them is one.
+
+    Of a replica or an evaluator that is split over machines, each machine talks to its
+    own group, and to those shards only that hold its regions.
+    """
+    if role == other:
+        return False
+    if _group(role) == _group(other):
+        return True
+    if any("." in name or f"{name}.1" in roles for name in (role, other)):
+        return False
+    return {first_word(role), first_word(other)} in _PEERS
+
+
+def _group(role: str) -> str:
+    """Return the shard of which a role is a copy, or the machines that it is one of."""
+    place = place_of(role)
+    return shard_of(role) if place is None else place.group
 
 
 def faults_of(

@@ -45,6 +45,32 @@ def test_every_kind_of_blow_and_every_role_comes_up() -> None:
     assert all(blow.other != blow.role for blow in drawn)
 
 
+COPIES = ["shard-0", "shard-0b", "shard-1", "shard-1b", "replica-0", "replica-1"]
+SPLIT = ["shard-0", "shard-1", "replica-0.0", "replica-0.1", "evaluator", "evaluator.1"]
+BATCHES = ["shard-0", "shard-1", "coordinator", "replica-0", "replica-1", "evaluator"]
+
+
+@pytest.mark.parametrize(
+    ("roles", "some", "never"),
+    [
+        (ROLES, ("shard-0", "replica-1"), ("shard-0", "shard-1")),
+        (ROLES, ("shard-1", "replica-0"), ("replica-0", "replica-1")),
+        (COPIES, ("shard-0", "shard-0b"), ("shard-0", "shard-1b")),
+        (SPLIT, ("replica-0.0", "replica-0.1"), ("replica-0.0", "evaluator")),
+        (SPLIT, ("evaluator", "evaluator.1"), ("evaluator", "shard-1")),
+        (BATCHES, ("coordinator", "replica-1"), ("coordinator", "evaluator")),
+    ],
+)
+def test_a_link_that_is_hit_is_one_that_is_used(
+    roles: list[str], some: tuple[str, str], never: tuple[str, str]
+) -> None:
+    """Two shards were cut off from each other, who never talk: a blow at nobody."""
+    blows = [blow for seed in range(400) for blow in schedule(seed, roles)]
+    links = {frozenset((b.role, b.other)) for b in blows if b.other is not None}
+    assert frozenset(some) in links
+    assert frozenset(never) not in links
+
+
 def test_blows_are_faults_of_the_simulation_over_the_jobs_length() -> None:
     shard = Address("shard-0")
 
