@@ -7,7 +7,7 @@ sent through at the pace of the slowest, without being stored on the way. What w
 a card goes out one message of each flow in turn, so that flows share it fairly, as
 blocks of about 1 MiB make good; switches and the receiver's card take what comes in
 order of its coming. Messages of a few packets do not wait behind large ones, save those
-of their own flow.
+of their own flow; where such a message takes long by itself, it waits as they do.
 """
 
 import math
@@ -20,7 +20,11 @@ from distbelief.roles import Seconds
 
 
 SMALL_BYTES: Final = 4096
-"""Of a message that slips in between the packets of larger ones."""
+"""Of a message that slips in between the packets of larger ones, at most."""
+
+NARROW: Final = 125_000.0
+"""Bytes per second, below which fewer slip in: what a port of 1 Mbit/s carries in the
+time of `SMALL_BYTES`, 33 ms, in which messages are few and none waits for another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,7 @@ class Port:
         "free_at",
         "overhead_seconds",
         "queues",
+        "small_bytes",
         "turns",
         "woken",
     )
@@ -87,6 +92,7 @@ class Port:
     def __init__(self, bytes_per_second: float, overhead_seconds: Seconds) -> None:
         self.bytes_per_second = bytes_per_second
         self.overhead_seconds = overhead_seconds
+        self.small_bytes = SMALL_BYTES * min(1.0, bytes_per_second / NARROW)
         self.free_at: Seconds = 0.0
         # What waits, by flow, and whose turn is next; of a sender's card only.
         self.queues: dict[object, deque[object]] = {}
@@ -130,19 +136,22 @@ class Route:
     def pass_through(self, n_bytes: float, now: Seconds) -> tuple[Seconds, Seconds]:
         """Send so much from now on; return when it has left the card, and has passed.
 
-        A small message does not wait, but takes its room.
+        A small message does not wait, but takes its room. Where it is none, it waits
+        for that port alone: it has not blocked the ports behind until then.
         """
         begins, departs, ends = now, 0.0, 0.0
         for port in self._ports:  # without max() and the like: it is called often
             takes = port.overhead_seconds + n_bytes / port.bytes_per_second
             free_at = port.free_at
+            ended = begins + takes
             if free_at <= begins:
-                port.free_at = begins + takes
+                port.free_at = ended
             else:
                 port.free_at = free_at + takes
                 if n_bytes > SMALL_BYTES:
-                    begins = free_at
-            ended = begins + takes
+                    begins, ended = free_at, port.free_at
+                elif n_bytes > port.small_bytes:
+                    ended = port.free_at
             if ended > ends:  # noqa: PLR1730 -- as above
                 ends = ended
             if not departs:

@@ -14,7 +14,7 @@ import msgspec
 
 from distbelief.roles import Seconds
 from distbelief.simulation.agenda import Agenda
-from distbelief.simulation.fabric import SMALL_BYTES, Port
+from distbelief.simulation.fabric import Port
 from distbelief.simulation.faults import (
     CutOff,
     Delay,
@@ -79,7 +79,7 @@ class Network:
         else:
             card = route.card
             if (card.free_at > now or card.turns) and (
-                n_bytes > SMALL_BYTES or path in card.queues
+                n_bytes > card.small_bytes or path in card.queues
             ):
                 card.wait(path, Packet(path, payload, n_bytes))
                 self._wake(card)
