@@ -1,7 +1,5 @@
 """What the command line answers to a mistake: one message, and an exit code."""
 
-import os
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +13,8 @@ from distbelief.errors import DistBeliefError, JobError
 FAILED: Final = 1
 MISTAKEN: Final = 2
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
+
+_PRINTERS: Final = frozenset({"click", "rich", "typer"})
 
 
 @contextmanager
@@ -40,22 +40,14 @@ def told(*, show_traceback: bool) -> Iterator[None]:
 
 
 def _output_refused(error: Exception) -> str | None:
-    """Return that standard output takes nothing, if that is what went wrong.
-
-    What could not be written waits there still, and is refused again. It is dropped
-    then: else Python would complain once more when the process ends.
-    """
-    if not isinstance(error, OSError):
+    """Return that the output takes nothing, if those who print met this error."""
+    if not isinstance(error, OSError) or error.filename is not None:
         return None
-    try:
-        sys.stdout.flush()
-    except OSError as refused:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-        why = refused.strerror or str(refused)
-        return f"cannot write to standard output: {why}"
-    return None
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    last = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
+    if last.partition(".")[0] not in _PRINTERS:
+        return None
+    return f"cannot write to standard output: {error.strerror or error}"
 
 
 def _pointer(error: Exception) -> str:

@@ -138,7 +138,7 @@ def _talk(role: str, other: str, roles: Sequence[str]) -> bool:
         return True
     if any("." in name or f"{name}.1" in roles for name in (role, other)):
         return False
-    return {first_word(role), first_word(other)} in _PEERS
+    return {first_word(Address(role)), first_word(Address(other))} in _PEERS
 
 
 def _group(role: str) -> str:

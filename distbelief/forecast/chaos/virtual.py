@@ -50,6 +50,8 @@ PATIENCE: Final = 60.0
 
 _FLOPS: Final = 1e9
 _MEMORY_RATE: Final = 1e9
+_MEMORY_RATE_MIN: Final = 1e6
+"""Else shards would write few values for seconds, while replicas try every 2 ms."""
 _STEPS: Final = frozenset({"replica:step"})
 
 
@@ -136,7 +138,7 @@ def _run(
     machine = Machine(
         host="host-0" if staged.job.cluster.shared_memory else "",
         flops_per_second=_FLOPS / slowness,
-        bytes_per_second=_MEMORY_RATE / slowness,
+        bytes_per_second=max(_MEMORY_RATE / slowness, _MEMORY_RATE_MIN),
     )
     faults = [
         fault

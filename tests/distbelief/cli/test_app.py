@@ -272,7 +272,7 @@ def test_a_reader_that_had_enough_is_no_error(options: list[str]) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_output_that_takes_nothing_is_one_message(options: list[str]) -> None:
-    """It was not foreseen; with Python's own word when the process ended, too."""
+    """On a full disk, "This was not foreseen"."""
     a_run("runs/demo").close()
     with Path("/dev/full").open("wb") as full:
         done = status_into(full, *options)
