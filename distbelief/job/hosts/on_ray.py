@@ -8,6 +8,9 @@ package's own messages. If a node goes, Ray starts its actor elsewhere, which jo
 any machine does that comes late.
 """
 
+import os
+import re
+import socket
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -18,15 +21,18 @@ from distbelief.job.configuration.sections import Job
 from distbelief.job.processes.allowing import import_paths
 from distbelief.job.processes.signals import handlers_kept
 from distbelief.roles import Seconds
-from distbelief.transport.places import LOOPBACK
+from distbelief.transport.places import LOOPBACK, own_number
 
 
 FAREWELL_SECONDS: Final = 2.0
+ANSWER_SECONDS: Final = 5.0
 NEWS_SECONDS: Final = 2.0
 """Between two looks at what Ray has made of it."""
 
 ROOM_SECONDS: Final = 10.0
 """Without room for all, after which the user is told: else he waits in the dark."""
+
+_ADDRESS: Final = re.compile(r"(ray://)?(?P<host>[^:/]+):(?P<port>\d{1,5})")
 
 
 @final
@@ -123,6 +129,7 @@ def connect(*, is_local: bool) -> None:
             f"--on ray: ray is not installed here ({error}): pip install "
             "'distbelief[ray]'"
         ) from None
+    _check_address(os.environ.get("RAY_ADDRESS", ""))  # as Ray itself does
     try:
         with handlers_kept():  # Ray would end at SIGTERM, and this job unsaved
             ray.init(ignore_reinit_error=True, log_to_driver=False)
@@ -138,6 +145,31 @@ def connect(*, is_local: bool) -> None:
             "job that listens at this machine only: --listen tcp://0.0.0.0:7700 --keys "
             "DIR, of keys that are on all nodes"
         )
+
+
+def _check_address(address: str) -> None:
+    """Refuse one where nobody listens: Ray would try for minutes.
+
+    Raises:
+        JobError: naming it, and why.
+    """
+    found = _ADDRESS.fullmatch(address)
+    if found is None:  # none, or one that is for Ray to judge
+        return
+    hosts, why = [found["host"]], ""
+    if hosts[0] in {LOOPBACK, "localhost"}:
+        hosts.append(own_number())  # Ray takes that instead
+    for host in hosts:
+        try:
+            socket.create_connection((host, int(found["port"])), ANSWER_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            why = str(error)
+        else:
+            return
+    raise JobError(
+        f"--on ray: nobody answers at RAY_ADDRESS={address} ({why}): start the cluster "
+        "(ray start --head), or unset it"
+    )
 
 
 @final

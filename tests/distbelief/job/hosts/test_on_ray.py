@@ -1,6 +1,7 @@
 """What a job wants of a Ray cluster."""
 
 import signal
+import socket
 import sys
 from itertools import count
 from pathlib import Path
@@ -73,6 +74,7 @@ class Cluster(ModuleType):
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     cluster = Cluster()
     group = SimpleNamespace(ready=lambda: "room")
     util = ModuleType("ray.util")
@@ -111,6 +113,20 @@ def test_a_wrong_address_of_a_cluster_is_a_mistake(
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(JobError, match="no way to a Ray cluster: Invalid address"):
         connect(is_local=True)
+
+
+@pytest.mark.usefixtures("ray")
+@pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://localhost:{}"])
+def test_a_cluster_that_is_not_there_is_not_tried_for_minutes(
+    monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Ray did: four times 40 s, and more, with warnings of its own only."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = form.format(server.getsockname()[1])
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        connect(is_local=False)
+    with pytest.raises(JobError, match=f"nobody answers at RAY_ADDRESS={address}"):
+        connect(is_local=False)
 
 
 @pytest.mark.usefixtures("ray")
