@@ -5,7 +5,8 @@
 One actor for each machine, in a placement group that spreads them over Ray's nodes; in
 it runs what `distbelief join` runs. Ray does no more: what is trained travels by this
 package's own messages. If a node goes, Ray starts its actor elsewhere, which joins as
-any machine does that comes late.
+any machine does that comes late. If Ray ends on the supervisor's own machine, it ends
+the supervisor too, as every process that called it, without a word: `--resume` goes on.
 """
 
 import os
