@@ -23,7 +23,8 @@ class HostConfig:
         silence_seconds_max: Without a word of the supervisor, after which all ends.
         wait_seconds_max: For a job to take it.
         leave_seconds_max: For what runs here to be moved, when the user asks to leave.
-        over_seconds: Without a word, after which a job whose port is shut is over.
+        over_seconds: Without a word, after which a job whose port is shut is over: a
+            supervisor that died may be started again until then.
     """
 
     label: str
@@ -38,7 +39,7 @@ class HostConfig:
     silence_seconds_max: Seconds = 15.0
     wait_seconds_max: Seconds = 600.0
     leave_seconds_max: Seconds = 30.0
-    over_seconds: Seconds = 10.0
+    over_seconds: Seconds = 60.0
 
     def offer(self, life: int) -> Offer:
         """Return what the supervisor is told.
