@@ -259,7 +259,7 @@ def test_a_machine_that_begins_anew_as_its_job_ends_ends_too() -> None:
     town = Town(roster(3))
     machine = town.come("a")
     begin_anew(town, machine)
-    assert not tell_lost(town, machine, seconds=9)
+    assert not tell_lost(town, machine, seconds=59)
     report, *_, halt = tell_lost(town, machine, seconds=3)
     assert isinstance(report, Report)
     assert (
@@ -278,7 +278,8 @@ def test_a_machine_whose_link_is_cut_waits_for_its_job() -> None:
 
 def test_what_runs_there_ends_with_it() -> None:
     town = Town(roster(3))
-    machine = town.come("a")
+    config = HostConfig(label="a", cores=1, memory_bytes=1 << 30, over_seconds=10.0)
+    machine = town.come("a", config=config)
     assert machine.processes
     town.kill(town.here)
     actions = tell_lost(town, machine, seconds=12)
@@ -294,7 +295,7 @@ def test_a_machine_that_stays_or_was_never_taken_waits_where_nothing_listens() -
     town.kill(town.here)
     early = town.come("a")
     for machine in (stays, early):
-        assert not tell_lost(town, machine, seconds=60)
+        assert not tell_lost(town, machine, seconds=120)
         assert not machine.halted
 
 
