@@ -72,6 +72,7 @@ class Hosted:
         self._hosts: dict[Address, HostRecord] = {}
         self._housing = Housing(self._books, self._hosts, slots_here=config.slots_here)
         self._moving: dict[Address, Seconds] = {}  # roles that leave: until when
+        self._left: set[tuple[Address, int]] = set()  # lives of roles that have
         self._started: Started | None = None  # kept until the job begins
         self._begin_at: Seconds = 0.0
         self._beat_at: Seconds = 0.0
@@ -87,6 +88,8 @@ class Hosted:
                 actions = self._hear(event, now)
             case Received(message=Finished()) if event.sender in self._moving:
                 actions = self._moved(event.sender, "has left", now)
+            case Received(message=Finished()) if self._has_left(event):
+                actions = []  # its machine was quicker to say so
             case _:
                 if isinstance(event, PeerLost):
                     self._housing.ended_here(event.peer, event.incarnation)
@@ -262,6 +265,9 @@ class Hosted:
         for ended in report.ended:
             name = Address(ended.name)
             if host.duties.get(name) == ended.incarnation:
+                if name in self._moving:
+                    actions += self._moved(name, "has left", now)
+                    continue
                 del host.duties[name]
                 reason = f"{ended.reason} on {host.offer.label}"
                 actions += self._lose(name, ended.incarnation, reason, now, own=True)
@@ -346,7 +352,16 @@ class Hosted:
         if host is None or incarnation is None:
             return []
         host.changed = True
+        self._left.add((name, incarnation))
         return self._lose(name, incarnation, f"{how} with {host.offer.label}", now)
+
+    def _has_left(self, event: Received) -> bool:
+        """Whether this life of a role has ended for its machine's sake, not its own.
+
+        Its last words come by another way than its machine's, so maybe after these; the
+        supervisor would take them for the end of the role's work.
+        """
+        return (event.sender, event.incarnation) in self._left
 
     # --------------------------------------------------------------------------- time
 

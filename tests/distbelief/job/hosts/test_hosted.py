@@ -156,6 +156,22 @@ def test_a_machine_that_leaves_is_left_in_good_order() -> None:
     assert "a (host-a) has left" in town.said
 
 
+def test_a_replica_that_moves_is_not_taken_for_one_that_is_done() -> None:
+    """Its machine told of the end of its process before its own last words came.
+
+    By these the replica had finished: it was started nowhere else, and nobody said so.
+    """
+    town = Town(roster(2), config_of(n_hosts=1, slots_here=2))
+    machine = town.come("a")
+    town.pass_time(5.0)
+    town.slow_words = True
+    town.leave(machine)
+    town.pass_time(5.0)
+    assert machine.halted
+    assert town.runs()["here"] == ["evaluator", "replica-0", "replica-1", "shard-0"]
+    assert any("has left with a: restarting it" in text for text in town.said)
+
+
 def test_machines_of_one_model_leave_at_once() -> None:
     town = Town(roster(1, 2), config_of(n_hosts=1, slots_here=0))
     machine = town.come("a")

@@ -90,6 +90,8 @@ class Town:
         self.now = 100.0
         self.machines: dict[Address, Machine] = {}
         self.lossy = ""  # a document of which no piece arrives
+        self.slow_words = False  # what roles say last comes after their machine's word
+        self.late: deque[tuple[Address, int, Address, Message]] = deque()
         self.mail: deque[tuple[Address, int, Address, Message]] = deque()
         self.wire = Wire(token="t")
         self.here = self._begin(HERE, self.hosted)
@@ -136,6 +138,8 @@ class Town:
                     del machine.timers[name]
                     self._deliver(machine, TimerFired(name=name))
             self._carry()
+            self.mail += self.late
+            self.late.clear()
 
     def runs(self) -> dict[str, list[str]]:
         """Return the processes of roles, by machine."""
@@ -187,7 +191,8 @@ class Town:
             if role in machine.processes and not machine.is_cut:
                 incarnation = machine.processes[role]
                 done = Finished(counters={})
-                self.mail.append((role, incarnation, SUPERVISOR, done))
+                words = self.late if self.slow_words else self.mail
+                words.append((role, incarnation, SUPERVISOR, done))
                 self.die(machine, role)
 
     def _deliver(self, machine: Machine, event: Event) -> None:
