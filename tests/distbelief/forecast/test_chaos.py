@@ -99,7 +99,10 @@ def printed(story: Story) -> str:
 
 
 @pytest.mark.untraced
-def test_a_job_broken_twice_by_one_seed_breaks_alike() -> None:
+def test_a_job_broken_twice_by_one_seed_breaks_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("distbelief.forecast.chaos.virtual.LENGTH_SECONDS", 15.0)
     with Staging() as staging:
         staged = staging.stage(small())
         story = break_virtually(staged, seed=3)
@@ -128,7 +131,9 @@ def test_a_job_broken_twice_by_one_seed_breaks_alike() -> None:
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize("text", [TEXT, SANDBLASTER])
+@pytest.mark.parametrize(
+    "text", [pytest.param(TEXT, marks=pytest.mark.soak), SANDBLASTER]
+)
 def test_a_job_of_any_size_is_about_a_minute_long(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
