@@ -142,9 +142,10 @@ class _Stay:
                     name=name, incarnation=INCARNATION, token=self._token, log=log.add
                 )
             )
-            lookout = stack.enter_context(
-                Lookout(transport, key=_own_key(reach), place=self._place, tell=tell)
+            lookout = Lookout(
+                transport, key=_own_key(reach), place=self._place, tell=tell
             )
+            stack.callback(lookout.close)
             lookout.dial()
             site = HostSite(self._site_config(), launcher=launcher)
             stack.callback(site.clear)

@@ -13,8 +13,7 @@ is, may change meanwhile.
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
-from typing import Final, Self, final
+from typing import Final, final
 
 from distbelief.errors import TransportError
 from distbelief.roles import SUPERVISOR, Seconds
@@ -54,17 +53,8 @@ class Lookout:
         self._told: set[str] = set()
         self._dial_at: Seconds | None = None
 
-    def __enter__(self) -> Self:
-        """Do nothing."""
-        return self
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
-        """Close."""
+    def close(self) -> None:
+        """Knock no more."""
         self._knock.close()
 
     def dial(self) -> None:
