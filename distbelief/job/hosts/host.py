@@ -1,4 +1,4 @@
-"""The role of a machine that has joined: it runs what the supervisor wants to run here.
+"""The role of a machine that has joined: it offers itself, and is one job's at a time.
 
     OFFERING --Duties--> PROBING --rate--> READING --brief--> PREPARING --> READY
         ^  |                                                                  |
@@ -7,8 +7,7 @@
 
 Rules:
 
-* Duties say all that is to run: what is not among them is ended, what is and has not
-  been begun yet is begun, once. So a message that is lost costs half a second.
+* Once it is ready it runs what the supervisor wants to run here (`workload`).
 * A host that hears nothing for a while ends all that it runs and offers itself anew: a
   job without a head leaves nothing behind, nor does one that has given up this host.
 * The last word of a job may be lost, or be meant for a life that is over. So whoever
@@ -20,7 +19,6 @@ Rules:
   been moved, but not for long; asked twice, not at all.
 """
 
-import re
 from collections.abc import Sequence
 from typing import Final, Protocol, final
 
@@ -28,15 +26,8 @@ from distbelief.errors import DistBeliefError, RemoteProtocolError
 from distbelief.job.hosts.documents import Reading
 from distbelief.job.hosts.host_config import HostConfig
 from distbelief.job.hosts.probing import PROBE, LinkProbe
-from distbelief.messages import (
-    Dismiss,
-    Duties,
-    DutyEnded,
-    HostReport,
-    Message,
-    Piece,
-    Stop,
-)
+from distbelief.job.hosts.workload import PREPARE, Workload
+from distbelief.messages import Dismiss, Duties, HostReport, Message, Piece, Stop
 from distbelief.roles import (
     SUPERVISOR,
     Action,
@@ -45,7 +36,6 @@ from distbelief.roles import (
     Computed,
     Event,
     Halt,
-    Launch,
     PeerLost,
     Received,
     Report,
@@ -53,16 +43,12 @@ from distbelief.roles import (
     Send,
     SetTimer,
     Started,
-    Terminate,
     TimerFired,
 )
 
 
 USER: Final = Address("user")
 """Who sends `Stop` when the machine's user presses Ctrl+C."""
-
-PREPARE: Final = Address("prepare")
-"""The process that tries out whether the run's roles can be built here."""
 
 BRIEF: Final = "brief"
 """The document that tells all roles of a run what to do."""
@@ -71,8 +57,6 @@ _TIMER: Final = "host:beat"
 _FURNISH: Final = "host:furnish"
 _VERDICT: Final = "host:verdict"
 _ALONE_SECONDS: Final = 3.0
-_REASON_MAX: Final = 2048
-_NAME: Final = re.compile(r"[a-z]{1,32}(-\d{1,9})?(\.\d{1,9})?")
 
 
 class Site(Protocol):
@@ -114,9 +98,7 @@ class Host:
         self._to_prepare = False  # as soon as an older process has ended
         self._refusal: str | None = None
         self._leaves_at: Seconds | None = None  # once it was asked to: at the latest
-        self._wanted: dict[Address, int] = {}
-        self._running: dict[Address, int] = {}  # of former lives, too, until they end
-        self._ended: dict[Address, DutyEnded] = {}
+        self._workload = Workload()
         self._heard_at: Seconds = 0.0
         self._offered_since: Seconds = 0.0
         self._beat_at: Seconds = 0.0
@@ -147,7 +129,7 @@ class Host:
             state = "offering"
         else:
             state = "ready" if self._ready else "preparing"
-        return state, {"roles": float(len(self._running))}
+        return state, {"roles": float(self._workload.n_running)}
 
     @property
     def is_offering(self) -> bool:
@@ -224,7 +206,7 @@ class Host:
             leaving=self._leaves_at is not None,
             refusal=self._refusal,
             bandwidth=self._bandwidth,
-            ended=tuple(self._ended.values()),
+            ended=self._workload.ended,
         )
         return _tell(report)
 
@@ -233,13 +215,11 @@ class Host:
         self._life += 1
         self._run = self._reading = self._probe = self._refusal = None
         self._ready = self._to_prepare = False
-        self._wanted, self._ended = {}, {}
         self._offered_since = now
-        return [Terminate(name=name) for name in self._running]
+        return self._workload.drop()
 
     def _go(self, error: str | None) -> list[Action]:
-        ends = [Terminate(name=name) for name in self._running]
-        return [*ends, Halt(error=error)]
+        return [*self._workload.end(), Halt(error=error)]
 
     def _asked_to_leave(self, message: Message, now: Seconds) -> list[Action]:
         if not isinstance(message, Stop):
@@ -277,12 +257,7 @@ class Host:
             self._probe = LinkProbe(begun_at=now)
             asks = [_tell(ask) for ask in self._probe.ask(now)]
             return [Report(text=f"run {message.run}"), *asks]
-        self._wanted = {_role(duty.name): duty.incarnation for duty in message.duties}
-        self._ended = {
-            name: ended
-            for name, ended in self._ended.items()
-            if self._wanted.get(name) == ended.incarnation
-        }
+        self._workload.assign(message)
         return self._reconcile()
 
     def _dismissed(self, message: Dismiss, now: Seconds) -> list[Action]:
@@ -350,56 +325,30 @@ class Host:
 
     def _prepare(self) -> list[Action]:
         """Begin the process that tries out the run, unless an older one has to end."""
-        self._to_prepare = PREPARE in self._running
-        if self._to_prepare:
-            return []
-        self._running[PREPARE] = self._life
-        return [Launch(name=PREPARE, incarnation=self._life)]
+        launches = self._workload.prepare(self._life)
+        self._to_prepare = not launches
+        return launches
 
     def _reconcile(self) -> list[Action]:
-        """End what is not wanted, and begin what is and has not been begun."""
-        if not self._ready:
-            return []
-        actions: list[Action] = [
-            Terminate(name=name)
-            for name, incarnation in self._running.items()
-            if self._wanted.get(name) != incarnation
-        ]
-        for name, incarnation in self._wanted.items():
-            ended = self._ended.get(name)
-            is_over = ended is not None and ended.incarnation == incarnation
-            if name not in self._running and not is_over:  # an older one ends first
-                self._running[name] = incarnation
-                actions.append(Launch(name=name, incarnation=incarnation))
-        return actions
+        return self._workload.reconcile() if self._ready else []
 
     def _ended_here(self, event: PeerLost) -> list[Action]:
         """A process has ended."""
-        if self._running.get(event.peer) != event.incarnation:
+        if not self._workload.lose(event):
             return []
-        del self._running[event.peer]
         if event.peer == PREPARE:
-            if self._to_prepare:
-                return self._prepare()
-            if event.incarnation != self._life:
-                return []
-            name = f"{_VERDICT}:{self._life}"
-            return [Compute(name=name, work=self._site.verdict)]
-        if self._wanted.get(event.peer) != event.incarnation:
-            return self._reconcile()
-        self._ended[event.peer] = DutyEnded(
-            name=event.peer,
-            incarnation=event.incarnation,
-            reason=event.reason[:_REASON_MAX],
-        )
-        return [self._report()]
+            return self._tried_out(event.incarnation)
+        is_duty = self._workload.is_over(event.peer, event.incarnation)
+        return [self._report()] if is_duty else self._reconcile()
 
-
-def _role(name: str) -> Address:
-    """Return the name of a role that may run here: it names files, too."""
-    if _NAME.fullmatch(name) is None or name == PREPARE:
-        raise RemoteProtocolError(f"a host cannot run a role {name!r:.80}")
-    return Address(name)
+    def _tried_out(self, life: int) -> list[Action]:
+        """The process that tries out the run, in this life or another, has ended."""
+        if self._to_prepare:
+            return self._prepare()
+        if life != self._life:
+            return []
+        name = f"{_VERDICT}:{self._life}"
+        return [Compute(name=name, work=self._site.verdict)]
 
 
 def _tell(message: Message) -> Send:

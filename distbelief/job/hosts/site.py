@@ -16,7 +16,7 @@ import msgspec
 from distbelief import files
 from distbelief.errors import JobError
 from distbelief.job.hosts.brief import moved_here, read_brief
-from distbelief.job.hosts.host import PREPARE
+from distbelief.job.hosts.workload import PREPARE
 from distbelief.job.processes.launcher import Launcher
 from distbelief.job.processes.preparing import VERDICT_BYTES_MAX, verdict_file
 from distbelief.roles import Address, Event

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distbelief.job.configuration.sections import StopTable
-from distbelief.job.hosts.host import PREPARE, USER, Host
+from distbelief.job.hosts.host import USER, Host
 from distbelief.job.hosts.host_config import HostConfig
 from distbelief.job.hosts.hosted import Hosted
 from distbelief.job.hosts.placing import HERE
 from distbelief.job.hosts.records import HostedConfig
+from distbelief.job.hosts.workload import PREPARE
 from distbelief.job.supervision.membership import Kind
 from distbelief.job.supervision.stop_rules import StopRules
 from distbelief.job.supervision.supervisor import Supervisor
