@@ -16,7 +16,7 @@ It never sees a parameter. Rules:
   had none.
 * Where there is a coordinator, it begins with the replicas, reports their progress, and
   saves the shards, for only it knows when they hold a point to go on from. When it has
-  come to its end, so has the job.
+  come to its end, so has the job (`phases`).
 * What is asked of a role is asked again, at its heartbeats, until it is done.
 * Every wait has a bound, and whoever outlasts it is named (`lives`, `ending`).
 """
@@ -25,17 +25,17 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.job.display.view import Phase, SupervisorView
+from distbelief.job.display.view import SupervisorView
 from distbelief.job.supervision import deaths
 from distbelief.job.supervision.books import Books
 from distbelief.job.supervision.closing import Closing
 from distbelief.job.supervision.deaths import Deaths
-from distbelief.job.supervision.ending import Stage, listed
+from distbelief.job.supervision.ending import Stage
 from distbelief.job.supervision.lives import Lives
-from distbelief.job.supervision.membership import Presence, RoleRecord
+from distbelief.job.supervision.membership import RoleRecord
+from distbelief.job.supervision.phases import Phases
 from distbelief.job.supervision.supervisor_config import SupervisorConfig
 from distbelief.job.supervision.viewing import view_of
-from distbelief.job.supervision.warm_start import WarmStart
 from distbelief.messages import (
     Alone,
     Begin,
@@ -90,12 +90,10 @@ class Supervisor:
         self._lives = Lives(self._books)
         self._closing = Closing(self._books, lives=self._lives)
         self._deaths = Deaths(self._books, lives=self._lives)
-        self._warm_start = WarmStart(self._members, n_steps=config.warm_start_steps)
+        self._phases = Phases(self._books)
         self._tick_at: Seconds = 0.0
         self._report_at: Seconds = 0.0
-        self._progress_at: Seconds = 0.0
         self._records: list[SupervisorView] = []
-        self._wanted_end: str | None = None
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for."""
@@ -118,7 +116,7 @@ class Supervisor:
     def status(self) -> tuple[str, Mapping[str, float]]:
         """Return the phase, and: samples and steps of all replicas."""
         figures = self._figures
-        return self._phase, {
+        return self._phases.present, {
             "samples": float(figures.samples),
             "steps": float(figures.step),
         }
@@ -142,7 +140,7 @@ class Supervisor:
 
     def wind_up(self, reason: str) -> None:
         """End the job in order, from the next moment on."""
-        self._wanted_end = self._wanted_end or reason
+        self._phases.wind_up(reason)
 
     def take_records(self) -> list[SupervisorView]:
         """Return the views that belong in the metrics, and forget them."""
@@ -151,27 +149,13 @@ class Supervisor:
 
     def view(self, now: Seconds) -> SupervisorView:
         """Return what is to be shown of the job now."""
-        return view_of(self._books, phase=self._phase, now=now)
-
-    @property
-    def _phase(self) -> Phase:
-        if self._ending.stage is Stage.OVER:
-            return "done"
-        if self._ending.stage is not Stage.RUN:
-            return "stopping"
-        if not any(replica.begun for replica in self._replicas):
-            served = self._config.stop is None and self._pairs.all_led
-            return "training" if served else "starting"
-        return "training" if self._warm_start.is_over else "warm start"
-
-    @property
-    def _replicas(self) -> list[RoleRecord]:
-        return self._members.of("replica")
+        return view_of(self._books, phase=self._phases.present, now=now)
 
     # ------------------------------------------------------------------------ time
 
     def _start(self, now: Seconds) -> list[Action]:
-        self._figures.started_at = self._progress_at = now
+        self._figures.started_at = now
+        self._phases.moved(now)
         self._report_at = now + self._config.report_every
         return [*self._lives.launch_all(now), self._next_tick(now)]
 
@@ -185,7 +169,7 @@ class Supervisor:
         if late > TICK_SECONDS:  # this process stood still: nobody else is to blame
             self._members.excuse(late)
             self._ending.excuse(late)
-            self._progress_at += late
+            self._phases.excuse(late)
         actions: list[Action] = [self._next_tick(now)]
         stage = self._ending.stage
         if stage < Stage.CLOSE:
@@ -197,8 +181,8 @@ class Supervisor:
                 actions += self._deaths.bury(record, why, now)
         if self._ending.stage is Stage.RUN:
             actions += self._ask(now)
-            actions += self._tell_stall(now)
-            self._stop_if_due(now)
+            actions += self._phases.tell_stall(now)
+            self._phases.end_if_due(now)
         if now >= self._report_at and self._figures.training_since is not None:
             self._record(now)
         return actions
@@ -228,26 +212,6 @@ class Supervisor:
             if self._saves.is_due(now):
                 actions += self._closing.save(now)
         return actions
-
-    def _tell_stall(self, now: Seconds) -> list[Action]:
-        waited = now - self._progress_at
-        if self._config.stop is None or waited < self._config.stall_seconds:
-            return []
-        self._progress_at = now  # it is told once per so long
-        begun = [replica for replica in self._replicas if replica.begun]
-        states = listed(f"{r.label}: {r.state or 'starting'}" for r in begun)
-        if not states:
-            return []
-        text = f"no step in the last {waited:.0f} s ({states})"
-        return [self._figures.tell(text, now, "warning")]
-
-    def _stop_if_due(self, now: Seconds) -> None:
-        if self._wanted_end is not None:
-            self._ending.begin(self._wanted_end, now)
-        if self._config.stop is not None:
-            reason = self._config.stop.reason(self._figures.reached(now))
-            if reason is not None:
-                self._ending.begin(reason, now)
 
     def _record(self, now: Seconds) -> None:
         """Add a point to the curve, and a line to the metrics."""
@@ -293,7 +257,7 @@ class Supervisor:
                 before = record.counters.get("samples", 0.0)
                 beaten = self._lives.beaten(record, message, now)
                 if record.trains and record.counters.get("samples", 0.0) > before:
-                    self._progress_at = now  # in the middle of a large batch, perhaps
+                    self._phases.moved(now)  # in the middle of a large batch, perhaps
                 return [*beaten, *self._ask_again(record, now)]
             case Finished():
                 return self._finished(record, message, now)
@@ -339,15 +303,7 @@ class Supervisor:
             raise RemoteProtocolError(
                 f"{record.name} sent Progress, but does not train"
             )
-        if self._figures.training_since is None:
-            self._evaluations.begin(now)
-            self._saves.begin(now)
-        self._warm_start.progressed(record, message)
-        self._progress_at = now
-        self._figures.progress(record, message, now)
-        record.progressed = True
-        if self._ending.stage is Stage.RUN:
-            self._stop_if_due(now)
+        self._phases.progressed(record, message, now)
 
     def _measured(self, message: Measured, now: Seconds) -> None:
         request = self._evaluations.answered(message)
@@ -356,7 +312,7 @@ class Supervisor:
         self._figures.measured(message, now, whole=request.whole)
         if self._ending.stage is Stage.RUN:
             self._record(now)
-            self._stop_if_due(now)
+            self._phases.end_if_due(now)
 
     def _saved(self, record: RoleRecord, message: Saved, now: Seconds) -> list[Action]:
         error = self._saves.answered(record.shard, message, now)
@@ -407,9 +363,7 @@ class Supervisor:
         ending = self._ending
         actions: list[Action] = []
         if ending.stage is Stage.RUN:
-            actions += self._warm_start.release()
-            self._follow_coordinator(now)
-            self._end_without_replicas(now)
+            actions += self._phases.advance(now)
         if ending.stage is not Stage.RUN:
             before = ending.stage
             actions += self._closing.pursue(now)
@@ -418,28 +372,3 @@ class Supervisor:
         if Stage.RUN < ending.stage < Stage.OVER:
             actions.append(SetTimer(name=_DEADLINE, at=ending.deadline))
         return actions
-
-    def _follow_coordinator(self, now: Seconds) -> None:
-        """Where there is one, the job begins and ends with it."""
-        coordinator = self._members.coordinator
-        if coordinator is None:
-            return
-        if coordinator.begun and self._figures.training_since is None:
-            self._figures.training_since = self._progress_at = now
-            self._evaluations.begin(now)
-            self._saves.begin(now)
-        if coordinator.farewell:
-            verdict = self._config.verdict(coordinator.counters)
-            error = verdict.reason if verdict.failed else None
-            self._ending.begin(verdict.reason, now, error=error)
-
-    def _end_without_replicas(self, now: Seconds) -> None:
-        replicas = self._replicas
-        if not replicas or any(replica.is_alive for replica in replicas):
-            return
-        if any(replica.presence is Presence.FINISHED for replica in replicas):
-            self._ending.begin("every replica has taken all its steps", now)
-            return
-        whys = {r.failure for r in replicas if r.failure}
-        error = "every replica is lost" + (f": {listed(sorted(whys))}" if whys else "")
-        self._ending.begin(error, now, error=error)
