@@ -1,86 +1,29 @@
 """Running a job: `train` is what `distbelief train` and `distbelief.train` do.
 
-    run directory -> fork server -> prepare data -> try the job out -> spec of all roles
-    supervisor's node, in this thread, with the display in its ticks
-    model, curve, summary
+    run directory -> fork server -> a life of the run (`life`) -> final table
 
-This process never holds the training data or a gradient, and has no torch thread.
 Whatever happens, at the end there is no process left and no shared memory; what a crash
 of the machine leaves is swept at the next start.
 """
 
 import os
-import secrets
 import shutil
-import signal
 import sys
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self, final
 
-import msgspec
 from rich.console import Console
 
-from distbelief.errors import StorageError
 from distbelief.job.configuration.jobfile import Job, load_job
-from distbelief.job.configuring import check_data, supervisor_config
-from distbelief.job.directory.final_files import draw_curve_of, write_model
-from distbelief.job.directory.metrics import MetricsFile
 from distbelief.job.directory.run import Run
 from distbelief.job.directory.run_directory import RunDirectory
-from distbelief.job.directory.store import SnapshotStore
-from distbelief.job.directory.summary import (
-    Summary,
-    final_table,
-    summarise,
-    summary_text,
-    write_summary,
-)
-from distbelief.job.display.progress import Progress
-from distbelief.job.display.view import SupervisorView
-from distbelief.job.hosts.address import JobAddress
+from distbelief.job.directory.summary import final_table, summary_text
 from distbelief.job.hosts.hosting import Hosting
-from distbelief.job.hosts.on_ray import RayHosts
-from distbelief.job.processes.checking import Answer
+from distbelief.job.life import Detours, Life
 from distbelief.job.processes.launcher import Launcher
-from distbelief.job.processes.process import Spec, import_from
-from distbelief.job.processes.signals import (
-    EXIT_CODES,
-    REASONS,
-    caught_signals,
-    ended_by_sigterm,
-)
-from distbelief.job.processes.trying import CHECK, try_out
-from distbelief.job.resuming.cuts import mark_of
-from distbelief.job.resuming.legacy import Legacy
-from distbelief.job.resuming.resuming import check_same, take_up
-from distbelief.job.supervision.supervisor import USER, Supervisor
-from distbelief.job.voice import Voice
-from distbelief.job.watching import HeldBack, Watch, Watching, status_of
-from distbelief.messages import Stop
-from distbelief.node import Node
-from distbelief.parameter_server.layout.layout import Layout
-from distbelief.program.plan import load
-from distbelief.roles import SUPERVISOR, Received, Role
-from distbelief.runtime.task.task import prepare
-from distbelief.transport.places import LOOPBACK, Place
-from distbelief.transport.reach import Reach
+from distbelief.job.processes.signals import EXIT_CODES, ended_by_sigterm
+from distbelief.job.resuming.resuming import check_same
+from distbelief.job.watching import HeldBack, Watch
 from distbelief.transport.shared_memory import FileMemory
-
-
-class Detours(Protocol):
-    """Lets messages of a run pass through a place where they can be hindered."""
-
-    def through(self, name: str, endpoint: str) -> str:
-        """Return where `name` is to be found, in place of `endpoint`."""
-        ...
-
-    def around(self, supervisor: Role) -> Role:
-        """Return the supervisor as one who sends everybody there."""
-        ...
 
 
 def train(  # noqa: PLR0913 -- a front door: all but the first are options
@@ -134,25 +77,25 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             log_of=run.log_file,
             has_machines=job.cluster.is_split,
         )
-        training = stack.enter_context(
-            _Training(job, run, memory=memory, launcher=launcher, console=console)
+        life = stack.enter_context(
+            Life(job, run, memory=memory, launcher=launcher, console=console)
         )
         try:
-            training.get_ready()
+            life.get_ready()
         except BaseException:
             if is_new:  # a mistake leaves nothing behind
                 shutil.rmtree(run.path, ignore_errors=True)
             raise
-        training.supervise(watch, detours, hosting)
-        summary = training.conclude()
+        life.supervise(watch, detours, hosting)
+        summary = life.conclude()
         if json:
             sys.stdout.write(summary_text(summary))
         else:
             console.print(final_table(summary))
         # Who interrupts wants an end now.
-        if training.exit_code not in EXIT_CODES.values():
-            training.draw()
-    return Run(run.path, summary, training.exit_code, job)
+        if life.exit_code not in EXIT_CODES.values():
+            life.draw()
+    return Run(run.path, summary, life.exit_code, job)
 
 
 def _open_run(
@@ -168,259 +111,3 @@ def _open_run(
         run.close()
         raise
     return run, False
-
-
-@final
-class _Training:
-    """One life of one run.
-
-    Attributes:
-        exit_code: As in `Run`, once it is over.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        run: RunDirectory,
-        *,
-        memory: FileMemory,
-        launcher: Launcher,
-        console: Console,
-    ) -> None:
-        self._job = job
-        self._run = run
-        self._memory = memory
-        self._launcher = launcher
-        self._voice = Voice(console, run)
-        self._initial_file = run.path / "initial.safetensors"
-        self._store = SnapshotStore(run.snapshots, report=self._voice.warn)
-        self._answer = Answer()
-        self._legacy = Legacy()
-        self._layout: Layout | None = None
-        self._view = SupervisorView()
-        self._error: str | None = None
-        self._model_error: str | None = None
-        self.exit_code = 0
-        self._n_ended = 0
-        self._lender: RayHosts | None = None
-
-    # ---------------------------------------------------------------- before it
-
-    def get_ready(self) -> None:
-        """Prepare data, try the job out, and see what earlier lives left.
-
-        Raises:
-            JobError: the job cannot be run.
-        """
-        job = self._job
-        import_from(job)
-        prepare(job.data.train, table="data.train")
-        if job.data.test is not None:
-            prepare(job.data.test, table="data.test")
-        with self._run.plan_kept():
-            self._try_out()
-            self._take_up()
-        self._run.write(self._run.job_file, job.to_toml())
-
-    def _try_out(self) -> None:
-        """Let a process try the job out; it writes the plan, if there is one."""
-        with self._voice.console.status("Trying model and data ..."):
-            self._answer = try_out(
-                self._job,
-                self._launcher,
-                directory=self._memory.directory,
-                initial_file=self._initial_file,
-                plan=self._run.plan_file,
-                log=self._run.log_file(CHECK),
-            )
-        check_data(self._job, self._answer)
-        self._layout = Layout.of(
-            self._answer.tensors,
-            n_shards=self._job.cluster.shards,
-            dtype=self._answer.dtype,
-        )
-
-    def _take_up(self) -> None:
-        assert self._layout is not None
-        assert self._answer.task.train is not None
-        plan_file = self._run.plan_file
-        resumed = take_up(
-            self._job,
-            self._run,
-            layout=self._layout,
-            train=self._answer.task.train,
-            report=self._voice.warn,
-            n_machines=self._answer.n_machines,
-            plan=None if self._answer.n_machines is None else mark_of(load(plan_file)),
-        )
-        self._legacy, self._store = resumed.legacy, resumed.store
-        for line in resumed.told:
-            self._voice.announce(line)
-
-    # ------------------------------------------------------------------ while it
-
-    def supervise(
-        self,
-        watch: Watch | None = None,
-        detours: Detours | None = None,
-        hosting: Hosting | None = None,
-    ) -> None:
-        """Run the supervisor until the job ends."""
-        console = self._voice.console
-        config = supervisor_config(self._job, self._answer, legacy=self._legacy)
-        supervisor = Supervisor(config)
-        token = secrets.token_hex(16)
-        reach = Reach() if hosting is None else hosting.reach
-        transport = reach.transport(
-            name=SUPERVISOR,
-            incarnation=self._legacy.incarnation,
-            token=token,
-            log=self._voice.log,
-            port=reach.port,
-        )
-        display = Progress(
-            self._job.name, console=console, report_every=self._job.output.report_every
-        )
-        with (
-            MetricsFile(self._run.metrics_file) as metrics,
-            transport,
-            ExitStack() as lent,
-            caught_signals() as caught,
-        ):
-            endpoint = str(Place.parse(transport.endpoint).seen_from(LOOPBACK))
-            role: Role = supervisor
-            if detours is not None:
-                endpoint = detours.through(SUPERVISOR, endpoint)
-                role = detours.around(supervisor)
-            of_roles = reach if hosting is None else hosting.reach_of_roles
-            spec = self._write_spec(token, endpoint, of_roles)
-            look = supervisor.view
-            if hosting is not None:
-                plan = None if spec.plan is None else Path(spec.plan)
-                role = hosted = hosting.around(supervisor, self._job, spec, plan=plan)
-                look = hosted.view
-                self._invite(hosting, hosting.address(transport.endpoint, token), lent)
-            node = Node(
-                role, transport=transport, log=self._voice.log, launcher=self._launcher
-            )
-
-            def stop(number: signal.Signals) -> None:
-                message = Stop(reason=REASONS[number])
-                node.post(Received(sender=USER, incarnation=0, message=message))
-
-            caught.tell = stop
-            with display:
-                if console.is_terminal is False:
-                    console.print(f"{self._job.name}: {self._run.path}")
-                watching = Watching(
-                    supervisor,
-                    look=look,
-                    display=display,
-                    metrics=metrics,
-                    run=self._run,
-                    name=self._job.name,
-                    voice=self._voice,
-                    watch=watch,
-                )
-                error = node.run(on_tick=lambda: self._tick(watching))
-            self._view = look(time.monotonic())
-        self._error = None if supervisor.interrupted else error
-        if supervisor.interrupted:
-            self.exit_code = EXIT_CODES.get(caught.number or signal.SIGINT, 130)
-        elif error is not None:
-            self.exit_code = 1
-
-    def _invite(self, hosting: Hosting, address: JobAddress, lent: ExitStack) -> None:
-        """Let other machines know where to join."""
-        for line in hosting.lines(address):
-            self._voice.announce(line)
-        machines = hosting.lent(
-            self._job,
-            address,
-            n_machines=self._answer.n_machines or 1,
-            directory=self._run.path.absolute() / "joined",
-        )
-        self._lender = lent.enter_context(machines)
-
-    def _write_spec(self, token: str, endpoint: str, reach: Reach) -> Spec:
-        assert self._layout is not None
-        shares = self._job.cluster.shared_memory
-        answer, plan = self._answer, self._run.plan_file
-        spec = Spec(
-            job=msgspec.Raw(self._job.to_json()),
-            token=token,
-            supervisor=endpoint,
-            memory=str(self._memory.directory) if shares else "",
-            snapshots=str(self._store.directory.absolute()),
-            layout=self._layout.spec,
-            initials=self._answer.initials,
-            initial_file=self._answer.initial_file,
-            plan=None if answer.n_machines is None else str(plan.absolute()),
-            sample=answer.sample,
-            n_train=None if answer.task.train is None else answer.task.train.n_samples,
-            reach=reach,
-        )
-        # In a directory that only its user may enter: the token is in it.
-        (self._memory.directory / ".spec.json").write_bytes(msgspec.json.encode(spec))
-        return spec
-
-    def _tick(self, watching: Watching) -> None:
-        watching.tick()
-        if self._launcher.n_ended != self._n_ended:
-            self._n_ended = self._launcher.n_ended
-            self._memory.remove_orphans()
-        if self._lender is not None:
-            for text in self._lender.news(time.monotonic()):
-                self._voice.announce(text)
-
-    # ------------------------------------------------------------------- after it
-
-    def conclude(self) -> Summary:
-        """Write what a run leaves behind, as far as there is anything to write."""
-        self._launcher.close()
-        try:
-            assert self._layout is not None
-            write_model(self._job, self._run, layout=self._layout, store=self._store)
-        except StorageError as error:
-            self._model_error = f"no model was written: {error}"
-        if self._model_error is not None and self.exit_code == 0:
-            self._error, self.exit_code = self._model_error, 1
-        summary = summarise(
-            self._job,
-            self._view,
-            directory=str(self._run.path),
-            task=self._answer.task,
-            error=self._error,
-            model_error=self._model_error,
-        )
-        self._keep(lambda: write_summary(self._run, summary))
-        status = status_of(self._job.name, self._view, ended=True, error=self._error)
-        self._keep(lambda: self._run.write_status(status))
-        return summary
-
-    def _keep(self, write: Callable[[], object]) -> None:
-        """Write one of the last files; what cannot be is told, and costs no other."""
-        try:
-            write()
-        except StorageError as error:
-            self._voice.say(str(error))
-            self._voice.warn(str(error))
-            self.exit_code = self.exit_code or 1
-
-    def draw(self) -> None:
-        """Draw the curve, last of all."""
-        self._keep(lambda: draw_curve_of(self._run, title=self._job.name))
-
-    def __enter__(self) -> Self:
-        """Begin: the supervisor's log."""
-        self._voice.log("info", f"begins in {self._run.path}")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Remove what was only for the shards' first lives."""
-        self._initial_file.unlink(missing_ok=True)

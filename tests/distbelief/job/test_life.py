@@ -18,9 +18,9 @@ from distbelief.job.directory.run import Run
 from distbelief.job.directory.run_directory import RunDirectory
 from distbelief.job.directory.store import SnapshotStore
 from distbelief.job.directory.summary import final_table, read_summary
+from distbelief.job.life import Life
 from distbelief.job.processes.launcher import Launcher
 from distbelief.job.processes.signals import EXIT_CODES
-from distbelief.job.training import _Training
 from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import Snapshot
 from distbelief.runtime.task.local_model import LocalModel
@@ -62,10 +62,10 @@ class Desk:
         stack.callback(launcher.close)
         self.console = Console(file=io.StringIO(), record=True, width=400)
         self.layout = Layout.of(LocalModel(net()).specs(), n_shards=2)
-        self.training = _Training(
+        self.life = Life(
             self.job, self.run, memory=memory, launcher=launcher, console=self.console
         )
-        self.training._layout = self.layout
+        self.life._layout = self.layout
 
     def save(self, *shards: int) -> None:
         store = SnapshotStore(self.run.snapshots, report=pytest.fail)
@@ -85,7 +85,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 
 def test_a_life_begins_with_a_line_in_the_log(desk: Desk) -> None:
-    with desk.training:
+    with desk.life:
         pass
     log = desk.run.log_file("supervisor").read_text()
     assert log.endswith(f"supervisor info: begins in {desk.run.path}\n")
@@ -93,8 +93,8 @@ def test_a_life_begins_with_a_line_in_the_log(desk: Desk) -> None:
 
 def test_a_log_that_finds_no_room_ends_nothing_and_is_told_of_once(desk: Desk) -> None:
     desk.run.logs.rmdir()  # now nothing can be written there
-    desk.training._voice.log("info", "a word")
-    desk.training._voice.warn("another")
+    desk.life._voice.log("info", "a word")
+    desk.life._voice.warn("another")
     (line,) = desk.screen().splitlines()
     log = desk.run.log_file("supervisor")
     assert line.startswith(f"cannot write {log}: ")
@@ -105,13 +105,13 @@ def test_a_screen_that_finds_no_room_ends_nothing_either(desk: Desk) -> None:
     """`distbelief train ... > a.log`, on the same disk."""
     desk.console.file = Full()
     desk.run.logs.rmdir()
-    desk.training._voice.log("info", "a word")
+    desk.life._voice.log("info", "a word")
 
 
 def test_what_every_shard_has_kept_becomes_the_model(desk: Desk) -> None:
     desk.save(0, 1)
-    summary = desk.training.conclude()
-    assert desk.training.exit_code == 0
+    summary = desk.life.conclude()
+    assert desk.life.exit_code == 0
     assert summary.error is None
     assert summary.model_error is None
     tensors = load_file(desk.run.model_file)
@@ -121,13 +121,13 @@ def test_what_every_shard_has_kept_becomes_the_model(desk: Desk) -> None:
 def test_without_a_snapshot_of_each_shard_no_model_is_a_failure(desk: Desk) -> None:
     desk.save(0)
     desk.run.model_file.write_bytes(b"of an earlier life")
-    summary = desk.training.conclude()
+    summary = desk.life.conclude()
     why = (
         f"no model was written: there is no whole snapshot of shard-1 in "
         f"{desk.run.snapshots}, and {desk.run.model_file} is of an earlier life"
     )
     assert summary.error == summary.model_error == why
-    assert desk.training.exit_code == 1
+    assert desk.life.exit_code == 1
     assert read_summary(desk.run) == summary
     status = desk.run.read_status()
     assert status is not None
@@ -139,9 +139,9 @@ def test_without_a_snapshot_of_each_shard_no_model_is_a_failure(desk: Desk) -> N
 
 
 def test_who_interrupts_before_the_first_snapshot_is_told_so_too(desk: Desk) -> None:
-    desk.training.exit_code = 130
-    summary = desk.training.conclude()
-    assert desk.training.exit_code in EXIT_CODES.values()
+    desk.life.exit_code = 130
+    summary = desk.life.conclude()
+    assert desk.life.exit_code in EXIT_CODES.values()
     assert summary.error is None
     assert summary.model_error is not None
     desk.console.print(final_table(summary))
@@ -164,8 +164,8 @@ def test_a_last_file_that_cannot_be_written_costs_no_other(
 ) -> None:
     desk.save(0, 1)
     blocked = block(desk.run)
-    desk.console.print(final_table(desk.training.conclude()))
-    assert desk.training.exit_code == 1
+    desk.console.print(final_table(desk.life.conclude()))
+    assert desk.life.exit_code == 1
     assert desk.screen().count(f"cannot write {blocked}: ") == 1
     files = {desk.run.model_file, desk.run.summary_file, desk.run.status_file}
     assert all(file.is_file() for file in files - {blocked})
