@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from distbelief.data.subset import DataShard
 from distbelief.downpour.config import DownpourConfig
+from distbelief.downpour.part_steps import PartTrainer
 from distbelief.downpour.settings import DownpourSettings
 from distbelief.downpour.training import Training
 from distbelief.roles import Role
@@ -55,12 +56,15 @@ def _training_machine(
     duty = Training(
         of_replica,
         client=parts.client,
-        sizes=[region.n_elements for _, region in flow.items],
-        trained=flow.trained,
-        counts=flow.counts,
-        dtype=parts.dtype,
+        trainer=PartTrainer(
+            of_replica,
+            sizes=[region.n_elements for _, region in flow.items],
+            trained=flow.trained,
+            counts=flow.counts,
+            dtype=parts.dtype,
+            n_machines=n_machines,
+        ),
         await_begin=context.await_begin,
-        n_machines=n_machines,
     )
     leader = Leader(
         n_machines,

@@ -11,28 +11,21 @@ before all have goes on from where the least advanced shard is, so that those ap
 twice: its number dies with the machine's incarnation, and what shards keep, samples,
 does not tell two pushes of several steps apart. It is one gradient of one replica.
 
-If a push follows every step its gradients are laid into the slots while the backward
-pass of earlier layers still runs. Whether a step counts all machines decide together:
-each says what it has of the gradient's squared norm, not a number if that is not
-finite, and learns the sum. So all skip the same steps, and clip by the same factor.
+It decides what is fetched, wanted and pushed when; what a step computes is in
+`part_steps`.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final, assert_never, final
 
-import torch
-
-from distbelief.downpour.accruing import Accrued
 from distbelief.downpour.config import DownpourConfig
-from distbelief.downpour.norms import bad_sample, clip, is_finite, sum_of_squares
+from distbelief.downpour.part_steps import Closed, PartTrainer, Step
 from distbelief.downpour.tally import Tally
 from distbelief.downpour.telling import Telling
 from distbelief.errors import LocalProtocolError
 from distbelief.messages import Begin, Evaluate, Stop
 from distbelief.parameter_server.client.client import ParameterClient, Staged
-from distbelief.parameter_server.client.staging import Draft
 from distbelief.roles import (
     SUPERVISOR,
     Action,
@@ -53,93 +46,38 @@ PUSH: Final = "machine:push"
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closed:
-    """What was done in the compute lane at the end of a step.
-
-    Attributes:
-        is_finite: Whether the gradient is, as far as that was looked at, on all
-            machines.
-        staged: What lies in the slots, if anything was laid there.
-        blame: If it is not finite: which sample is to blame, if one is.
-    """
-
-    is_finite: bool
-    staged: Staged | None = None
-    blame: str | None = None
-
-
-@final
-@dataclass(slots=True, kw_only=True)
-class _Step:
-    """The step under way.
-
-    Attributes:
-        number: In this life.
-        stop: Samples up to and with it.
-        counts: Whether its gradient is wanted: the shards do not have it already.
-        draft: Where it is laid at once.
-        gradients: Where it is kept otherwise, by item.
-        chosen: Its samples.
-        portion: What this machine has of them.
-        staged: What lies in the slots, once all does.
-        after: What running averages are after it.
-    """
-
-    number: int
-    stop: int
-    counts: bool
-    draft: Draft | None
-    gradients: dict[int, torch.Tensor]
-    chosen: Chosen
-    portion: Portion
-    staged: Staged | None = None
-    after: dict[int, torch.Tensor] = field(default_factory=dict)
-
-
-@final
 class Training:
     """Trains; see `runtime.machine.Duty`.
 
     Args:
         config: How.
         client: Of the shards.
-        sizes: Elements of each item.
-        trained: Items that have a gradient; the others are pushed as they are.
-        counts: By item of a running average, the item that counts its steps.
-        dtype: Of all of them.
+        trainer: Does the work of its steps.
         await_begin: The leader waits for `Begin`.
-        n_machines: Of the replica.
 
     Attributes:
         values: Flat, one per item.
     """
 
-    def __init__(  # noqa: PLR0913 -- one call site; each is a thing of its own
+    def __init__(
         self,
         config: DownpourConfig,
         *,
         client: ParameterClient,
-        sizes: Sequence[int],
-        trained: frozenset[int],
-        counts: Mapping[int, int],
-        dtype: torch.dtype,
+        trainer: PartTrainer,
         await_begin: bool,
-        n_machines: int,
     ) -> None:
-        self.values = [torch.zeros(size, dtype=dtype) for size in sizes]
+        self.values = trainer.values
         self._config = config
         self._client = client
-        self._trained = trained
-        self._counts = counts
-        self._votes = n_machines > 1
+        self._trainer = trainer
+        self._accrued = trainer.accrued
         self._tally = Tally(config)
         self._begun = not await_begin
-        self._accrued = Accrued(len(sizes))
         self._pushed = 0  # samples of what was pushed last
         self._clock = 0
         self._begun_at: Seconds = 0.0
-        self._step: _Step | None = None
+        self._step: Step | None = None
         self._push_due = False
         self._staging = False
         self._telling = Telling(every=config.progress_seconds)
@@ -205,82 +143,20 @@ class Training:
         waits = config.checks_every_gradient or config.clip_norm is not None
         at_once = counts and not waits and not self._accrued.n_gradients
         draft = self._client.draft() if at_once and self._client.can_push else None
-        gradients: dict[int, torch.Tensor] = {}
-        self._step = _Step(
+        self._step = Step(
             number=step,
-            stop=chosen.stop,
             counts=counts,
             draft=draft,
-            gradients=gradients,
+            local_rate=config.local_rate(step, clock=self._clock),
             chosen=chosen,
             portion=portion,
         )
-        return gradients.__setitem__ if draft is None else draft.put
+        return self._step.put
 
     def close(self, found: Found) -> Vote | Closed:
         """Say what this machine has of the step; alone, go on at once. Work."""
-        step = self._step
-        assert step is not None
-        step.after = self._after(found)
-        if step.draft is not None:
-            for item, value in enumerate(self.values):
-                if item not in self._trained:
-                    step.draft.put(item, step.after.get(item, value))
-            step.staged = step.draft.finish()
-            square = 0.0 if step.staged.finite else math.nan
-        else:
-            square = self._square(step)
-        # Where it keeps nothing, nothing of its own tells that its samples are bad.
-        looks = not (math.isfinite(square) and self.values)
-        sample = _bad(step) if looks else None
-        if not self._votes:
-            return self.settle(square, sample)
-        n_bytes = 2.0 * sum(gradient.nbytes for gradient in step.gradients.values())
-        cost = Cost(n_bytes=n_bytes)
-        return Vote(square=square, settle=self.settle, cost=cost, sample=sample)
-
-    def _square(self, step: _Step) -> float:
-        """Return the squared norm; if nobody asks for that, only whether it is one."""
-        clips, gradients = self._config.clip_norm is not None, step.gradients
-        if clips:
-            return sum_of_squares(gradients)
-        looks = self._votes or self._config.checks_every_gradient
-        return 0.0 if not looks or is_finite(gradients) else math.nan
-
-    def settle(self, square: float, sample: int | None) -> Closed:
-        """Step locally and accrue, or let the push go, as all have agreed. Work.
-
-        Args:
-            square: Squared norm of the gradient of all machines.
-            sample: To blame if it is not finite: a machine has seen that.
-        """
-        step = self._step
-        assert step is not None
-        if not math.isfinite(square):
-            return Closed(is_finite=False, staged=step.staged, blame=_blame(sample))
-        if is_finite(step.after):
-            for item, value in step.after.items():
-                self.values[item].copy_(value)
-        if step.staged is None and step.counts:
-            clip(step.gradients, square, norm_max=self._config.clip_norm)
-            self._accrue(step)
-        return Closed(is_finite=True, staged=step.staged)
-
-    def _after(self, found: Found) -> dict[int, torch.Tensor]:
-        """Return what running averages, and counts of their steps, are after a step."""
-        after = {item: value.reshape(-1) for item, value in found.averages.items()}
-        for item, count in self._counts.items():
-            if item in found.averages:
-                after[count] = self.values[count] + 1
-        return after
-
-    def _accrue(self, step: _Step) -> None:
-        rate = self._config.local_rate(step.number, clock=self._clock)
-        if rate is not None:
-            for item, gradient in step.gradients.items():
-                self.values[item].add_(gradient, alpha=-rate)
-        self._accrued.add(step.gradients)
-        step.gradients.clear()
+        assert self._step is not None
+        return self._trainer.close(self._step, found)
 
     def closed(
         self, result: object, found: Found, chosen: Chosen, now: Seconds
@@ -304,16 +180,15 @@ class Training:
         counters.gradients += 1
         if step.draft is not None:
             assert result.staged is not None
-            return self._staged(result.staged, n_gradients=1, stop=step.stop, now=now)
-        self._accrued.count(step.stop, clocks=self._client.clocks)
-        rate = self._config.local_rate(step.number, clock=self._clock)
-        counters.local_steps += rate is not None
+            return self._staged(result.staged, n_gradients=1, stop=chosen.stop, now=now)
+        self._accrued.count(chosen.stop, clocks=self._client.clocks)
+        counters.local_steps += step.local_rate is not None
         if self._config.checks_every_gradient:
             self._tally.good()
         self._push_due = self._config.pushes_at(step.number)
         return []
 
-    def _skip(self, result: Closed, step: _Step, *, tells: bool) -> Sequence[Action]:
+    def _skip(self, result: Closed, step: Step, *, tells: bool) -> Sequence[Action]:
         """Skip a step, as all machines do; who knows the loss tells of it."""
         if result.staged is not None:
             self._client.abandon()
@@ -401,19 +276,3 @@ class Training:
     def figures(self) -> Mapping[str, float]:
         """Return counters."""
         return self._tally.figures()
-
-
-def _bad(step: _Step) -> int | None:
-    """Return the first sample that is NaN or infinite, as far as it is seen here."""
-    row = bad_sample(step.portion)
-    return None if row is None else int(step.chosen.indices[row])
-
-
-def _blame(sample: int | None) -> str | None:
-    """Return a sentence on a sample that is NaN or infinite, if one is."""
-    if sample is None:
-        return None
-    return (
-        f"[data.train] sample {sample} has NaN or infinite values: mend or leave out "
-        "such samples"
-    )

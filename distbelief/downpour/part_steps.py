@@ -1,0 +1,191 @@
+"""What one step of a machine of a replica does in its lane, on its own regions.
+
+Its duty (`training`) decides when; this is the work itself: as in `steps`, but on what
+a machine keeps of the model, and with the gradients that its program has found.
+
+If a push follows every step its gradients are laid into the slots while the backward
+pass of earlier layers still runs. Whether a step counts all machines decide together:
+each says what it has of the gradient's squared norm, not a number if that is not
+finite, and learns the sum. So all skip the same steps, and clip by the same factor.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import final
+
+import torch
+
+from distbelief.downpour.accruing import Accrued
+from distbelief.downpour.config import DownpourConfig
+from distbelief.downpour.norms import bad_sample, clip, is_finite, sum_of_squares
+from distbelief.parameter_server.client.client import Staged
+from distbelief.parameter_server.client.staging import Draft
+from distbelief.roles import Cost
+from distbelief.runtime.execution.execution import Found, Put
+from distbelief.runtime.machine.course import Chosen
+from distbelief.runtime.machine.duty import Vote
+from distbelief.runtime.machine.portions import Portion
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """What was done in the compute lane at the end of a step.
+
+    Attributes:
+        is_finite: Whether the gradient is, as far as that was looked at, on all
+            machines.
+        staged: What lies in the slots, if anything was laid there.
+        blame: If it is not finite: which sample is to blame, if one is.
+    """
+
+    is_finite: bool
+    staged: Staged | None = None
+    blame: str | None = None
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """The step under way.
+
+    Attributes:
+        number: In this life.
+        counts: Whether its gradient is wanted: the shards do not have it already.
+        draft: Where it is laid at once.
+        gradients: Where it is kept otherwise, by item.
+        local_rate: Of the local step; None: there is none.
+        chosen: Its samples.
+        portion: What this machine has of them.
+        staged: What lies in the slots, once all does.
+        after: What running averages are after it.
+    """
+
+    number: int
+    counts: bool
+    draft: Draft | None
+    local_rate: float | None
+    chosen: Chosen
+    portion: Portion
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    staged: Staged | None = None
+    after: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def put(self) -> Put:
+        """What takes its gradients."""
+        return self.gradients.__setitem__ if self.draft is None else self.draft.put
+
+
+@final
+class PartTrainer:
+    """The work of one machine's steps.
+
+    Args:
+        config: How the replica trains.
+        sizes: Elements of each item.
+        trained: Items that have a gradient; the others are pushed as they are.
+        counts: By item of a running average, the item that counts its steps.
+        dtype: Of all of them.
+        n_machines: Of the replica.
+
+    Attributes:
+        values: Flat, one per item.
+        accrued: The gradients since the last push.
+    """
+
+    def __init__(
+        self,
+        config: DownpourConfig,
+        *,
+        sizes: Sequence[int],
+        trained: frozenset[int],
+        counts: Mapping[int, int],
+        dtype: torch.dtype,
+        n_machines: int,
+    ) -> None:
+        self.values = [torch.zeros(size, dtype=dtype) for size in sizes]
+        self.accrued = Accrued(len(sizes))
+        self._config = config
+        self._trained = trained
+        self._counts = counts
+        self._votes = n_machines > 1
+
+    def close(self, step: Step, found: Found) -> Vote | Closed:
+        """Say what this machine has of a step; alone, go on at once."""
+        step.after = self._after(found)
+        if step.draft is not None:
+            for item, value in enumerate(self.values):
+                if item not in self._trained:
+                    step.draft.put(item, step.after.get(item, value))
+            step.staged = step.draft.finish()
+            square = 0.0 if step.staged.finite else math.nan
+        else:
+            square = self._square(step)
+        # Where it keeps nothing, nothing of its own tells that its samples are bad.
+        looks = not (math.isfinite(square) and self.values)
+        sample = _bad(step) if looks else None
+        if not self._votes:
+            return self._settle(step, square, sample)
+        n_bytes = 2.0 * sum(gradient.nbytes for gradient in step.gradients.values())
+        settle, cost = partial(self._settle, step), Cost(n_bytes=n_bytes)
+        return Vote(square=square, settle=settle, cost=cost, sample=sample)
+
+    def _square(self, step: Step) -> float:
+        """Return the squared norm; if nobody asks for that, only whether it is one."""
+        clips, gradients = self._config.clip_norm is not None, step.gradients
+        if clips:
+            return sum_of_squares(gradients)
+        looks = self._votes or self._config.checks_every_gradient
+        return 0.0 if not looks or is_finite(gradients) else math.nan
+
+    def _settle(self, step: Step, square: float, sample: int | None) -> Closed:
+        """Step locally and accrue, or let the push go, as all have agreed.
+
+        Args:
+            step: The step under way.
+            square: Squared norm of the gradient of all machines.
+            sample: To blame if it is not finite: a machine has seen that.
+        """
+        if not math.isfinite(square):
+            return Closed(is_finite=False, staged=step.staged, blame=_blame(sample))
+        if is_finite(step.after):
+            for item, value in step.after.items():
+                self.values[item].copy_(value)
+        if step.staged is None and step.counts:
+            clip(step.gradients, square, norm_max=self._config.clip_norm)
+            self._accrue(step)
+        return Closed(is_finite=True, staged=step.staged)
+
+    def _after(self, found: Found) -> dict[int, torch.Tensor]:
+        """Return what running averages, and counts of their steps, are after a step."""
+        after = {item: value.reshape(-1) for item, value in found.averages.items()}
+        for item, count in self._counts.items():
+            if item in found.averages:
+                after[count] = self.values[count] + 1
+        return after
+
+    def _accrue(self, step: Step) -> None:
+        if step.local_rate is not None:
+            for item, gradient in step.gradients.items():
+                self.values[item].add_(gradient, alpha=-step.local_rate)
+        self.accrued.add(step.gradients)
+        step.gradients.clear()
+
+
+def _bad(step: Step) -> int | None:
+    """Return the first sample that is NaN or infinite, as far as it is seen here."""
+    row = bad_sample(step.portion)
+    return None if row is None else int(step.chosen.indices[row])
+
+
+def _blame(sample: int | None) -> str | None:
+    """Return a sentence on a sample that is NaN or infinite, if one is."""
+    if sample is None:
+        return None
+    return (
+        f"[data.train] sample {sample} has NaN or infinite values: mend or leave out "
+        "such samples"
+    )
