@@ -13,12 +13,10 @@ dropped, what work raises goes to the role as `Computed.error`, and anything els
 the role and is returned by `run`, never a silent hang.
 """
 
-import socket
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Protocol, Self, assert_never
@@ -54,6 +52,7 @@ from distbelief.roles import (
     Terminate,
     TimerFired,
 )
+from distbelief.transport.alarm import Alarm
 from distbelief.transport.lanes import Lanes
 from distbelief.transport.timers import Timers
 from distbelief.transport.zmq_transport import Log, ZmqTransport
@@ -124,12 +123,11 @@ class Node:
         self._posted: deque[Event] = deque()
         self._n_posted_lost = 0
         self._n_refused = 0
-        self._lanes = Lanes(self._name, now=self._now, wake=self._wake)
+        self._alarm = Alarm()
+        self._lanes = Lanes(self._name, now=self._now, wake=self._alarm.ring)
         self._begun = False
         self._halted = False
         self._error: str | None = None
-        # Writing to it ends a poll; unlike a lock, it is safe in a signal handler.
-        self._alarm: socket.socket | None = None
 
     # ----------------------------------------------------------------- for callers
 
@@ -194,7 +192,7 @@ class Node:
             self._n_posted_lost += 1
             return False
         self._posted.append(event)
-        self._wake()
+        self._alarm.ring()
         return True
 
     def tell(self, event: Event) -> bool:
@@ -221,9 +219,7 @@ class Node:
                 f"{self._name}: {work} is not done {JOIN_SECONDS_MAX} s after the end: "
                 f"left behind",
             )
-        if self._alarm:
-            self._alarm.close()
-            self._waker.close()
+        self._alarm.close()
 
     def __enter__(self) -> Self:
         """Do nothing: `run` and `pump` begin."""
@@ -244,18 +240,11 @@ class Node:
     def _now() -> Seconds:
         return time.monotonic()
 
-    def _wake(self) -> None:
-        with suppress(OSError):  # full: it is awake; closed: nobody is there to wake
-            if self._alarm:
-                self._alarm.send(b"\0")
-
     def _begin(self) -> None:
         if self._begun or self._halted:
             return
         self._begun = True
-        self._waker, self._alarm = socket.socketpair()
-        self._waker.settimeout(0)
-        self._alarm.settimeout(0)
+        self._alarm.start()
         self._lanes.start()
         try:
             restored = self._store.newest(self._name) if self._store else None
@@ -270,13 +259,12 @@ class Node:
         wait = min(seconds_max, WAIT_SECONDS_MAX, self._timers.next_at - self._now())
         if self._posted:
             wait = 0.0
-        fds = [self._waker.fileno()]
+        fds = [self._alarm.fileno()]
         if self._launcher:
             fds.append(self._launcher.fileno())
         ready = self._transport.poll(wait, fds)
-        if self._waker.fileno() in ready:
-            with suppress(BlockingIOError):
-                self._waker.recv(4096)
+        if self._alarm.fileno() in ready:
+            self._alarm.silence()
         self._deliver_due()
         self._deliver_all(self._lanes.answers())
         if self._launcher and self._launcher.fileno() in ready:
