@@ -38,7 +38,6 @@ from distbelief.job.processes.launcher import Launcher
 from distbelief.job.processes.process import Spec, import_from
 from distbelief.job.processes.signals import EXIT_CODES, REASONS, caught_signals
 from distbelief.job.processes.trying import CHECK, try_out
-from distbelief.job.resuming.cuts import mark_of
 from distbelief.job.resuming.legacy import Legacy
 from distbelief.job.resuming.resuming import take_up
 from distbelief.job.supervision.supervisor import USER, Supervisor
@@ -140,15 +139,14 @@ class Life:
     def _take_up(self) -> None:
         assert self._layout is not None
         assert self._answer.task.train is not None
-        plan_file = self._run.plan_file
+        is_split = self._answer.n_machines is not None
         resumed = take_up(
             self._job,
             self._run,
             layout=self._layout,
             train=self._answer.task.train,
             report=self._voice.warn,
-            n_machines=self._answer.n_machines,
-            plan=None if self._answer.n_machines is None else mark_of(load(plan_file)),
+            plan=load(self._run.plan_file) if is_split else None,
         )
         self._legacy, self._store = resumed.legacy, resumed.store
         for line in resumed.told:

@@ -25,11 +25,18 @@ from distbelief.job.directory.agreement import set_aside
 from distbelief.job.directory.run_directory import RunDirectory
 from distbelief.job.directory.store import SnapshotStore
 from distbelief.job.directory.summary import DataFacts
-from distbelief.job.resuming.cuts import Cut, making_cut, newest_cut, write_cut
+from distbelief.job.resuming.cuts import (
+    Cut,
+    making_cut,
+    mark_of,
+    newest_cut,
+    write_cut,
+)
 from distbelief.job.resuming.legacy import Legacy, read_legacy
 from distbelief.job.resuming.recutting import Recutting
 from distbelief.parameter_server.layout.layout import Layout
 from distbelief.parameter_server.rules.update_rules import UpdateRule
+from distbelief.program.plan import Plan
 
 
 Report = Callable[[str], None]
@@ -72,15 +79,14 @@ def check_same(job: Job, earlier: Job, *, directory: str) -> None:
             )
 
 
-def take_up(  # noqa: PLR0913 -- one call site; each is a thing of its own
+def take_up(
     job: Job,
     run: RunDirectory,
     *,
     layout: Layout,
     train: DataFacts,
     report: Report,
-    n_machines: int | None = None,
-    plan: str | None = None,
+    plan: Plan | None = None,
 ) -> Resumed:
     """Make this run, new or not, one that the job can go on with.
 
@@ -90,8 +96,7 @@ def take_up(  # noqa: PLR0913 -- one call site; each is a thing of its own
         layout: Of the model on the job's shards.
         train: The training data.
         report: Told of each damaged snapshot.
-        n_machines: Of each replica, by whose plan they are split; None if they are not.
-        plan: Mark of that plan.
+        plan: By which each replica is split over machines; None if they are not.
 
     Raises:
         JobError: the data are others, or what would have to be cut anew is not there.
@@ -101,8 +106,8 @@ def take_up(  # noqa: PLR0913 -- one call site; each is a thing of its own
     now = Cut(
         n_shards=job.cluster.shards,
         n_replicas=job.cluster.replicas,
-        n_machines=n_machines,
-        plan=plan,
+        n_machines=None if plan is None else plan.cluster.n_machines,
+        plan=None if plan is None else mark_of(plan),
         train=train,
     )
     was = was or now

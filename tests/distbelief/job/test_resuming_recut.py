@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,13 +14,15 @@ from distbelief.job.configuration.jobfile import Job
 from distbelief.job.directory.run_directory import RunDirectory
 from distbelief.job.directory.store import SnapshotStore
 from distbelief.job.directory.summary import DataFacts
-from distbelief.job.resuming.cuts import Cut, making_cut, newest_cut
+from distbelief.job.resuming.cuts import Cut, making_cut, newest_cut, write_cut
 from distbelief.job.resuming.resuming import Resumed, take_up
 from distbelief.parameter_server.layout.layout import Layout, TensorSpec
 from distbelief.parameter_server.rules.steps import Steps
 from distbelief.parameter_server.rules.update_rules import Adagrad
 from distbelief.parameter_server.state.slots import Client
 from distbelief.parameter_server.state.snapshots import ShardIdentity, ShardState, take
+from distbelief.program.placement import Placement
+from distbelief.program.plan import Plan, Target
 from distbelief.roles import Address
 from tests.distbelief.job.jobs import speech
 
@@ -42,6 +45,18 @@ def layout(n_shards: int) -> Layout:
     return Layout.of(TENSORS, n_shards=n_shards)
 
 
+def plan_of(n_machines: int, *machines: int) -> Plan:
+    """A plan by which these compute one layer each, one after the other."""
+    return Plan(
+        graph="",
+        inputs={},
+        batch=1,
+        loss="",
+        cluster=Target(name="here", fingerprint="", n_machines=n_machines),
+        placements={f"{i}": Placement.whole(1, m) for i, m in enumerate(machines)},
+    )
+
+
 class Run:
     """A run directory, and the lives of its run."""
 
@@ -54,8 +69,7 @@ class Run:
         job: Job,
         *,
         train: DataFacts = TRAIN,
-        n_machines: int | None = None,
-        plan: str | None = None,
+        plan: Plan | None = None,
     ) -> Resumed:
         """Begin a life, as far as the training does before it begins."""
         resumed = take_up(
@@ -64,7 +78,6 @@ class Run:
             layout=layout(job.cluster.shards),
             train=train,
             report=self.reports.append,
-            n_machines=n_machines,
             plan=plan,
         )
         self.directory.write(self.directory.job_file, job.to_toml())
@@ -164,7 +177,7 @@ def test_the_same_numbers_go_on_from_the_very_files(run: Run) -> None:
 def test_a_replica_goes_on_where_it_was_when_it_is_split_otherwise(run: Run) -> None:
     run.train(run.take_up(job()), 40, 52)
     before = values(run.take_up(job()).store, 2)
-    split = run.take_up(job(), n_machines=2)
+    split = run.take_up(job(), plan=plan_of(2, 0, 1))
     assert split.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
     (line,) = split.told
     assert line.startswith("machines of each replica: 1 before, 2 now; each goes on")
@@ -173,8 +186,8 @@ def test_a_replica_goes_on_where_it_was_when_it_is_split_otherwise(run: Run) -> 
     assert snapshot is not None
     for name in ("replica-0.0", "replica-0.1", "replica-1.1"):
         assert f'"{name}"' in snapshot.facts["clients"]
-    assert run.take_up(job(), n_machines=2).told == ()
-    again = run.take_up(job(), n_machines=3)
+    assert run.take_up(job(), plan=plan_of(2, 0, 1)).told == ()
+    again = run.take_up(job(), plan=plan_of(3, 0, 1, 2))
     assert again.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
     whole = run.take_up(job(3, 2))
     assert whole.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
@@ -188,16 +201,16 @@ def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(
     All had been computed on machine 0. What machine 1 holds now it has never pushed, so
     no shard knew how far it was; and a replica goes on where its last machine is.
     """
-    resumed = run.take_up(job(), n_machines=2, plan="all on machine 0")
+    resumed = run.take_up(job(), plan=plan_of(2, 0, 0))
     cut = layout(2)
     for k in range(2):
         names = ("replica-0.0", "replica-1.0")
         run.save(resumed, k, 40, 52, cut=cut, names=names)
     before = values(resumed.store, 2)
-    same = run.take_up(job(), n_machines=2, plan="all on machine 0")
+    same = run.take_up(job(), plan=plan_of(2, 0, 0))
     assert same.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
     assert same.told == ()
-    other = run.take_up(job(), n_machines=2, plan="one after the other")
+    other = run.take_up(job(), plan=plan_of(2, 0, 1))
     assert other.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
     (line,) = other.told
     assert line.startswith("plan: another one than before")
@@ -211,15 +224,30 @@ def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(
         "replica-1.0": 52,
         "replica-1.1": 52,
     }
-    assert run.take_up(job(), n_machines=2, plan="one after the other").told == ()
+    assert run.take_up(job(), plan=plan_of(2, 0, 1)).told == ()
+
+
+def test_a_run_whose_plan_nobody_wrote_down_goes_on_with_any(run: Run) -> None:
+    """Of a version that kept only the number of machines."""
+    resumed = run.take_up(job(), plan=plan_of(2, 0, 0))
+    for k in range(2):
+        names = ("replica-0.0", "replica-1.0")
+        run.save(resumed, k, 40, 52, cut=layout(2), names=names)
+    directory, cut = newest_cut(run.directory)
+    assert cut is not None
+    write_cut(directory, msgspec.structs.replace(cut, plan=None))
+    resumed = run.take_up(job(), plan=plan_of(2, 0, 1))
+    assert resumed.told == ()
+    assert resumed.store.directory == directory
+    assert resumed.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
 
 
 def test_a_machine_that_has_nothing_on_a_shard_is_not_missed(run: Run) -> None:
-    resumed = run.take_up(job(), n_machines=2)
+    resumed = run.take_up(job(), plan=plan_of(2, 0, 1))
     cut = layout(2)
     run.save(resumed, 0, 40, 52, cut=cut, names=("replica-0.0", "replica-0.1"))
     run.save(resumed, 1, 44, cut=cut, names=("replica-0.1",))
-    resumed = run.take_up(job(), n_machines=2)
+    resumed = run.take_up(job(), plan=plan_of(2, 0, 1))
     assert resumed.legacy.before.samples == {"replica-0.0": 44}
 
 
