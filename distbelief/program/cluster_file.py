@@ -58,10 +58,10 @@ from distbelief.program.cluster_values import (
     check_keys,
     count_of,
     excerpt,
-    nearest,
     quantity,
     text_of,
 )
+from distbelief.spelling import nearest
 from distbelief.units import Dimension
 
 

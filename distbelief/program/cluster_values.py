@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Final
 
 from distbelief.errors import JobFileError
 from distbelief.graph.layer import GraphError
+from distbelief.spelling import nearest
 from distbelief.units import Dimension, parse
 
 
@@ -86,13 +86,6 @@ def check_keys(table: Table, known: Iterable[str], where: str) -> None:
     for key in table:
         if key not in known:
             raise GraphError(f"{where} has no key '{key}'. {nearest(key, known)}")
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return what may have been meant instead of a word."""
-    known = list(known)
-    near = get_close_matches(word.lower(), known, n=1, cutoff=0.6)
-    return f"Did you mean '{near[0]}'?" if near else f"It knows {', '.join(known)}."
 
 
 def excerpt(value: object, *, n_max: int = 60) -> str:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 import msgspec
 
 from distbelief.errors import JobError, JobFileError
-from distbelief.job.configuration import tables
 from distbelief.job.configuration.verdicts import Judge, done
+from distbelief.spelling import nearest
 
 
 if TYPE_CHECKING:  # these import torch
@@ -145,7 +145,7 @@ def find(name: object) -> EntryPoint:
     if isinstance(name, str) and name in installed:
         return installed[name]
     known = ", ".join(sorted(installed)) or "none; is the package itself installed?"
-    near = tables.nearest(str(name), installed) if installed else ""
+    near = nearest(str(name), installed) if installed else ""
     mend = near if near.startswith("Did") else ""
     raise JobFileError(
         f"is not installed. {mend} Installed: {known}".replace("  ", " ")

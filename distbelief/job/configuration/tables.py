@@ -7,7 +7,6 @@ of the job file: table, key, value, and what is wanted instead.
 
 import re
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from functools import cache
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ from msgspec import inspect
 from distbelief import units
 from distbelief.errors import JobError, JobFileError
 from distbelief.job.configuration import toml_text
+from distbelief.spelling import nearest
 
 
 Path = tuple[str, ...]  # of keys, from the top of the file
@@ -109,16 +109,6 @@ def check_known(table: Mapping[str, object], known: Iterable[str], path: Path) -
                 (*path, key),
                 f"{header(path)} has no key '{key}'. {nearest(key, known)}",
             )
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the sentence that helps whoever wrote `word` instead of a known one."""
-    known, word = list(known), word.lower()
-    near = get_close_matches(word, known, n=1, cutoff=0.6)
-    begun = [name for name in known if name.startswith(word)]  # "tol" of "tolerance"
-    if not near and len(begun) == 1:
-        near = begun
-    return f"Did you mean '{near[0]}'?" if near else f"It knows {', '.join(known)}."
 
 
 def header(path: Path) -> str:
