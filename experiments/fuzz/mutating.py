@@ -14,6 +14,10 @@ import numpy as np
 
 N_KEPT_MAX: Final = 4096
 N_BYTES_MAX: Final = 4096
+GROWTH: Final = 4
+"""Times as long as the longest seed may grow what one goes on from: without a bound all
+end as long as can be, and a decoder reads the same words over and over in most of it."""
+
 _AT_ONCE: Final = 1 << 16
 
 TOKENS: Final = (
@@ -50,6 +54,7 @@ class Mutator:
     def __init__(self, seeds: Sequence[bytes], *, draw: Callable[[int], int]) -> None:
         self._kept = list(seeds)
         self._n_seeds = len(self._kept)
+        self._n_bytes_kept = GROWTH * max(map(len, self._kept))
         self._draw = draw
         self._changes = (
             self._flip,
@@ -73,7 +78,7 @@ class Mutator:
 
     def accepted(self, data: bytes) -> None:
         """These were legal: go on from them as well, now and then."""
-        if self._draw(64):
+        if self._draw(64) or len(data) > self._n_bytes_kept:
             return
         if len(self._kept) < N_KEPT_MAX:
             self._kept.append(data)
