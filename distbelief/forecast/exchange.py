@@ -11,14 +11,19 @@
 
 The last two are by the clock, less what they take of a core: two threads of a process
 wake each other, and wait for the interpreter, each time.
-Real nodes with roles that do next to nothing are timed; no job is.
+Real nodes with roles that do next to nothing are timed; no job is. What is of a core is
+timed between pieces of work that go through as much memory as the job's: these take
+the caches, and code that finds nothing of its own there takes several times as long.
 """
 
+import math
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from statistics import fmean
 from typing import Final, final
 
@@ -42,12 +47,13 @@ from distbelief.roles import (
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
-N_EVENTS: Final = 300
+N_EVENTS: Final = 200
 N_WARM: Final = 30
 N_SLEEPS: Final = 200
 SLEEP_SECONDS: Final = 2e-3
 WAIT_SECONDS_MAX: Final = 10.0
 N_HANDED: Final = 200
+CHILL_BYTES_MAX: Final = 3 << 20  # more than a core has caches to itself
 _MATRIX: Final = 1024
 _SMALL_MATRIX: Final = 256
 
@@ -66,20 +72,57 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
-class Counting:
-    """A role that counts its events, and does again what it was asked to do."""
+class Chill:
+    """Work that takes the caches of its core from others.
 
-    def __init__(self, again: Callable[[Seconds], Action]) -> None:
+    Args:
+        n_bytes: That it goes through, up to what leaves others nothing.
+
+    Attributes:
+        seconds: Of a core, that it has taken so far.
+    """
+
+    def __init__(self, n_bytes: int) -> None:
+        self.seconds: Seconds = 0.0
+        side = math.isqrt(min(n_bytes, CHILL_BYTES_MAX) // 12)  # of three matrices
+        self._matrix = torch.zeros(side, side)
+
+    def __call__(self) -> None:
+        """Go through it once."""
+        torch.get_num_threads()  # what is set for all is a thread's once it has asked
+        begun = time.thread_time()
+        torch.mm(self._matrix, self._matrix)
+        self.seconds += time.thread_time() - begun
+
+
+@final
+class Counting:
+    """A role that counts its events, and does again what it was asked to do.
+
+    Args:
+        again: Returns that.
+        chill: Done before each.
+    """
+
+    def __init__(
+        self,
+        again: Callable[[Seconds], Action],
+        chill: Callable[[], None] | None = None,
+    ) -> None:
         self.n = 0
-        self.again = again
         self.n_wanted = 0
+        self._again = again
+        self._chill = chill
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Count, and do it again if more is wanted."""
         if not isinstance(event, Received | Computed | TimerFired):
             return ()
+        chilled = isinstance(event, Computed) and event.name == "chill"
+        if self._chill is not None and not chilled:
+            return [Compute(name="chill", work=self._chill)]
         self.n += 1
-        return [self.again(now)] if self.n < self.n_wanted else ()
+        return [self._again(now)] if self.n < self.n_wanted else ()
 
     def status(self) -> tuple[str, Mapping[str, float]]:
         """Return nothing of interest."""
@@ -122,31 +165,55 @@ class Handing:
         self._done_at = time.perf_counter()
 
 
-def exchange() -> Exchange:
-    """Measure everything."""
-    message, latency = _messages()
-    work = _turns(lambda _: Compute(name="nothing", work=int))
-    begins, answers = _handing()
-    return Exchange(
-        message=message,
-        work=work,
-        begins=max(0.0, begins - work / 2.0),
-        answers=max(0.0, answers - work / 2.0),
-        timer=_turns(lambda now: SetTimer(name="soon", at=now + 1e-5)),
-        latency=latency,
-        wake=_wake(),
-    )
+def exchange(n_bytes: int) -> Exchange:
+    """Measure everything.
+
+    Args:
+        n_bytes: That a piece of the job's work goes through: its parameters.
+    """
+    chill = Chill(n_bytes)
+    with _one_thread():
+        work, at_once = (
+            _turns(partial(_work, each), each) for each in (chill, Chill(0))
+        )
+        timer = _turns(_timer, chill, first=True)
+        message, _ = _messages(chill)
+        _, latency = _messages(None)
+        begins, answers = _handing()
+        return Exchange(
+            message=max(0.0, message - work),
+            work=work,
+            begins=max(0.0, begins - at_once / 2.0),
+            answers=max(0.0, answers - at_once / 2.0),
+            timer=max(0.0, timer - work),
+            latency=latency,
+            wake=_wake(),
+        )
 
 
-def _messages() -> tuple[Seconds, Seconds]:
-    """Return what a message takes of cores, and how long it is on its way besides."""
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let work take the core of its own thread only, which is what `Chill` sees."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n_threads)
+
+
+def _messages(chill: Chill | None) -> tuple[Seconds, Seconds]:
+    """Return what a message takes of cores, and how long it is on its way besides.
+
+    With `chill` it takes a piece of work as well, and how long it is tells nothing.
+    """
     token = secrets.token_hex(16)
     with _transport("one", token) as one, _transport("other", token) as other:
         one.connect("other", 1, other.endpoint)
         other.connect("one", 1, one.endpoint)
         roles = {
-            "one": Counting(lambda _: Send(receiver=Address("other"), message=Alive())),
-            "other": Counting(lambda _: Send(receiver=Address("one"), message=Alive())),
+            name: Counting(_sending(to), chill)
+            for name, to in (("one", "other"), ("other", "one"))
         }
         with (
             Node(roles["one"], transport=one, log=_silent) as here,
@@ -154,11 +221,20 @@ def _messages() -> tuple[Seconds, Seconds]:
         ):
             one.send("other", Alive())
             _talk(here, there, roles, n_more=N_WARM)
-            cores, clock = time.process_time(), time.perf_counter()
+            cores, clock = _cores_but(chill), time.perf_counter()
             _talk(here, there, roles, n_more=N_EVENTS)
-            cores = (time.process_time() - cores) / (2 * N_EVENTS)
+            cores = (_cores_but(chill) - cores) / (2 * N_EVENTS)
             seconds = (time.perf_counter() - clock) / (2 * N_EVENTS)
     return cores, max(0.0, seconds - cores)
+
+
+def _sending(to: str) -> Callable[[Seconds], Action]:
+    return lambda _: Send(receiver=Address(to), message=Alive())
+
+
+def _cores_but(chill: Chill | None) -> Seconds:
+    """Return what this process has taken of the cores, but for that work."""
+    return time.process_time() - (chill.seconds if chill is not None else 0.0)
 
 
 def _talk(
@@ -177,17 +253,34 @@ def _await_event(node: Node, role: Counting) -> None:
     node.pump(lambda: role.n >= n, timeout_seconds=WAIT_SECONDS_MAX)
 
 
-def _turns(again: Callable[[Seconds], Action]) -> Seconds:
-    """Return what it takes to be asked for something, and to answer."""
-    role = Counting(again)
+def _work(chill: Chill, now: Seconds) -> Action:
+    del now
+    return Compute(name="work", work=chill)
+
+
+def _timer(now: Seconds) -> Action:
+    return SetTimer(name="soon", at=now + 1e-5)
+
+
+def _turns(
+    again: Callable[[Seconds], Action], chill: Chill, *, first: bool = False
+) -> Seconds:
+    """Return what it takes of a core to be asked for something, and to answer.
+
+    Args:
+        again: Returns what is asked for.
+        chill: What this takes is not counted.
+        first: Whether it is done before each; then to hand it on is counted.
+    """
+    role = Counting(again, chill if first else None)
     with (
         _transport("alone", secrets.token_hex(16)) as transport,
         Node(role, transport=transport, log=_silent) as node,
     ):
         _turn(node, role, n_more=N_WARM)
-        begun = time.process_time()
+        begun = _cores_but(chill)
         _turn(node, role, n_more=N_EVENTS)
-        return (time.process_time() - begun) / N_EVENTS
+        return (_cores_but(chill) - begun) / N_EVENTS
 
 
 def _handing() -> tuple[Seconds, Seconds]:

@@ -168,7 +168,12 @@ def main(folder: str, index: int, n_processes: int) -> int:
     except DistBeliefError as error:
         sys.stdout.write(f"{error}\n")
         return 1
-    found = _Found(work=watch.work, handling=watch.handling, exchange=exchange())
+    layout = staged.layout
+    found = _Found(
+        work=watch.work,
+        handling=watch.handling,
+        exchange=exchange(layout.dtype.itemsize * layout.n_parameters),
+    )
     (path / f"{index}.json").write_bytes(msgspec.json.encode(found))
     return 0
 

@@ -35,7 +35,7 @@ from distbelief.roles import Compute, Cost, Seconds
 from distbelief.simulation.desk import Handling
 
 
-VERSION: Final = 7
+VERSION: Final = 8
 
 Unit = Literal["flops", "bytes", "times"]
 

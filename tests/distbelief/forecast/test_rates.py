@@ -222,8 +222,9 @@ def test_two_measurements_are_one_of_all_pieces() -> None:
     assert both.date == "later"
 
 
-def test_an_exchange_takes_some_time_but_not_long() -> None:
-    found = exchange()
+@pytest.mark.parametrize("n_bytes", [0, 1_000_000])
+def test_an_exchange_takes_some_time_but_not_long(n_bytes: int) -> None:
+    found = exchange(n_bytes)
     for name in ("message", "work", "timer"):
         assert 1e-6 < getattr(found, name) < 0.05, name
     for name in ("latency", "wake", "begins", "answers"):
