@@ -15,8 +15,8 @@ import numpy as np
 N_KEPT_MAX: Final = 4096
 N_BYTES_MAX: Final = 4096
 GROWTH: Final = 4
-"""Times as long as the longest seed may grow what one goes on from: without a bound all
-end as long as can be, and a decoder reads the same words over and over in most of it."""
+"""Times as long as the longest seed, that may be gone on from: without a bound all end
+as long as can be, and a decoder reads the same words over and over in most of it."""
 
 _AT_ONCE: Final = 1 << 16
 
