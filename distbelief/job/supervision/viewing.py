@@ -2,11 +2,16 @@
 
 import math
 from collections.abc import Iterable
+from typing import Final
 
 from distbelief.job.display.view import Phase, RoleView, SupervisorView
 from distbelief.job.supervision.books import Books
 from distbelief.job.supervision.membership import Presence, RoleRecord
 from distbelief.roles import Seconds
+
+
+COUNT_MAX: Final = 2.0**53
+"""Beyond it a counter, which is a float, counts no more."""
 
 
 def role_view(
@@ -60,8 +65,12 @@ def staleness(shards: Iterable[RoleRecord]) -> tuple[float | None, ...]:
 
 
 def total(records: Iterable[RoleRecord], counter: str) -> int:
-    """Return a counter over these roles, in all their lives."""
-    return int(sum(record.total(counter) for record in records))
+    """Return a counter over these roles, in all their lives.
+
+    It is their own word: what can be no count is none.
+    """
+    told = (record.total(counter) for record in records)
+    return int(sum(n for n in told if 0.0 <= n <= COUNT_MAX))
 
 
 def figures_of(books: Books) -> dict[str, float]:

@@ -298,6 +298,17 @@ def test_bytes_are_those_that_clients_tell_of(desk: Desk) -> None:
     assert (view.bytes_in, view.bytes_out) == (40, 400)
 
 
+@pytest.mark.parametrize("figure", [float("nan"), float("inf"), -1e308, 1e308])
+def test_a_figure_that_is_no_count_is_not_counted(figure: float) -> None:
+    """Of one role's word: the supervisor failed when it next drew up its view."""
+    desk = Desk(SupervisorConfig(roster=ROSTER[:2], stop=None, admits_guests=True))
+    desk.join("shard-0", "shard-1", "worker-1", "worker-2")
+    desk.beat("worker-1", bytes_in=figure, bytes_out=figure, pushes_lost=figure)
+    desk.beat("worker-2", bytes_in=300.0)
+    view = desk.supervisor.view(desk.now)
+    assert (view.bytes_in, view.bytes_out, view.pushes_lost) == (0, 300, 0)
+
+
 def pushes(desk: Desk) -> tuple[int, int]:
     """Return how many are applied, and how many lost."""
     view = desk.supervisor.view(desk.now)
