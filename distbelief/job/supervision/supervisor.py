@@ -273,7 +273,7 @@ class Supervisor:
             case Progress():
                 self._progressed(record, message, now)
             case Measured():
-                self._measured(message, now)
+                self._measured(record, message, now)
             case Saved():
                 return self._saved(record, message, now)
             case Alone() | Whole():
@@ -305,7 +305,11 @@ class Supervisor:
             )
         self._phases.progressed(record, message, now)
 
-    def _measured(self, message: Measured, now: Seconds) -> None:
+    def _measured(self, record: RoleRecord, message: Measured, now: Seconds) -> None:
+        if record.kind != "evaluator":
+            raise RemoteProtocolError(
+                f"{record.name} sent Measured, but does not evaluate"
+            )
         request = self._evaluations.answered(message)
         if request is None:
             return

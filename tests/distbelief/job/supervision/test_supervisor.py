@@ -227,6 +227,18 @@ def test_what_roles_never_say_is_refused(desk: Desk) -> None:
         desk.hear(USER, Begin())
 
 
+def test_nobody_but_the_evaluator_measures(desk: Desk) -> None:
+    """A replica of another machine could say how accurate the model is."""
+    desk.join()
+    desk.progress()
+    desk.pass_time(10.1, beats=EVERYBODY)
+    message = Measured(request=1, loss=0.0, metric=1.0, n_samples=9, clock=1.0)
+    with pytest.raises(RemoteProtocolError, match="replica-1 sent Measured, but does"):
+        desk.hear("replica-1", message)
+    desk.hear("evaluator", message)
+    assert desk.supervisor.view(desk.now).metric == 1.0
+
+
 def test_a_role_that_never_says_a_word_is_started_again(desk: Desk) -> None:
     names = EVERYBODY[:-1]
     desk.join(*names)
