@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import final
 
 from distbelief.errors import LocalProtocolError, PeerLostError
-from distbelief.messages import Heartbeat, Join, Peers, Stop
+from distbelief.messages import Finished, Heartbeat, Join, Peers, Stop
 from distbelief.parameter_server.client.client import Installed, ParameterClient, Staged
 from distbelief.roles import (
     SUPERVISOR,
@@ -33,6 +33,7 @@ from distbelief.roles import (
 FETCH = "worker:fetch"
 INSTALLED = "worker:installed"
 PUSHED = "worker:pushed"
+LEAVE = "worker:leave"
 JOIN = "worker:join"
 BEAT = "worker:beat"
 
@@ -161,5 +162,7 @@ class Worker:
                     samples=push.samples,
                     now=now,
                 )
+            case "worker:leave", None:
+                return [Send(receiver=SUPERVISOR, message=Finished(counters={}))]
             case _:
                 raise LocalProtocolError(f"no command of a worker: {event.name!r}")

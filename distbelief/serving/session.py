@@ -11,7 +11,7 @@ from typing import final
 
 import torch
 
-from distbelief.downpour.worker import Worker
+from distbelief.downpour.worker import LEAVE, Worker
 from distbelief.errors import JobError, PeerLostError
 from distbelief.memory import Memory, PrivateMemory
 from distbelief.messages import Join
@@ -167,6 +167,8 @@ class Session:
         """Leave; what is unsent is sent, within a second."""
         if not self.closed:
             self.closed = True
+            if self._worker.has_joined:
+                self.node.tell(Computed(name=LEAVE))
             self.node.close()
             self._transport.close()
 

@@ -27,6 +27,7 @@ from distbelief import files
 from distbelief.errors import JobError
 from distbelief.job.directory.run_directory import RunDirectory
 from distbelief.job.display import words
+from distbelief.job.display.view import SupervisorView
 from distbelief.job.processes.signals import REASONS, caught_signals
 from distbelief.job.supervision.supervisor import USER, Supervisor
 from distbelief.messages import Stop
@@ -201,14 +202,13 @@ class _Terminal:
             if message.number > self._told:
                 self._told = message.number
                 self._tell(message.text)
-        n_workers = sum(1 for role in view.roles if role.name.startswith("worker-"))
         if (
             now - self._told_at >= TELL_SECONDS
             and view.pushes_applied != self._n_pushes
         ):
             self._told_at, self._n_pushes = now, view.pushes_applied
             pushes = words.count(view.pushes_applied)
-            self._tell(f"{n_workers} workers, {pushes} pushes applied")
+            self._tell(f"{_workers(view)}, {pushes} pushes applied")
 
     def _lines(self, ready: Ready) -> list[str]:
         """Return what a user needs to know to begin."""
@@ -240,3 +240,10 @@ class _Terminal:
         elif not place.key:
             lines.append("whoever knows this line can push: keep it to yourself")
         return lines
+
+
+def _workers(view: SupervisorView) -> str:
+    """Return how many there are now: who is silent for long is away."""
+    heard = [role for role in view.roles if role.last_heartbeat_age is not None]
+    n = sum(role.name.startswith("worker-") for role in heard)
+    return "1 worker" if n == 1 else f"{n} workers"

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import distbelief
+from distbelief.messages import Finished, Join, Message, PeerEntry, Peers
 from distbelief.roles import SUPERVISOR
 from distbelief.serving.server import ServerAddress
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.elsewhere import answers
+from tests.processes.commands import poll
 
 
 @pytest.mark.parametrize("server", [5, None, b"tcp://127.0.0.1:41000"])
@@ -49,6 +51,42 @@ def test_a_server_that_does_not_take_the_token_is_told_from_one_that_is_away() -
     assert transport.endpoint in told
     assert "does not take the token 'anothe…'" in told
     assert "ParameterServer(...).address" in told
+
+
+def test_who_leaves_a_server_says_so() -> None:
+    """Whoever had left was held for present for ten seconds, and known for ever."""
+    over, told = threading.Event(), list[Message]()
+
+    def serve(transport: ZmqTransport) -> None:
+        entry = PeerEntry(
+            name="shard-0", incarnation=1, endpoint=transport.endpoint, host=""
+        )
+        while not over.is_set():
+            transport.poll(0.02)
+            for envelope in transport.receive():
+                told.append(envelope.message)
+                if isinstance(envelope.message, Join):
+                    worker = envelope.sender
+                    transport.connect(worker, 1, envelope.message.endpoint)
+                    transport.send(worker, Peers(entries=(entry,)))
+
+    with ZmqTransport(name=SUPERVISOR, incarnation=1, token="t") as transport:
+        address = ServerAddress(
+            endpoint=transport.endpoint, token="t", n_shards=1, memory=""
+        )
+        server = threading.Thread(target=serve, args=(transport,))
+        server.start()
+        try:
+            with pytest.raises(distbelief.PeerLostError, match="a welcome"):
+                distbelief.DownpourSGD(
+                    [nn.Parameter(torch.zeros(3))],
+                    server=str(address),
+                    timeout_seconds=2.0,
+                )
+            poll(lambda: isinstance(told[-1], Finished), seconds=5.0)
+        finally:
+            over.set()
+            server.join()
 
 
 def compilers_after_a_first_step() -> list[str]:

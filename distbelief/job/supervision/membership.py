@@ -259,13 +259,23 @@ class Membership:
         """Return the record of a guest, made now if it may come; else None."""
         record = self.get(name)
         if record is None:
-            if not self._admits_guests or len(self.of("guest")) >= N_GUESTS_MAX:
+            if not (self._admits_guests and self._has_room()):
                 return None
             record = self._add(name, "guest", incarnation=incarnation)
             record.begin_life(incarnation, now)
         elif record.kind == "guest" and incarnation > record.incarnation:
             record.begin_life(incarnation, now)
         return record
+
+    def _has_room(self) -> bool:
+        """Whether one more guest may come: who is away for longest makes room."""
+        guests = self.of("guest")
+        if len(guests) < N_GUESTS_MAX:
+            return True
+        away = [guest for guest in guests if guest.presence is Presence.AWAY]
+        if away:
+            self.leave(min(away, key=lambda guest: guest.heard_at))
+        return bool(away)
 
     def leave(self, record: RoleRecord) -> None:
         """Forget a guest that is gone."""

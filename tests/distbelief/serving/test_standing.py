@@ -7,6 +7,8 @@ import pytest
 from torch import nn
 
 from distbelief.errors import JobError, StorageError
+from distbelief.job.supervision.membership import Kind
+from distbelief.job.supervision.supervisor_config import SupervisorConfig
 from distbelief.parameter_server.rules.update_rules import SGD, Momentum, UpdateRule
 from distbelief.serving import standing
 from distbelief.serving.server import ServerAddress
@@ -14,6 +16,7 @@ from distbelief.serving.shards import Ready, Request
 from distbelief.serving.standing import Wanted, stand
 from distbelief.transport.places import Place
 from distbelief.transport.reach import Reach
+from tests.distbelief.job.supervision.test_supervisor import Desk
 
 
 @pytest.fixture
@@ -164,3 +167,14 @@ def test_a_user_is_told_where_it_is(
             assert address.token == "t"
             assert address.key == Place.parse(place).key
             assert bool(address.memory) == ("this machine" in line)
+
+
+def test_workers_that_are_gone_are_not_counted() -> None:
+    """It told of "2 workers" when all loops but one had ended long ago."""
+    roster: tuple[tuple[str, Kind], ...] = (("shard-0", "shard"),)
+    desk = Desk(SupervisorConfig(roster=roster, stop=None, admits_guests=True))
+    desk.join("shard-0", "worker-1")
+    desk.pass_time(11.0, beats=("shard-0",))
+    assert standing._workers(desk.supervisor.view(desk.now)) == "0 workers"
+    desk.join("worker-2")
+    assert standing._workers(desk.supervisor.view(desk.now)) == "1 worker"

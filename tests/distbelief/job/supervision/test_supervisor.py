@@ -7,6 +7,7 @@ import pytest
 from distbelief.errors import RemoteProtocolError
 from distbelief.job.configuration.sections import StopTable
 from distbelief.job.display.view import HISTORY_MAX
+from distbelief.job.supervision import membership
 from distbelief.job.supervision.figures import Before
 from distbelief.job.supervision.membership import Kind
 from distbelief.job.supervision.stop_rules import StopRules
@@ -618,6 +619,24 @@ def test_a_guest_that_is_done_is_forgotten(server: Desk) -> None:
     server.hear("worker-1", Finished(counters={}))
     names = [role.name for role in server.supervisor.view(server.now).roles]
     assert names == ["shard-0", "shard-1"]
+
+
+def test_who_comes_late_is_let_in_however_many_were_there(
+    server: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that had seen 4,096 loops let in no other until its end."""
+    monkeypatch.setattr(membership, "N_GUESTS_MAX", 2)
+    shards = ("shard-0", "shard-1")
+    for name in ("worker-1", "worker-2"):
+        server.join(name)
+        server.pass_time(11.0, beats=shards)
+    actions = server.join("worker-3")
+    assert sent(actions, Peers) == ["shard-0", "shard-1", "worker-3"]
+    server.beat("worker-2")  # is back
+    with pytest.raises(RemoteProtocolError, match="worker-4 is no member"):
+        server.join("worker-4")
+    names = [role.name for role in server.supervisor.view(server.now).roles]
+    assert names == ["shard-0", "shard-1", "worker-2", "worker-3"]
 
 
 def test_a_guest_that_fails_does_not_end_the_server(server: Desk) -> None:
