@@ -3,6 +3,7 @@
 What was not measured is a dash, never a zero.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -11,6 +12,12 @@ DASH: Final = "-"
 
 _SHARES: Final = frozenset({"accuracy", "top5"})
 _SHARE: Final = "_share"
+_COMMANDS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def harmless(text: str) -> str:
+    """Return it without what a terminal would obey; line ends and tabs stay."""
+    return _COMMANDS.sub("?", text)
 
 
 def is_share(metric_name: str) -> bool:

@@ -178,6 +178,7 @@ class Figures:
 
     def tell(self, text: str, now: Seconds, level: Level = "info") -> Report:
         """Keep a message for the user; return it as a line of the log."""
+        text = words.harmless(text)  # others' words may be in it
         self._n_messages += 1
         self.messages.append(
             Message(

@@ -14,6 +14,7 @@ What the supervisor does for each role whatever the job is doing. Rules:
 
 from typing import Final, final
 
+from distbelief.job.display import words
 from distbelief.job.supervision.books import Books
 from distbelief.job.supervision.ending import Stage
 from distbelief.job.supervision.membership import Presence, RoleRecord
@@ -84,7 +85,8 @@ class Lives:
         self, record: RoleRecord, message: Heartbeat, now: Seconds
     ) -> list[Action]:
         """It says how it is."""
-        record.state, record.counters = message.state, message.counters
+        record.state = words.harmless(message.state)
+        record.counters = message.counters
         if record.kind == "shard":
             if record.state != _RESTORING:
                 self._pairs.count(record)

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from distbelief.errors import RemoteProtocolError
+from distbelief.job.display import words
 from distbelief.job.display.view import SupervisorView
 from distbelief.job.supervision import deaths
 from distbelief.job.supervision.books import Books
@@ -347,11 +348,12 @@ class Supervisor:
     def _failed(
         self, record: RoleRecord, message: Failed, now: Seconds
     ) -> list[Action]:
-        record.failure = message.error
+        said = words.harmless(message.error)
+        record.failure = said
         if message.culprit_is_job and record.kind != "guest":
-            error = f"{record.label}: {message.error}"
+            error = f"{record.label}: {said}"
             self._ending.begin(error, now, error=error)
-            why = f"failed: {message.error}"
+            why = f"failed: {said}"
             actions = self._lives.leave_out(record, why, now)
             if record.kind == "shard":
                 led = self._pairs.has_led(record)

@@ -433,6 +433,19 @@ def test_a_fault_of_the_users_code_ends_the_job(desk: Desk) -> None:
     assert actions[-1] == Halt(error="replica 1: the loss is NaN")
 
 
+def test_words_of_others_are_no_commands_to_a_terminal(desk: Desk) -> None:
+    """A replica of another machine could clear the screen, and set its title."""
+    desk.join()
+    desk.beat("replica-0", "\x1b[2Jbusy\x9b")
+    error = "line 1\n\tline 2 \x1b]0;mine\x07 \x1b[31m"
+    desk.hear("replica-1", Failed(error=error, culprit_is_job=True))
+    view = desk.supervisor.view(desk.now)
+    shown = [*desk.told, str(desk.supervisor.error), *(r.state for r in view.roles)]
+    assert any("line 1\n\tline 2 ?]0;mine? ?[31m" in text for text in shown)
+    assert "?[2Jbusy?" in shown
+    assert not any(set("\x1b\x07\x9b") & set(text) for text in shown)
+
+
 def test_a_replica_left_out_is_told_of_with_how_long_its_lives_were(
     desk: Desk,
 ) -> None:
