@@ -52,6 +52,8 @@ from distbelief.roles import (
 
 TICK_SECONDS: Final = 0.25
 N_HOSTS_MAX: Final = 1024
+LIFE_SECONDS_MIN: Final = 1.0
+"""Of a machine: who begins anew in every message fills logs, and the screen."""
 
 _TICK: Final = "hosts:tick"
 
@@ -201,6 +203,8 @@ class Hosted:
             return []
         if host is not None and offer.life == host.life:
             return self._again(host, now)
+        if host is not None and now - host.since < LIFE_SECONDS_MIN:
+            return []  # it says so again, for as long as it likes
         if host is None:
             self._make_room()
         actions: list[Action] = []
@@ -294,9 +298,9 @@ class Hosted:
         return self._inside(lost, now)
 
     def _refused(self, host: HostRecord, why: str, now: Seconds) -> list[Action]:
-        host.refused, host.present = True, False
-        text = f"{host.label} cannot take part: {why}"
-        return [self._say(text, now, warn=True), host.dismiss(why, again=False)]
+        host.refused = True
+        gone = self._give_up(host, f"cannot take part: {why}", now)
+        return [*gone, host.dismiss(why, again=False)]
 
     def _give_up(self, host: HostRecord, why: str, now: Seconds) -> list[Action]:
         """A machine is gone, and with it all that ran there."""

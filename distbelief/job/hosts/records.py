@@ -69,6 +69,7 @@ class HostRecord:
     offer: Offer
     duties: dict[Address, int]
     bandwidth: float = 0.0  # bytes a second from here, as it says; 0.0: not measured
+    since: Seconds  # of this life, here
     heard_at: Seconds
     n_probes: int = 0  # pieces that it has asked for to measure the link
     present: bool = True  # False: given up, until it begins a new life
@@ -83,7 +84,7 @@ class HostRecord:
         # A name for people: nothing that a terminal would obey.
         label = _UNPRINTABLE.sub("?", offer.label) or "nameless"
         offer = msgspec.structs.replace(offer, label=label)
-        return cls(name=name, offer=offer, duties={}, heard_at=now)
+        return cls(name=name, offer=offer, duties={}, since=now, heard_at=now)
 
     @property
     def label(self) -> str:

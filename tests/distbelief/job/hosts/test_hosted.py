@@ -10,7 +10,7 @@ from distbelief.job.hosts.host_config import HostConfig
 from distbelief.job.hosts.probing import N_PIECES_MAX, PROBE
 from distbelief.job.supervision.membership import Kind, Presence
 from distbelief.job.supervision.supervisor import USER
-from distbelief.messages import Alive, Ask, Dismiss, Join, Stop
+from distbelief.messages import Alive, Ask, Dismiss, HostReport, Join, Stop
 from distbelief.roles import (
     SUPERVISOR,
     Action,
@@ -77,6 +77,32 @@ def test_who_asks_for_the_trial_again_and_again_gets_nothing_more() -> None:
     event = Received(sender=Address("host-a"), incarnation=1, message=ask)
     answers = [town.hosted.handle(event, town.now) for _ in range(2 * N_PIECES_MAX)]
     assert sum(map(bool, answers)) < N_PIECES_MAX
+
+
+def test_a_machine_that_has_second_thoughts_is_left_by_its_roles() -> None:
+    """Its room stayed open: roles went there, and never began."""
+    town = Town(roster(2), config_of(n_hosts=1))
+    machine = town.come("a")
+    assert town.runs()["host-a"] == ["replica-1"]
+    refusal = HostReport(life=1, ready=True, leaving=False, refusal="no", ended=())
+    event = Received(sender=machine.name, incarnation=1, message=refusal)
+    town._deliver(town.here, event)
+    machine.is_cut = True
+    town.pass_time(2.0)
+    states = {r.name: r.state for r in town.hosted.view(town.now).roles}
+    assert states["replica-1"] == "waiting for a machine"
+    town.come("b")
+    assert town.runs()["host-b"] == ["replica-1"]
+
+
+def test_a_machine_that_begins_anew_in_every_message_fills_no_log() -> None:
+    """2.7 MB of it in 40 s, by one who may join."""
+    town = Town(roster(1))
+    for life in range(1, 1001):
+        offer = HostConfig(label="a", cores=1, memory_bytes=1).offer(life)
+        event = Received(sender=Address("host-a"), incarnation=1, message=offer)
+        town.hosted.handle(event, town.now + 0.005 * life)
+    assert sum("has joined" in text for text in town.said) <= 6
 
 
 def test_it_does_not_wait_for_ever() -> None:
