@@ -14,6 +14,7 @@ What the supervisor does for each role whatever the job is doing. Rules:
 
 from typing import Final, final
 
+from distbelief.errors import RemoteProtocolError
 from distbelief.job.display import words
 from distbelief.job.supervision.books import Books
 from distbelief.job.supervision.ending import Stage
@@ -65,7 +66,13 @@ class Lives:
         return actions
 
     def joined(self, record: RoleRecord, message: Join, now: Seconds) -> list[Action]:
-        """It can be spoken to from now on."""
+        """It can be spoken to from now on.
+
+        Raises:
+            RemoteProtocolError: nobody could be told where it is.
+        """
+        if not (message.endpoint + message.host).isascii():
+            raise RemoteProtocolError(f"{record.name} joins from {message.endpoint!a}")
         actions: list[Action] = []
         if record.join(message):
             connect = Connect(

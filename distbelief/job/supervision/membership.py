@@ -30,7 +30,9 @@ from distbelief.runtime.machine.machine_names import place_of
 
 Kind = Literal["shard", "replica", "evaluator", "machine", "coordinator", "guest"]
 
-N_GUESTS_MAX = 4096
+N_GUESTS_MAX = 2048
+"""At once: what shards are told of them is one message, whose header is bounded."""
+
 RATE_SECONDS = 5.0
 """Rates are means over about so long."""
 
@@ -259,7 +261,7 @@ class Membership:
         """Return the record of a guest, made now if it may come; else None."""
         record = self.get(name)
         if record is None:
-            if not (self._admits_guests and self._has_room()):
+            if not (self._admits_guests and name.isascii() and self._has_room()):
                 return None
             record = self._add(name, "guest", incarnation=incarnation)
             record.begin_life(incarnation, now)

@@ -23,6 +23,7 @@ from distbelief.messages import (
     Join,
     Measured,
     Message,
+    PeerEntry,
     Peers,
     Progress,
     Save,
@@ -44,6 +45,7 @@ from distbelief.roles import (
     Terminate,
     TimerFired,
 )
+from distbelief.wire import Wire
 
 
 ROSTER: tuple[tuple[str, Kind], ...] = (
@@ -650,6 +652,25 @@ def test_who_comes_late_is_let_in_however_many_were_there(
         server.join("worker-4")
     names = [role.name for role in server.supervisor.view(server.now).roles]
     assert names == ["shard-0", "shard-1", "worker-2", "worker-3"]
+
+
+def test_as_many_guests_as_there_may_be_can_be_told_of_in_one_message() -> None:
+    """By 700 of them, with long names, one worker ended the server."""
+    n = membership.N_GUESTS_MAX
+    last = (1 << 63) - 1
+    entry = PeerEntry(
+        name="n" * 128, incarnation=last, endpoint="e" * 128, host="h" * 128
+    )
+    message = Peers(entries=(entry,) * n)
+    Wire(token="t" * 128).encode(message, sender="s" * 128, incarnation=last)
+
+
+def test_whom_nobody_could_be_told_of_is_not_let_in(server: Desk) -> None:
+    with pytest.raises(RemoteProtocolError, match="is no member"):
+        server.join("worker-\N{SNOWMAN}")
+    join = Join(endpoint="at-\N{SNOWMAN}", host="h", pid=1)
+    with pytest.raises(RemoteProtocolError, match=r"worker-1 joins from 'at-"):
+        server.hear("worker-1", join)
 
 
 def test_a_guest_that_fails_does_not_end_the_server(server: Desk) -> None:
