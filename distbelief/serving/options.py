@@ -1,5 +1,6 @@
 """What options of `distbelief serve` and `train --listen` mean: a model, an address."""
 
+import ipaddress
 import re
 import tomllib
 from collections.abc import Sequence
@@ -108,8 +109,16 @@ def reach(
     ring = None
     if keys is not None:
         ring = Keyring(directory=str(keys.expanduser().absolute()), role="server")
+    number = number_of(found["host"])
+    is_named = found["host"] not in {number, "localhost"}
+    if is_named and ipaddress.IPv4Address(number).is_loopback:
+        raise JobError(
+            f"{option} {bind}: {found['host']} is {number} here, which no other "
+            "machine can reach: give the number of an interface, or tcp://0.0.0.0:7700 "
+            "for all interfaces; tcp://127.0.0.1:7700 is for this machine alone"
+        )
     wanted = Reach(
-        host=number_of(found["host"]),
+        host=number,
         port=0 if found["port"] == "*" else int(found["port"]),
         insecure=insecure,
         keys=ring,

@@ -164,7 +164,8 @@ class _Stay:
 
     def _look(self, host: Host, node: Node, *, lookout: Lookout) -> None:
         """See what nobody says: whether the job, or this machine's address, is gone."""
-        lost = lookout.look(is_alone=host.is_left_alone(time.monotonic()))
+        is_alone = host.is_left_alone(time.monotonic())
+        lost = lookout.look(is_alone=is_alone, is_known=host.was_taken)
         if lost is not None:
             node.post(PeerLost(peer=SUPERVISOR, incarnation=0, reason=lost))
         was = self._reach.host

@@ -4,7 +4,8 @@
                                         again
     it lets in nobody of this run       likewise; and the run is over
     somebody else listens there         the user is told
-    nothing listens there               the run is over, if this machine was of it
+    nothing listens there               the run is over, if this machine was of it; at
+                                        the beginning the user is told
 
 Of a link that is cut nothing is seen: that may pass. What this machine's own address
 is, may change meanwhile.
@@ -24,6 +25,9 @@ from distbelief.transport.zmq_transport import ZmqTransport
 
 DIAL_SECONDS: Final = 3.0
 """Between two tries of who is not let in."""
+
+ONCE_SECONDS: Final = 1.5
+"""In which there is but one knock: where something listens, it is a stranger's."""
 
 
 @final
@@ -49,6 +53,7 @@ class Lookout:
         self._key = key
         self._place = place
         self._knock = Knock(place)
+        self._begun_at: Seconds | None = None
         self._tell = tell
         self._told: set[str] = set()
         self._dial_at: Seconds | None = None
@@ -62,11 +67,13 @@ class Lookout:
         self._transport.disconnect(SUPERVISOR)
         self._transport.connect(SUPERVISOR, 0, str(self._place), watched=True)
 
-    def look(self, *, is_alone: bool) -> str | None:
+    def look(self, *, is_alone: bool, is_known: bool) -> str | None:
         """Tell the user what is new; return why the run is over, if it seems so.
 
         Args:
             is_alone: Whether this machine was of the run, and hears nothing now.
+            is_known: Whether the supervisor has spoken to it. Who closes a connection
+                then is busy, or stands still: its key is the right one.
         """
         now, where = time.monotonic(), self._place.endpoint
         if self._dial_at is not None and now >= self._dial_at:
@@ -83,10 +90,14 @@ class Lookout:
                 f"{refused}. On its machine: distbelief keys allow {self._key} NAME "
                 "--role host; then it will"
             )
-        elif self._transport.is_another(SUPERVISOR):
+        elif self._transport.is_another(SUPERVISOR) and not is_known:
             self._say(f"who listens at {where} has another key than this address")
-        if is_alone and self._knock.finds_nobody(now):
-            return f"nothing listens at {where} any more"
+        self._begun_at = now if self._begun_at is None else self._begun_at
+        is_new = now - self._begun_at < ONCE_SECONDS
+        if (is_alone or is_new) and self._knock.finds_nobody(now):
+            if is_alone:
+                return f"nothing listens at {where} any more"
+            self._say(f"nothing listens at {where} so far")
         return None
 
     def own_number(self, *, known: str) -> str:

@@ -8,6 +8,7 @@ from torch import nn
 
 from distbelief.errors import JobError
 from distbelief.parameter_server.rules.update_rules import Momentum
+from distbelief.serving import options
 from distbelief.serving.options import model, reach, rule
 
 
@@ -31,14 +32,14 @@ def test_the_model_is_drawn_from_the_seed() -> None:
 def test_a_rule_has_its_options() -> None:
     made = rule("momentum", 0.1, ["momentum=0.5", "nesterov=true"])
     assert made == Momentum(learning_rate=0.1, momentum=0.5, nesterov=True)
-    for name, options, said in [
+    for name, settings, said in [
         ("king", [], "--rule king"),
         ("sgd", ["momentum=0.5"], "momentum"),
         ("sgd", ["momentum"], "write KEY=VALUE"),
         ("momentum", ["momentum=7.0"], "momentum is 7"),
     ]:
         with pytest.raises(JobError, match=said):
-            rule(name, 0.1, options)
+            rule(name, 0.1, settings)
 
 
 def test_an_address_is_read() -> None:
@@ -67,3 +68,13 @@ def test_an_address_that_makes_no_sense_is_named(
 ) -> None:
     with pytest.raises(JobError, match=said):
         reach(bind, keys=keys, insecure=insecure)
+
+
+def test_a_name_that_only_this_machine_knows_itself_by_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Debian has its machine's name at 127.0.1.1: others waited there in vain."""
+    monkeypatch.setattr(options, "number_of", lambda _: "127.0.1.1")
+    with pytest.raises(JobError, match=r"head is 127\.0\.1\.1 here, which no"):
+        reach("tcp://head:7700", keys=Path("k"), insecure=False)
+    assert reach("tcp://127.0.1.1:7700", keys=None, insecure=False).is_local

@@ -1,5 +1,6 @@
 """A machine joins, as its own process would; its supervisor is a dummy."""
 
+import socket
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -123,3 +124,22 @@ def test_a_machine_whose_address_changes_offers_the_new_one(
     exit_code, said = join(head, tmp_path)
     assert exit_code == 0, said
     assert any("offering it anew" in text for text in said)
+
+
+def test_a_machine_that_comes_first_says_that_nobody_is_there(tmp_path: Path) -> None:
+    """It said that it waits for a job, and nothing else for ten minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = int(reserved.getsockname()[1])
+    said: list[str] = []
+    wanted = joining.Wanted(
+        address=f"tcp://127.0.0.1:{port}?token=t",
+        keys=None,
+        cores=1,
+        directory=tmp_path,
+        wait_seconds=3.0,
+    )
+    assert joining.join(wanted, tell=said.append) == 1
+    assert said[1:] == [
+        f"nothing listens at tcp://127.0.0.1:{port} so far",
+        "no job has taken this machine in 3 s",
+    ]
