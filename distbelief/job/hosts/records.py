@@ -77,6 +77,8 @@ class HostRecord:
     refused: bool = False
     leaving: bool = False
     changed: bool = False  # its duties, since it was told of them
+    deaths: list[Address] = field(default_factory=list)  # there, in a row and too soon
+    is_avoided: bool = False  # for these
 
     @classmethod
     def of(cls, name: Address, offer: Offer, now: Seconds) -> Self:
@@ -135,6 +137,8 @@ class HostRecord:
             state = "gone"
         elif self.leaving:
             state = "leaving"
+        elif self.is_avoided:
+            state = "avoided"
         return HostView(
             name=self.name,
             label=self.offer.label,

@@ -24,6 +24,9 @@ from distbelief.roles import (
 from tests.distbelief.job.hosts.town import Machine, Town, config_of
 
 
+ALL_THREE = ["replica-0", "replica-1", "replica-2"]
+
+
 def roster(n_replicas: int, n_machines: int = 1) -> list[tuple[str, Kind]]:
     """Return a shard, replicas, an evaluator."""
     replicas: list[tuple[str, Kind]] = []
@@ -93,6 +96,36 @@ def test_a_machine_that_has_second_thoughts_is_left_by_its_roles() -> None:
     assert states["replica-1"] == "waiting for a machine"
     town.come("b")
     assert town.runs()["host-b"] == ["replica-1"]
+
+
+def test_a_machine_on_which_roles_die_at_once_gets_no_more() -> None:
+    """It took one replica after the other, until none was left."""
+    town = Town(roster(3), config_of(n_hosts=2))
+    bad, good = town.come("bad", cores=8), town.come("good", cores=1)
+    town.pass_time(2.0)
+    for _ in range(60):
+        for name in list(bad.processes):
+            town.die(bad, name)
+        town.pass_time(0.25)
+    town.come("late", cores=2)
+    town.pass_time(5.0)
+    assert any("bad (host-bad) gets no more roles" in text for text in town.said)
+    everywhere = [name for names in town.runs().values() for name in names]
+    assert sorted(everywhere) == ["evaluator", *ALL_THREE, "shard-0"]
+    assert "replica-0" not in [*good.processes, *bad.processes]
+    (state,) = [h.state for h in town.hosted.view(town.now).hosts if h.label == "bad"]
+    assert state == "avoided"
+
+
+def test_the_only_machine_is_not_avoided_and_its_replicas_are_left_out() -> None:
+    town = Town(roster(3), config_of(n_hosts=1, slots_here=0))
+    machine = town.come("a", cores=3)
+    for _ in range(40):
+        for name in list(machine.processes):
+            town.die(machine, name)
+        town.pass_time(0.25)
+    assert town.hosted.status()[0] in {"stopping", "done"}
+    assert any("left out after 3 restarts" in text for text in town.said)
 
 
 def test_a_machine_that_begins_anew_in_every_message_fills_no_log() -> None:
