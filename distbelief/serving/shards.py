@@ -175,8 +175,15 @@ def _serve(
             node = Node(supervisor, transport=links, log=log, launcher=launcher)
             ready = Ready(endpoint=links.endpoint, token=token, memory=memory)
             watch(node, supervisor, ready)
+    return _outcome(node, supervisor, directory)
+
+
+def _outcome(node: Node, supervisor: Supervisor, directory: Path) -> str | None:
+    """Return what went wrong, if anything did."""
     if supervisor.interrupted:
         return f"ended at once: {directory} is as its last snapshot has it"
+    if supervisor.error is None and node.error is not None:
+        return f"{node.error}: {directory} is as its last snapshot has it"
     return supervisor.error
 
 

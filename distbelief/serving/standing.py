@@ -186,8 +186,8 @@ class _Terminal:
                 node.post(Received(sender=USER, incarnation=0, message=message))
 
             caught.tell = stop
-            node.run(lambda: self._tick(supervisor, ready))
-        if supervisor.error is None and not supervisor.interrupted:
+            error = node.run(lambda: self._tick(supervisor, ready))
+        if not (error or supervisor.error or supervisor.interrupted):
             self._tell(f"ended; {self._request.directory} holds what was trained")
 
     def _tick(self, supervisor: Supervisor, ready: Ready) -> None:

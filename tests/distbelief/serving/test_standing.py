@@ -2,15 +2,19 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from torch import nn
 
 from distbelief.errors import JobError, StorageError
 from distbelief.job.supervision.membership import Kind
+from distbelief.job.supervision.supervisor import Supervisor
 from distbelief.job.supervision.supervisor_config import SupervisorConfig
+from distbelief.node import Node
 from distbelief.parameter_server.rules.update_rules import SGD, Momentum, UpdateRule
-from distbelief.serving import standing
+from distbelief.serving import shards, standing
 from distbelief.serving.server import ServerAddress
 from distbelief.serving.shards import Ready, Request
 from distbelief.serving.standing import Wanted, stand
@@ -167,6 +171,22 @@ def test_a_user_is_told_where_it_is(
             assert address.token == "t"
             assert address.key == Place.parse(place).key
             assert bool(address.memory) == ("this machine" in line)
+
+
+def test_a_server_that_could_not_go_on_does_not_say_that_it_has_ended_well(
+    tmp_path: Path,
+) -> None:
+    """It said that its directory holds what was trained, and exited with 0."""
+    said: list[str] = []
+    supervisor = SimpleNamespace(error=None, interrupted=False)
+    node = SimpleNamespace(run=lambda _: "a bug", error="a bug", post=pytest.fail)
+    terminal = standing._Terminal(cast("Request", None), tell=said.append)
+    terminal.watch(cast("Node", node), cast("Supervisor", supervisor), Ready())
+    assert said == []
+    outcome = shards._outcome(
+        cast("Node", node), cast("Supervisor", supervisor), tmp_path
+    )
+    assert outcome == f"a bug: {tmp_path} is as its last snapshot has it"
 
 
 def test_workers_that_are_gone_are_not_counted() -> None:
