@@ -98,6 +98,7 @@ class Save(AnyMessage, frozen=True):
     """Supervisor -> shard: persist a snapshot. A coordinator passes it on."""
 
     label: Name
+    last: bool = False  # of this life: apply no push that it would not have
 
 
 class Saved(AnyMessage, frozen=True):

@@ -5,7 +5,8 @@ Between two pieces of work the shard decides:
     initialise --> serving --+--> save     a snapshot was asked for
                              +--> copy     a fetch waits, and a copy is free; not twice
                              |             in a row while a push waits
-                             +--> apply    the oldest complete push
+                             +--> apply    the oldest complete push; not after the
+                             |             last snapshot was asked for
                              +--> collect  the same, if it is of a set of portions
                              +--> order    what a coordinator orders; before all else
                              +--> halt     told to stop, and nothing is left to do
@@ -63,6 +64,7 @@ class Agenda:
 
     Attributes:
         saves: Snapshots asked for.
+        is_sealed: Has the last snapshot been asked for?
         is_stopping: Is the shard told to stop?
         is_over: Is it, and nothing is left to do?
     """
@@ -85,6 +87,7 @@ class Agenda:
         self._ready = False
         self._copied_last = False
         self.saves = Saves()
+        self.is_sealed = False
         self.is_stopping = False
         self.is_over = False
 
@@ -133,7 +136,7 @@ class Agenda:
             return self._begin_copy()
         actions = self._service.forwarding.transfer(now)
         applying = None
-        if self._service.forwarding.may_apply:
+        if self._service.forwarding.may_apply and not self.is_sealed:
             applying = self._service.pushes.begin_next(clock=self._values.clock)
         if applying is not None:
             actions += self._begin_apply(applying, now)

@@ -8,6 +8,7 @@ No word passes between shards (DB-5). Rules:
 * `service` has the rules of the handshake, `slots` and `pushes` those of pushes,
   `leases` and `fetches` those of fetches by blocks.
 * `orders` has the rules of a shard under a coordinator.
+* From the last snapshot on no push is begun: it would be acknowledged, and lost.
 * After `Stop`: complete pushes and snapshots asked for are finished; nothing else is
   begun, and clients get no answer.
 """
@@ -292,6 +293,7 @@ class ParameterServerShard:
 
     def _obey(self, sender: Address, message: Save | Stop) -> list[Action]:
         if isinstance(message, Save):
+            self._agenda.is_sealed = self._agenda.is_sealed or message.last
             return self._save(sender, message.label)
         return self._stop(sender)
 

@@ -50,7 +50,8 @@ class Closing:
         patience = 0.0
         if self._ending.stage is Stage.KEEP and not self._ending.interrupted:
             patience = LAST_SAVE_SECONDS  # there will be no other
-        save = self._saves.ask(shards, now, retry_seconds=patience)
+        last = self._ending.stage is Stage.KEEP
+        save = self._saves.ask(shards, now, retry_seconds=patience, last=last)
         leaders = [self._pairs.leader(name) for name in sorted(shards)]
         return [Send(receiver=r.name, message=save) for r in leaders if r is not None]
 

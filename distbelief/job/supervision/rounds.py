@@ -96,6 +96,7 @@ class _Round:
     begun_at: Seconds
     waiting: set[Address]
     retry_seconds: Seconds = 0.0
+    last: bool = False
     said_at: dict[Address, Seconds] = field(default_factory=dict)
     errors: dict[Address, str] = field(default_factory=dict)
 
@@ -150,11 +151,21 @@ class Saves:
         return not self.waits and now >= self._next_at
 
     def ask(
-        self, shards: set[Address], now: Seconds, *, retry_seconds: Seconds = 0.0
+        self,
+        shards: set[Address],
+        now: Seconds,
+        *,
+        retry_seconds: Seconds = 0.0,
+        last: bool = False,
     ) -> Save:
         """Begin a round, and return what to say to each of these.
 
-        Whoever cannot save is asked again for so long: a full disk may heal.
+        Args:
+            shards: Or the coordinator, which asks them.
+            now: The present.
+            retry_seconds: Whoever cannot save is asked again for so long: a full disk
+                may heal.
+            last: Whether nothing is to be changed after it.
         """
         label = f"{self._number:05d}"
         self._number += 1
@@ -163,10 +174,11 @@ class Saves:
             begun_at=now,
             waiting=set(shards),
             retry_seconds=retry_seconds,
+            last=last,
         )
         self._round.said_at = dict.fromkeys(shards, now)
         self._next_at = now + self._every
-        return Save(label=label)
+        return Save(label=label, last=last)
 
     def again(
         self, shard: Address, now: Seconds, *, at_once: bool = False
@@ -178,7 +190,7 @@ class Saves:
         if not at_once and now - asked.said_at[shard] < REPEAT_SECONDS:
             return None
         asked.said_at[shard] = now
-        return Save(label=asked.label)
+        return Save(label=asked.label, last=asked.last)
 
     def answered(self, shard: Address, message: Saved, now: Seconds) -> str | None:
         """Note an answer; return what went wrong, if that is news."""

@@ -1002,6 +1002,25 @@ def test_stop_finishes_complete_pushes_and_snapshots_then_halts() -> None:
     assert alone.shard.status()[0] == "stopping"
 
 
+def test_what_is_not_in_the_last_snapshot_is_not_acknowledged() -> None:
+    """Of 1,670 pushes that a server acknowledged until it was ended, it kept 1,667."""
+    alone = Alone()
+    alone.hello()
+    alone.hello(OTHER)
+    applying = alone.push(1)
+    alone.push(1, sender=OTHER)
+    alone.receive(Save(label="1", last=True), TEST)
+    actions = alone.work_all(applying)
+    assert [saved.clock for saved in sent(actions, Saved)] == [1]
+    assert len(sent(actions, Acknowledge)) == 1
+    assert not sent(alone.push(2), Acknowledge)
+    assert sent(alone.work_all(alone.receive(fetch())), ParameterBlock)
+    actions = alone.work_all(alone.receive(Stop(reason="enough"), TEST))
+    assert not sent(actions, Acknowledge)
+    (finished,) = sent(actions, Finished)
+    assert finished.counters["clock"] == 1
+
+
 def test_stop_ends_an_idle_shard_at_once_and_serves_no_waiting_fetch() -> None:
     alone = large(n_copies=1)
     copying = alone.receive(fetch())

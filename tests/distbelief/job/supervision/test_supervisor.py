@@ -682,6 +682,8 @@ def test_a_guest_that_fails_does_not_end_the_server(server: Desk) -> None:
 def test_told_to_stop_a_server_saves_in_its_own_time(server: Desk) -> None:
     actions = server.hear(USER, Stop(reason="closed"))
     assert sent(actions, Save) == ["shard-0", "shard-1"]
+    said = [action.message for action in actions if isinstance(action, Send)]
+    assert all(isinstance(message, Save) and message.last for message in said)
     assert not server.supervisor.interrupted
     for name in ("shard-0", "shard-1"):
         actions = server.hear(name, Saved(label="00001", clock=1))
