@@ -11,6 +11,8 @@ Rules:
 * At most `n_clients_max` are known, each with two slots of the size of what it holds
   if it pushes. One that is gone keeps them for a while: it may only have been cut off.
   Then they are taken back; how far it has come stays known, and Hello lends it others.
+* Where all are known that may be, one that is gone for so long, and was first known
+  before all other such ones, makes room for a new one: it is a stranger from then on.
 * What a client holds is the same as long as it lives.
 """
 
@@ -129,7 +131,7 @@ class Clients:
                 f"{holding.n_elements} others: what a client holds is the same as long "
                 "as it lives; begin another life of it"
             )
-        if name not in self._clients and len(self._clients) >= self._n_clients_max:
+        if name not in self._clients and self._is_full and self._oldest_gone is None:
             return (
                 f"it serves {len(self._clients)} clients already, all that "
                 "n_clients_max allows: use fewer, or raise it"
@@ -161,6 +163,8 @@ class Clients:
             The client, and why it was lent no memory to share, if that is new.
         """
         client = self._clients.get(name)
+        if client is None and self._is_full and self._oldest_gone is not None:
+            del self._clients[self._oldest_gone]
         if client is None or incarnation > client.incarnation:
             samples, queued = 0, False
             if client is not None:
@@ -178,6 +182,22 @@ class Clients:
         client.greeted = client.present = True
         client.watermark = max(client.watermark, hello.next_sequence - 1)
         return client, warning
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._clients) >= self._n_clients_max
+
+    @property
+    def _oldest_gone(self) -> Address | None:
+        """Of those whose slots have been taken back, or who were of a former life."""
+        return next(
+            (
+                client.name
+                for client in self._clients.values()
+                if not (client.greeted or client.queued or client.n_held)
+            ),
+            None,
+        )
 
     def shares(self, hello: Hello) -> bool:
         """Return whether the client can reach this shard's memory."""

@@ -375,6 +375,20 @@ def test_no_more_clients_are_known_than_allowed() -> None:
     only(alone.hello(life=2), Welcome)  # a new life is not a new client
 
 
+def test_who_is_gone_for_long_makes_room_where_all_are_known_that_may_be() -> None:
+    """After 4,096 loops, however short, a standing server served no other."""
+    alone = Alone(n_clients_max=1)
+    alone.hello()
+    alone.work(alone.push(1))
+    lost = PeerLost(peer=CLIENT, incarnation=1, reason="gone")
+    (timer,) = alone.shard.handle(lost, 0.0)
+    assert isinstance(timer, SetTimer)
+    only(alone.hello(OTHER), Refused)  # it may only have been cut off
+    alone.shard.handle(TimerFired(name=timer.name), timer.at)
+    only(alone.hello(OTHER), Welcome)
+    assert only(alone.hello(), Refused).for_good
+
+
 def test_clients_of_the_same_host_are_lent_shared_memory_and_others_none() -> None:
     alone = Alone()
     here = only(alone.hello(host="here"), Welcome)
