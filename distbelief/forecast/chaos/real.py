@@ -16,6 +16,7 @@ from rich.console import Console
 from distbelief.forecast.chaos.confession import Confessed
 from distbelief.forecast.chaos.detour import Detour
 from distbelief.forecast.chaos.hands import Hands
+from distbelief.forecast.chaos.iterations import Iterations
 from distbelief.forecast.chaos.schedule import PROCESS_KINDS, Blow, schedule
 from distbelief.forecast.chaos.story import (
     Line,
@@ -145,11 +146,16 @@ class Attacker:
 
 @final
 class _Arranged:
-    """A run whose messages take detours, and whose supervisor is told who killed."""
+    """A run whose messages take detours, and whose supervisor is told who killed.
+
+    Attributes:
+        iterations: That its supervisor was told of.
+    """
 
     def __init__(self, detour: Detour, attacker: Attacker) -> None:
         self._detour = detour
         self._attacker = attacker
+        self.iterations = Iterations()
 
     def through(self, name: str, endpoint: str) -> str:
         """Return where `name` is to be found, in place of `endpoint`."""
@@ -157,7 +163,8 @@ class _Arranged:
 
     def around(self, supervisor: Role) -> Role:
         """Return the supervisor as one who sends everybody there."""
-        return Confessed(self._detour.around(supervisor), self._attacker.owns)
+        overheard = self.iterations.around(self._detour.around(supervisor))
+        return Confessed(overheard, self._attacker.owns)
 
 
 def break_really(job: Job, *, seed: int, console: Console) -> Story:
@@ -174,14 +181,12 @@ def break_really(job: Job, *, seed: int, console: Console) -> Story:
     horizon = job.stop.seconds or HORIZON_SECONDS
     detour = Detour(seed)
     attacker = Attacker(partial(schedule, seed), horizon=horizon, detour=detour)
+    arranged = _Arranged(detour, attacker)
     with detour.turns, attacker.turns:
-        run = train(
-            job,
-            show=False,
-            watch=attacker.watch,
-            detours=_Arranged(detour, attacker),
-        )
+        run = train(job, show=False, watch=attacker.watch, detours=arranged)
     view, summary = attacker.view, run.summary
+    has_coordinator = any(role.name == "coordinator" for role in view.roles)
+    iterations = arranged.iterations if has_coordinator else None
     where = f"everything in {run.directory}"
     console.print(where, highlight=False, soft_wrap=True, markup=False)
     lines = [*attacker.lines, *told_lines(view), end_line(view, summary.error)]
@@ -205,5 +210,7 @@ def break_really(job: Job, *, seed: int, console: Console) -> Story:
         messages_lost=detour.n_dropped,
         restarts=restarts_of(view),
         steps_again=None,
+        iterations_again=None if iterations is None else iterations.n_again,
+        iterations_lost=None if iterations is None else iterations.n_lost,
         digest=None,
     )

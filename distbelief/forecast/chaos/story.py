@@ -47,6 +47,9 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
         messages_lost: That never arrived; None where nobody counts them.
         restarts: By role.
         steps_again: Steps that were computed and do not count; None if unknown.
+        iterations_again: Of a job with a coordinator: told of more than once; None of
+            other jobs.
+        iterations_lost: Likewise: how far it ended behind where it had been.
         digest: Of the trace; None of a real run.
     """
 
@@ -69,6 +72,8 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     messages_lost: int | None
     restarts: dict[str, int]
     steps_again: int | None
+    iterations_again: int | None
+    iterations_lost: int | None
     digest: str | None
 
 
@@ -126,6 +131,8 @@ def _spared(story: Story, n_blows: int) -> str:
 
 def _summary(story: Story) -> list[str]:
     lost = [f"{story.pushes_lost:,} acknowledged pushes"]
+    if story.iterations_lost is not None:
+        lost.insert(0, _iterations(story.iterations_lost))
     if story.messages_lost is not None:
         lost.append(f"{story.messages_lost:,} messages")
     again = [f"{n} x {words.role(name)}" for name, n in story.restarts.items()]
@@ -151,6 +158,12 @@ def _summary(story: Story) -> list[str]:
 
 
 def _steps(story: Story) -> str:
+    if story.iterations_again is not None:
+        return _iterations(story.iterations_again)
     if story.steps_again is None:
         return "nobody counts what was computed twice"
     return f"{story.steps_again:,} steps"
+
+
+def _iterations(n: int) -> str:
+    return f"{n:,} iteration{'' if n == 1 else 's'}"

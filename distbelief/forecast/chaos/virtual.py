@@ -8,11 +8,12 @@ its replicas, and on machines that are far too fast all of it is over by then. A
 that ends by the clock is as long as it says.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, final
 
 from rich.console import Console
 
+from distbelief.forecast.chaos.iterations import Iterations
 from distbelief.forecast.chaos.schedule import Blow, faults_of, schedule
 from distbelief.forecast.chaos.story import (
     Line,
@@ -62,9 +63,12 @@ class _Course:
 
     simulation: SimulatedCluster
     n_steps: int = 0
+    iterations: Iterations = field(default_factory=Iterations)
 
     def observe(self, happening: Happening) -> None:
         event = happening.event
+        if happening.name == SUPERVISOR:
+            self.iterations.heard(event)
         if isinstance(event, Computed) and event.name in _STEPS:
             # Without a result it met an update of its parameters, and did nothing.
             self.n_steps += event.result is not None
@@ -178,6 +182,7 @@ def _story(
     ]
     lines += [*told_lines(view), end_line(view, error)]
     has_coordinator = "coordinator" in staged.kinds.values()
+    iterations = course.iterations if has_coordinator else None
     return Story(
         job=staged.job.name,
         seed=seed,
@@ -200,5 +205,7 @@ def _story(
         steps_again=None
         if has_coordinator or staged.plan is not None
         else max(course.n_steps - view.step, 0),
+        iterations_again=None if iterations is None else iterations.n_again,
+        iterations_lost=None if iterations is None else iterations.n_lost,
         digest=simulation.trace.digest,
     )

@@ -16,6 +16,7 @@ from rich.console import Console
 from distbelief.forecast.chaos import virtual
 from distbelief.forecast.chaos.confession import Confessed
 from distbelief.forecast.chaos.hands import Hands
+from distbelief.forecast.chaos.iterations import Iterations
 from distbelief.forecast.chaos.real import Attacker
 from distbelief.forecast.chaos.schedule import KINDS, Blow, faults_of, schedule
 from distbelief.forecast.chaos.story import Story, shown
@@ -23,7 +24,8 @@ from distbelief.forecast.chaos.virtual import N_RUNS, NEAR, break_virtually
 from distbelief.forecast.staging import StagedJob, Staging
 from distbelief.forecast.waiting import Waiting
 from distbelief.job.display.view import RoleView, SupervisorView
-from distbelief.roles import Action, Address, Event, PeerLost, Seconds
+from distbelief.messages import Progress
+from distbelief.roles import Action, Address, Event, PeerLost, Received, Seconds
 from distbelief.simulation.faults import CutOff, Drop, Kill, Pause, Slow
 from tests.distbelief.forecast.jobs import SANDBLASTER, TEXT, small
 
@@ -198,12 +200,51 @@ def _kills(blows: Sequence[Blow]) -> bool:
 
 
 @pytest.mark.untraced
-def test_a_sandblaster_job_comes_to_its_end_all_the_same() -> None:
+def test_a_sandblaster_job_comes_to_its_end_and_tells_what_it_did_again() -> None:
+    """A shard came back from its snapshot, and the job from iteration 37 to 32.
+
+    What was told of that: "Lost: 0 acknowledged pushes", and "nobody counts what was
+    computed twice".
+    """
     with Staging() as staging:
-        story = break_virtually(staging.stage(small(text=SANDBLASTER)), seed=3)
+        staged = staging.stage(small(text=SANDBLASTER))
+        roles = [entry.name for entry in staged.roster]
+        seeds = (s for s in range(1000) if _loses_a_shard(schedule(s, roles)))
+        story = break_virtually(staged, seed=next(seeds))
     assert story.error is None
     assert story.steps_again is None
-    assert "nobody counts what was computed twice" in printed(story)
+    assert story.iterations_again
+    assert story.iterations_lost == 0
+    text = printed(story)
+    assert "Lost: 0 iterations, 0 acknowledged pushes" in text
+    assert f"Done again: {story.iterations_again} iteration" in text
+
+
+def _loses_a_shard(blows: Sequence[Blow]) -> bool:
+    return any(
+        blow.kind == "kill" and blow.role.startswith("shard") and 0.5 < blow.at < 0.8
+        for blow in blows
+    )
+
+
+def test_iterations_told_of_before_are_done_again_or_lost() -> None:
+    iterations, supervisor = Iterations(), Listener()
+    overheard = iterations.around(supervisor)
+    coordinator = Address("coordinator")
+    heard = [_progress(coordinator, step) for step in (0, 1, 2, 4, 2, 3)]
+    heard.insert(4, _progress(Address("replica-0"), 1))
+    for event in heard:
+        overheard.handle(event, now=1.0)
+    assert supervisor.heard == heard
+    assert overheard.status() == supervisor.status()
+    assert (iterations.n_again, iterations.n_lost) == (2, 1)
+
+
+def _progress(sender: Address, step: int) -> Received:
+    message = Progress(
+        step=step, samples=1, loss=1.0, seconds_computing=0.0, seconds_waiting=0.0
+    )
+    return Received(sender=sender, incarnation=1, message=message)
 
 
 # ------------------------------------------------------------------ real processes
