@@ -19,11 +19,12 @@ from distbelief.forecast.rates import Rates
 from distbelief.forecast.staging import StagedJob
 from distbelief.graph.layer import GraphError
 from distbelief.program.cluster import Cluster, Machine
-from distbelief.roles import SUPERVISOR, Address, Compute, Cost, Seconds
+from distbelief.roles import SUPERVISOR, Address, Compute, Cost, Lane, Seconds
 from distbelief.simulation.absences import absences
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.options import ClusterOptions
 from distbelief.simulation.placing import Place, options_for
+from distbelief.simulation.scales import ONE, Scale
 from distbelief.simulation.world import Builder
 
 
@@ -141,8 +142,15 @@ class Hosting:
         except GraphError as error:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
 
-    def builders(self, staged: StagedJob) -> dict[Address, Builder]:
-        """Return how to build the roles of a job, with the costs that were measured."""
+    def builders(
+        self, staged: StagedJob, *, scale: Scale = ONE
+    ) -> dict[Address, Builder]:
+        """Return how to build the roles of a job, with the costs that were measured.
+
+        Args:
+            staged: The job.
+            scale: By what those costs are going to be multiplied.
+        """
         builders = staged.builders()
         if self.rates is None:
             return builders
@@ -151,6 +159,7 @@ class Hosting:
             rates=self.rates,
             reference=self.reference,
             on_one_host=self.together,
+            scale=scale,
         )
         return adapted(builders, staged.kinds, adapt=adapt)
 
@@ -211,6 +220,7 @@ def _at_cost(
     rates: Rates,
     reference: Machine,
     on_one_host: bool,
+    scale: Scale,
 ) -> Compute:
     """Return the work with a cost that comes to the measured time on this host.
 
@@ -221,6 +231,8 @@ def _at_cost(
     if found is None:
         return asked
     unit, seconds = found
+    if unit == "times":  # it takes as long as it took, whatever stands for the net
+        seconds /= scale.data_bytes if asked.lane is Lane.DATA else scale.flops
     if unit == "bytes" and not on_one_host:
         cost = Cost(n_bytes=seconds * reference.memory_rate)
     else:

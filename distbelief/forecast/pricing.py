@@ -12,6 +12,7 @@ from typing import Final, final
 
 import msgspec
 
+from distbelief.data.dataset import read_batch
 from distbelief.errors import JobError
 from distbelief.forecast.hosting import Hosting
 from distbelief.forecast.outcome import Outcome
@@ -23,7 +24,7 @@ from distbelief.roles import Address
 from distbelief.runtime.task.task import DataSpec, ModelSpec
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.options import ClusterOptions
-from distbelief.simulation.scales import block_bytes_for, scales_for
+from distbelief.simulation.scales import Scale, block_bytes_for, scales_for
 from distbelief.simulation.world import Builder
 
 
@@ -62,11 +63,16 @@ class PricedHosting:
         """
         options = self.hosting.options(self.large, faults=faults)
         small, large = staged.layout, self.large.layout
-        flops = n_parameters(self.large) / n_parameters(staged)
-        names = {name: flops for name, kind in staged.kinds.items() if kind != "shard"}
+        scale = self._scale(staged)
+        names = {n: scale.flops for n, kind in staged.kinds.items() if kind != "shard"}
         return replace(
             options,
-            scales=scales_for(small, large, names),
+            scales=scales_for(
+                small,
+                large,
+                names,
+                data_bytes=scale.data_bytes,
+            ),
             block_bytes=block_bytes_for(small, large),
             codec=False,
             trace="order",
@@ -74,7 +80,14 @@ class PricedHosting:
 
     def builders(self, staged: StagedJob) -> dict[Address, Builder]:
         """Return how to build the roles of a job, with the costs that were measured."""
-        return self.hosting.builders(staged)
+        return self.hosting.builders(staged, scale=self._scale(staged))
+
+    def _scale(self, staged: StagedJob) -> Scale:
+        """Return by what the work of all but shards is multiplied, lane by lane."""
+        return Scale(
+            flops=n_parameters(self.large) / n_parameters(staged),
+            data_bytes=_bytes_of_sample(self.large) / _bytes_of_sample(staged),
+        )
 
 
 def stand_in_for(large: StagedJob, staging: Staging) -> StagedJob:
@@ -159,6 +172,12 @@ def check_learns_nothing(job: Job, *, suggests: bool) -> None:
             "--priced: nothing is learnt, so the time to the target of [stop] is "
             "unknown: leave --priced out, or the target"
         )
+
+
+def _bytes_of_sample(staged: StagedJob) -> int:
+    """Return the bytes of input and target of a sample, which a batch has read."""
+    parts = read_batch(staged.datasets["data.train"], [0])
+    return max(1, sum(part.nbytes for part in parts))
 
 
 def _data(facts: DataFacts, width: int) -> DataSpec:

@@ -33,7 +33,7 @@ class Scale:
     Attributes:
         flops: Operations of its compute lane.
         n_bytes: Bytes of that, and of what it persists.
-        data_bytes: Bytes of its data lane.
+        data_bytes: Work of its data lane, which is all about the bytes of samples.
         frame_bytes: Bytes of the arrays in messages from it; of those between a shard
             and another role the shard's counts, either way.
     """
@@ -52,8 +52,11 @@ class Scale:
 
     def of(self, cost: Cost, lane: Lane) -> Cost:
         """Return the cost of the large task's work."""
-        n_bytes = self.data_bytes if lane is Lane.DATA else self.n_bytes
-        return Cost(flops=cost.flops * self.flops, n_bytes=cost.n_bytes * n_bytes)
+        if lane is Lane.DATA:  # whatever that is counted in
+            flops = n_bytes = self.data_bytes
+        else:
+            flops, n_bytes = self.flops, self.n_bytes
+        return Cost(flops=cost.flops * flops, n_bytes=cost.n_bytes * n_bytes)
 
 
 ONE: Final = Scale()
