@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import final
 
 from distbelief.errors import JobError
@@ -12,6 +13,7 @@ from distbelief.forecast.sweeping import Variant
 from distbelief.forecast.virtual_run import Ended, Host, run_virtually
 from distbelief.forecast.waiting import Waiting
 from distbelief.forecast.watching import Tell
+from distbelief.job.display.view import SupervisorView
 from distbelief.roles import Seconds
 
 
@@ -94,7 +96,7 @@ class Trial:
             JobError: it takes longer than is known of the machines.
         """
         waiting.begin(f"{self.name}, seed {seed}")
-        tell = waiting.tell
+        tell = waiting.tell if self.runs is self.job else partial(_untaught, waiting)
         ended = self._run(seed, tell, keeps_spans=keeps_spans, horizon=None)
         horizon = 0.0
         while self.hosting.loses_machines and ended.outcome.seconds > horizon:
@@ -122,3 +124,8 @@ class Trial:
             tell=tell,
             keeps_spans=keeps_spans,
         )
+
+
+def _untaught(waiting: Waiting, view: SupervisorView) -> None:
+    """Tell how far a stand-in is, but not what it has learnt."""
+    waiting.tell(replace(view, metric=None))

@@ -1,6 +1,7 @@
 """Jobs in virtual time: figures, sweeps, the command line, and mistakes."""
 
 import errno
+import io
 import json
 import os
 import signal
@@ -145,6 +146,20 @@ def test_a_priced_job_builds_its_own_net_and_reads_its_own_samples(
         for name in ("step_seconds", "seconds"):
             value = getattr(learnt, name)
             assert getattr(priced, name) == pytest.approx(value, rel=0.3), name
+
+
+def test_while_a_priced_job_runs_nothing_is_told_of_what_its_stand_in_learns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lines said "accuracy 61.0 %" of a job of which nothing is computed."""
+    monkeypatch.setattr("distbelief.forecast.watching.N_EVENTS_BETWEEN", 50)
+    monkeypatch.setattr("distbelief.forecast.waiting.LINE_SECONDS", 0.0)
+    job, said = small("evaluation.every=0.1 s", "stop.samples=4000"), io.StringIO()
+    wish = Wish(job=job, cluster="rack.toml", measures=False, priced=True)
+    fulfil(wish, console=Console(file=said, width=200))
+    lines = [line for line in said.getvalue().splitlines() if "samples" in line]
+    assert lines
+    assert all(line.endswith("accuracy -") for line in lines)
 
 
 def test_a_priced_batch_method_has_no_figures_of_what_it_learnt() -> None:
