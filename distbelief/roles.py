@@ -52,6 +52,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
     flops: float = 0.0
     n_bytes: float = 0.0  # moved to or from memory, or the disk
+    waiting: Seconds = 0.0  # in which nothing computes: for a disk, or for others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -233,8 +233,9 @@ def _at_cost(
     unit, seconds = found
     if unit == "times":  # it takes as long as it took, whatever stands for the net
         seconds /= scale.data_bytes if asked.lane is Lane.DATA else scale.flops
+    waiting = rates.waiting_of(kind, asked)
     if unit == "bytes" and not on_one_host:
-        cost = Cost(n_bytes=seconds * reference.memory_rate)
+        cost = Cost(n_bytes=seconds * reference.memory_rate, waiting=waiting)
     else:
-        cost = Cost(flops=seconds * reference.flops)
+        cost = Cost(flops=seconds * reference.flops, waiting=waiting)
     return msgspec.structs.replace(asked, cost=cost)

@@ -29,7 +29,14 @@ from distbelief.forecast.rates import (
     now,
 )
 from distbelief.forecast.staging import Staging
-from distbelief.forecast.stopwatch import Piece, Stopwatch, rate_of, warm
+from distbelief.forecast.stopwatch import (
+    Piece,
+    Stopwatch,
+    idle,
+    rate_of,
+    waiting_of,
+    warm,
+)
 from distbelief.job.configuration.jobfile import job_from_json
 from distbelief.job.configuration.sections import Job, StopTable
 from distbelief.roles import SUPERVISOR, Seconds
@@ -49,6 +56,7 @@ _WITHIN: Final = 1e6
 @final
 class _Found(msgspec.Struct, frozen=True, kw_only=True):
     work: dict[str, tuple[Unit, list[Piece]]]
+    waits: dict[str, list[Piece]]
     handling: dict[str, tuple[Seconds, int]]
     exchange: Exchange
 
@@ -109,7 +117,13 @@ def _together(found: Sequence[_Found]) -> Rates:
         pieces = [piece for _, every in measured for piece in warm(every)]
         if pieces:
             rate = rate_of(pieces)
-            work[key] = Rate(unit=measured[0][0], seconds=rate, n=len(pieces))
+            waited = [p for each in found for p in warm(each.waits.get(key, ()))]
+            work[key] = Rate(
+                unit=measured[0][0],
+                seconds=rate,
+                n=len(pieces),
+                waiting=waiting_of(waited, besides=rate) if waited else 0.0,
+            )
     handling = {
         kind: median(
             each.handling[kind][0] / each.handling[kind][1]
@@ -143,8 +157,11 @@ def main(folder: str, index: int, n_processes: int) -> int:
     try:
         with Staging() as staging:
             staged = staging.stage(job)
-            watch = Stopwatch(
-                time.thread_time if job.cluster.threads == 1 else time.perf_counter
+            # The clock of many threads goes on while nobody computes.
+            watch = (
+                Stopwatch(idle=idle)
+                if job.cluster.threads == 1
+                else Stopwatch(time.perf_counter)
             )
             builders = adapted(
                 staged.builders(),
@@ -171,6 +188,7 @@ def main(folder: str, index: int, n_processes: int) -> int:
     layout = staged.layout
     found = _Found(
         work=watch.work,
+        waits=watch.waits,
         handling=watch.handling,
         exchange=exchange(layout.dtype.itemsize * layout.n_parameters),
     )

@@ -48,11 +48,13 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
         unit: What its cost is counted in.
         seconds: Of each unit.
         n: Pieces that were timed.
+        waiting: Besides, of each unit: seconds in which no core was at work.
     """
 
     unit: Unit
     seconds: Seconds
     n: int
+    waiting: Seconds = 0.0
 
 
 @final
@@ -105,11 +107,20 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
     def seconds_of(self, kind: str, asked: Compute) -> tuple[Unit, Seconds] | None:
         """Return what this work takes here, and by what that would change."""
-        for unit in (unit_of(asked.cost), "times"):
-            rate = self.work.get(key_of(kind, asked.name, unit))
-            if rate is not None:
-                return rate.unit, rate.seconds * amount(asked.cost, rate.unit)
-        return None
+        rate = self._rate_of(kind, asked)
+        if rate is None:
+            return None
+        return rate.unit, rate.seconds * amount(asked.cost, rate.unit)
+
+    def waiting_of(self, kind: str, asked: Compute) -> Seconds:
+        """Return for how long this work waits besides, on whatever machine."""
+        rate = self._rate_of(kind, asked)
+        return 0.0 if rate is None else rate.waiting * amount(asked.cost, rate.unit)
+
+    def _rate_of(self, kind: str, asked: Compute) -> Rate | None:
+        units: tuple[Unit, ...] = (unit_of(asked.cost), "times")
+        keys = (key_of(kind, asked.name, unit) for unit in units)
+        return next((self.work[key] for key in keys if key in self.work), None)
 
 
 def mean_of(found: Sequence[Rates]) -> Rates:
@@ -124,7 +135,8 @@ def mean_of(found: Sequence[Rates]) -> Rates:
             other = work.get(key, msgspec.structs.replace(rate, n=0))
             n = rate.n + other.n
             seconds = (rate.n * rate.seconds + other.n * other.seconds) / max(1, n)
-            work[key] = msgspec.structs.replace(rate, seconds=seconds, n=n)
+            waiting = (rate.n * rate.waiting + other.n * other.waiting) / max(1, n)
+            work[key] = Rate(unit=rate.unit, seconds=seconds, n=n, waiting=waiting)
     handling = {
         key: fmean(rates.handling[key] for rates in found if key in rates.handling)
         for rates in found

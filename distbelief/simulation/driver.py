@@ -253,7 +253,11 @@ class Driver:
             left = cost
             if action.remaining is not None:
                 part = action.remaining()
-                left = Cost(flops=part * cost.flops, n_bytes=part * cost.n_bytes)
+                left = Cost(
+                    flops=part * cost.flops,
+                    n_bytes=part * cost.n_bytes,
+                    waiting=part * cost.waiting,
+                )
             modelled = machine.seconds_of(left, self._world.streams.schedule)
             return modelled * self._world.slowness(life.name)
 

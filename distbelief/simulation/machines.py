@@ -67,6 +67,8 @@ class Machine:
         in_memory = cost.n_bytes / self.bytes_per_second
         computing = cost.flops / self.flops_per_second + self.overhead_seconds
         share = in_memory / (in_memory + computing) if in_memory else 0.0
+        if cost.waiting:  # spread over the time that it takes
+            threads *= 1.0 - cost.waiting / (in_memory + computing + cost.waiting)
         return Demand(
             seconds=seconds,
             threads=threads,
@@ -79,7 +81,7 @@ class Machine:
         modelled = (
             cost.flops / self.flops_per_second + cost.n_bytes / self.bytes_per_second
         )
-        return (modelled + self.overhead_seconds) * self._factor(stream)
+        return (modelled + self.overhead_seconds) * self._factor(stream) + cost.waiting
 
     def seconds_to_save(self, n_bytes: float, stream: np.random.Generator) -> Seconds:
         """Return how long writing so much to disk takes here, this time."""

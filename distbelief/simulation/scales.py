@@ -53,10 +53,14 @@ class Scale:
     def of(self, cost: Cost, lane: Lane) -> Cost:
         """Return the cost of the large task's work."""
         if lane is Lane.DATA:  # whatever that is counted in
-            flops = n_bytes = self.data_bytes
+            flops = n_bytes = waiting = self.data_bytes
         else:
-            flops, n_bytes = self.flops, self.n_bytes
-        return Cost(flops=cost.flops * flops, n_bytes=cost.n_bytes * n_bytes)
+            flops, n_bytes, waiting = self.flops, self.n_bytes, 1.0
+        return Cost(
+            flops=cost.flops * flops,
+            n_bytes=cost.n_bytes * n_bytes,
+            waiting=cost.waiting * waiting,
+        )
 
 
 ONE: Final = Scale()

@@ -72,10 +72,10 @@ def test_blocks_are_about_as_many_as_of_the_large_net() -> None:
 
 def test_costs_are_multiplied_lane_by_lane() -> None:
     scale = Scale(flops=2.0, n_bytes=3.0, data_bytes=5.0)
-    cost = Cost(flops=1.0, n_bytes=1.0)
-    computed = Cost(flops=2.0, n_bytes=3.0)
+    cost = Cost(flops=1.0, n_bytes=1.0, waiting=1.0)
+    computed = Cost(flops=2.0, n_bytes=3.0, waiting=1.0)
     assert scale.of(cost, Lane.COMPUTE) == computed
-    assert scale.of(cost, Lane.DATA) == Cost(flops=5.0, n_bytes=5.0)
+    assert scale.of(cost, Lane.DATA) == Cost(flops=5.0, n_bytes=5.0, waiting=5.0)
 
 
 def test_virtual_time_and_bytes_are_those_of_the_large_net() -> None:
