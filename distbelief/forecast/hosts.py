@@ -34,6 +34,10 @@ LOOPBACK_RATE: Final = 4e9
 """Between processes of this host: of a small message, until it is measured; bytes."""
 
 
+SHARE_MIN: Final = 0.9
+"""Of a core: with less, others computed while the job's work was measured."""
+
+
 @final
 class Hosts:
     """Machines, and what a job's work takes on them.
@@ -69,6 +73,9 @@ class Hosts:
             n_kinds = sum(len(rates.work) for rates in self._rates.values())
             date = max(rates.date for rates in self._rates.values())
             measured = f"measured on this host, {date}"
+            share = min(rates.share for rates in self._rates.values())
+            if share < SHARE_MIN:
+                measured += f", when others left {100 * share:.0f} % of each core"
             rows.append(
                 (
                     "work of the roles",

@@ -59,6 +59,7 @@ class _Found(msgspec.Struct, frozen=True, kw_only=True):
     waits: dict[str, list[Piece]]
     handling: dict[str, tuple[Seconds, int]]
     exchange: Exchange
+    share: float
 
 
 def measure(job: Job, *, n_processes: int) -> Rates:
@@ -137,6 +138,7 @@ def _together(found: Sequence[_Found]) -> Rates:
         handling=handling,
         exchange=_usual([each.exchange for each in found]),
         n_side_by_side=len(found),
+        share=min(each.share for each in found),
         date=now(),
     )
 
@@ -173,7 +175,7 @@ def main(folder: str, index: int, n_processes: int) -> int:
             simulation = SimulatedCluster(builders, seed=0, options=options)
             simulation.run_until(lambda: begun_in(simulation), within=_WITHIN)
             _meet(path, index, n_processes)
-            begun = time.perf_counter()
+            begun, ran, slept = time.perf_counter(), time.thread_time(), idle()
             simulation.run_until(
                 lambda: (
                     time.perf_counter() - begun > SECONDS
@@ -182,6 +184,8 @@ def main(folder: str, index: int, n_processes: int) -> int:
                 within=_WITHIN,
                 max_events=N_EVENTS_MAX,
             )
+            wanted = time.perf_counter() - begun - (idle() - slept)
+            share = (time.thread_time() - ran) / wanted
     except DistBeliefError as error:
         sys.stdout.write(f"{error}\n")
         return 1
@@ -191,6 +195,7 @@ def main(folder: str, index: int, n_processes: int) -> int:
         waits=watch.waits,
         handling=watch.handling,
         exchange=exchange(layout.dtype.itemsize * layout.n_parameters),
+        share=min(1.0, share),
     )
     (path / f"{index}.json").write_bytes(msgspec.json.encode(found))
     return 0

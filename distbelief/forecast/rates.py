@@ -67,6 +67,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
             for those that never came; see `simulation.desk.label_of`.
         exchange: What its process takes besides.
         n_side_by_side: Processes that computed at once.
+        share: Of a core, that each of them had when it wanted one.
         date: Of the measurement, ISO 8601.
         version: Of what is measured, and how.
     """
@@ -75,6 +76,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     handling: Mapping[str, Seconds]
     exchange: Exchange
     n_side_by_side: int = 1
+    share: float = 1.0
     date: str = ""
     version: int = VERSION
 
@@ -145,7 +147,11 @@ def mean_of(found: Sequence[Rates]) -> Rates:
     figures = [msgspec.structs.asdict(rates.exchange) for rates in found]
     exchange = {name: fmean(each[name] for each in figures) for name in figures[0]}
     return msgspec.structs.replace(
-        found[-1], work=work, handling=handling, exchange=Exchange(**exchange)
+        found[-1],
+        work=work,
+        handling=handling,
+        exchange=Exchange(**exchange),
+        share=min(rates.share for rates in found),
     )
 
 

@@ -238,6 +238,20 @@ def test_variants_whose_work_differs_are_not_priced_alike(
     assert asked == [1, 2]
 
 
+def test_what_was_measured_while_others_computed_is_told_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside other jobs a step took half as long again, and so it was kept for good."""
+    busy = msgspec.structs.replace(RATES, date="1 May", share=0.52)
+    for rates, said in ((RATES, ""), (busy, ", when others left 52 % of each core")):
+        monkeypatch.setattr("distbelief.forecast.hosts.kept", lambda _, r=rates: r)
+        hosts = Hosts(None, machines=None, measures=True)
+        hosts.hosting(small(), tell=lambda _: None)
+        origins = {name: origin for name, _, origin in hosts.constants}
+        told = f"measured on this host, {rates.date}{said}"
+        assert origins["work of the roles"] == told
+
+
 def test_rates_are_found_again_however_many_threads_computed_then() -> None:
     """What was measured before a real run was measured once more after it.
 
@@ -353,5 +367,6 @@ def test_a_cluster_that_is_not_there_is_told_by_its_option() -> None:
 def test_this_host_is_measured_and_kept() -> None:
     rates = measure(small(), n_processes=2)
     assert rates.n_side_by_side == 2
+    assert 0.0 < rates.share <= 1.0
     assert rates.work["replica replica:step by flops"].n > 10
     assert rates.work["replica replica:step by flops"].unit == "flops"
