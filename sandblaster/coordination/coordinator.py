@@ -339,7 +339,9 @@ class Coordinator:
         course.now = now
         answered = Answered(now=now, answers=orders.answers, versions=orders.versions)
         try:
-            if self._wishes.stop and not self._ending:
+            # A course that has just begun must come to a point first: without one the
+            # shards would stay in its hands, and could not be saved.
+            if self._wishes.stop and course.has_point and not self._ending:
                 self._ending = True
                 steps.close()
                 steps = self._steps = course.end_early()

@@ -189,13 +189,13 @@ class Course:
 
     def end_early(self) -> CourseSteps:
         """Leave the last point that was accepted; to be run instead of the rest."""
+        assert self.has_point
         self.dealing = None
         last = self._figures.iterated
-        if self.has_point:
-            if self.mark is None and self._marked is not None and self._marked is last:
-                # With its history, which is half-way to the next one.
-                yield Recall(cut=self._last_cut, whole=True)
-            yield from self._publish()
+        if self.mark is None and self._marked is not None and self._marked is last:
+            # With its history, which is half-way to the next one.
+            yield Recall(cut=self._last_cut, whole=True)
+        yield from self._publish()
         return Result(
             reason=Reason.STOPPED,
             iteration=0 if last is None else last.iteration,

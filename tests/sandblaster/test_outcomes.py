@@ -161,6 +161,26 @@ def test_a_run_that_is_stopped_leaves_the_last_accepted_point() -> None:
     )
 
 
+def test_a_run_that_is_stopped_while_a_shard_comes_back_leaves_a_point() -> None:
+    """The coordinator ended without one, and the shards refused the last snapshot.
+
+    "a coordinator drives this shard: ask it to save": a job whose time was over 0.5 s
+    after a shard had been killed failed by that.
+    """
+    kill = Kill(at=0.1, role=SHARDS[0], restart_after=0.01)
+    run = Run(replace(SMALL, saves=(0.03,), faults=(kill,)))
+    run.cluster.run_until(lambda: run.coordinator.status()[1]["epoch"] == 4098.0)
+    run.cluster.post(COORDINATOR, from_supervisor(Stop(reason="enough")))
+    assert ended(run) is None
+    result = run.coordinator.result
+    assert result is not None
+    assert result.reason is Reason.STOPPED
+    for name in SHARDS:
+        shard = run.cluster.role(name)
+        assert isinstance(shard, ParameterServerShard)
+        assert not shard._orders.drives
+
+
 def test_all_at_once_may_die_after_a_save_and_the_end_is_the_same() -> None:
     everybody = (COORDINATOR, *SMALL.shards, *SMALL.replicas)
     kills = tuple(Kill(at=0.14, role=role, restart_after=0.05) for role in everybody)
