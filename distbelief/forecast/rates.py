@@ -35,7 +35,7 @@ from distbelief.roles import Compute, Cost, Seconds
 from distbelief.simulation.desk import Handling
 
 
-VERSION: Final = 8
+VERSION: Final = 9
 
 Unit = Literal["flops", "bytes", "times"]
 
