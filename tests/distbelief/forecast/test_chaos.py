@@ -181,11 +181,14 @@ def test_a_job_that_ends_by_the_clock_is_as_long_as_it_says(
 
 
 @pytest.mark.untraced
-def test_steps_that_met_an_update_are_not_steps_done_again() -> None:
+def test_steps_that_met_an_update_are_not_steps_done_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nobody but an evaluator was killed in a job of 898 steps: "Done again: 4,275".
 
     A step whose parameters are being written meanwhile is tried once more, in a moment.
     """
+    monkeypatch.setattr("distbelief.forecast.chaos.virtual.LENGTH_SECONDS", 15.0)
     with Staging() as staging:
         staged = staging.stage(small())
         roles = [entry.name for entry in staged.roster]
