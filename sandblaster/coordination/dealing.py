@@ -176,25 +176,41 @@ class Dealing:
 
     def _back_up(self, now: Seconds) -> None:
         """Give idle members copies of the sets that will be done last."""
+        limit = self._limit(now)
+        size = self._config.cutting.set_size
+        for member in _in_turn(self._loads.idle(limit)) if limit > 0.0 else ():
+            # What is done last now may have been doubled since they were looked for.
+            own = self._loads.seconds_to_begin_with(member, size)
+            if own <= limit and self._backs_up(member, now):
+                limit = min(limit, self._limit(now))
+
+    def _limit(self, now: Seconds) -> Seconds:
+        """Return how long a whole set may take whoever is to back up what is done last.
+
+        Nobody who takes longer is worth it: a smaller set takes him no less than its
+        share of that.
+        """
         last = self._loads.last(now, push=self._numbers.push_seconds)
         if last is None:
-            return
-        # In how many seconds it must be done, to be worth it.
-        limit = min(last[0] / _MARGIN, last[0] - self._least_saved(now))
-        for member in _in_turn(self._loads.idle(limit / last[1].n_examples)):
-            self._back_up_by(member, now)
+            return 0.0
+        seconds, copy = last
+        worth = min(seconds / _MARGIN, seconds - self._least_saved(now))
+        return worth * self._config.cutting.set_size / copy.n_examples
 
-    def _back_up_by(self, member: Member, now: Seconds) -> None:
+    def _backs_up(self, member: Member, now: Seconds) -> bool:
+        """Give one a copy of what will be done last of the others', if worth it."""
         push = self._numbers.push_seconds
         last = self._loads.last(now, push=push, other_than=member)
         if last is None:
-            return
+            return False
         seconds, copy = last
         own = self._loads.seconds_to_begin_with(member, copy.n_examples)
-        if own and seconds > max(_MARGIN * own, own + self._least_saved(now)):
-            self.n_backups += 1
-            self._give(member, copy.set_index, now)
-            self._loads.look(now)
+        if not own or seconds <= max(_MARGIN * own, own + self._least_saved(now)):
+            return False
+        self.n_backups += 1
+        self._give(member, copy.set_index, now)
+        self._loads.look(now)
+        return True
 
     def _least_saved(self, now: Seconds) -> Seconds:
         """Return how much earlier a backup must promise to be."""

@@ -5,7 +5,7 @@ is: so dealing to one of 2,000 replicas costs little more than to one of two.
 
     all        seconds until a member has nothing left; its weight is its speed
     hungry     those who have almost nothing left, with one set more
-    idle       those who have nothing left, by their pace
+    idle       those who have nothing left, by how long a set would take them
     latest     the last set of each, of which there is no second copy
     pushed     granted sets without a second copy, by their age
 """
@@ -132,7 +132,8 @@ class Workloads:
             self._all.put(number, line, weight=1.0 / set_seconds)
             self._with_one_more.put(number, line.later(set_seconds))
         n_held = len(member.outstanding)
-        _put(self._idle, number, None if n_held else Line(pace))
+        own = self.seconds_to_begin_with(member, self._set_size) or math.inf
+        _put(self._idle, number, None if n_held else Line(own))
         is_hungry = n_held <= n_at_once(member, set_seconds) // 2 + 1
         _put(self._hungry, number, line.later(set_seconds) if is_hungry else None)
         self._look_at_copies(row, line, pace)
@@ -218,9 +219,9 @@ class Workloads:
         limit = end + _ROUNDING * abs(end)
         return [self._rows[n].member for n in self._hungry.at_most(limit, now)]
 
-    def idle(self, pace: float = math.inf) -> list[Member]:
-        """Return who has nothing left, and is at least so quick."""
-        return [self._rows[n].member for n in self._idle.at_most(pace, 0.0)]
+    def idle(self, seconds: Seconds = math.inf) -> list[Member]:
+        """Return who has nothing left, and would do a whole set within that time."""
+        return [self._rows[n].member for n in self._idle.at_most(seconds, 0.0)]
 
     def last(
         self, now: Seconds, *, push: Seconds, other_than: Member | None = None

@@ -298,6 +298,62 @@ def test_no_backup_is_dealt_for_a_hiccup_or_a_small_share_of_the_time() -> None:
     assert not table.dealing.n_backups
 
 
+def test_who_waits_for_parameters_is_not_asked_at_every_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """2,000 replicas spent 97 % of a core on backup tasks that none was worth.
+
+    At the end of a batch all but a few idle. Those who had no set of it would have to
+    wait for parameters first, longer than any backup may take: each of them was looked
+    at for each word of anybody.
+    """
+    names = [Address(f"replica-{i}") for i in range(50)]
+    table = Table(*names, n_sets=2)
+    for name in names:
+        table.member(name).seconds_per_example = 0.1
+        table.member(name).lag = 100.0
+        table.dealing.heard(table.member(name))
+    table.deal()
+    busy = [name for name in names if table.has(name)]
+    for name in busy:
+        table.member(name).n_sets = 1  # it has the parameters
+    asked: list[Member] = []
+    takes = Workloads.seconds_to_begin_with
+
+    def asks(self: Workloads, member: Member, n_examples: int) -> Seconds:
+        asked.append(member)
+        return takes(self, member, n_examples)
+
+    monkeypatch.setattr(Workloads, "seconds_to_begin_with", asks)
+    for step in range(20):
+        table.dealing.heard(table.member(busy[0]))
+        table.deal(10.0 + step)
+    assert table.dealing.n_backups == 0
+    assert len(asked) <= 2 * 20  # the one that spoke
+
+
+def test_after_a_backup_only_who_is_worth_the_next_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [Address(f"replica-{i:02d}") for i in range(50)]
+    table = Table(*names, n_sets=1)
+    for index, name in enumerate(names):
+        table.member(name).seconds_per_example = 1.0 if index == 0 else 0.1
+        table.dealing.heard(table.member(name))
+    tried: list[Member] = []
+    backs_up = Dealing._backs_up
+
+    def tries(self: Dealing, member: Member, now: Seconds) -> bool:
+        tried.append(member)
+        return backs_up(self, member, now)
+
+    monkeypatch.setattr(Dealing, "_backs_up", tries)
+    table.deal()
+    table.deal(50.0)  # who has it is late
+    assert table.dealing.n_backups == 1
+    assert len(tried) == 1
+
+
 def test_nothing_is_granted_while_too_much_is_to_be_forgotten() -> None:
     table = Table(n_sets=1, backups=False)
     names = [Address(f"replica-{index}") for index in range(N_VOID_MAX + 1)]
