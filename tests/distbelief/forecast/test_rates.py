@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -114,18 +115,31 @@ def test_what_two_clocks_differ_by_is_no_waiting() -> None:
     assert waiting_of([(0.1, 1.0), (0.0, 1.0)], besides=0.3) == 0.0
 
 
-def test_who_sleeps_is_idle_and_who_computes_is_not(
-    monkeypatch: pytest.MonkeyPatch,
+def test_who_neither_computes_nor_queues_is_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = idle()
-    until = time.thread_time() + 0.05
-    while time.thread_time() < until:
-        pass
-    busy = idle() - begun
-    time.sleep(0.05)
-    assert idle() - begun - busy >= 0.045 > busy
-    monkeypatch.setattr(stopwatch, "QUEUE", Path("/nowhere"))
+    queue = tmp_path / "schedstat"  # nanoseconds of running, of queueing; slices
+    queue.write_text("2000000000 1500000000 7\n")
+    clocks = SimpleNamespace(perf_counter=lambda: 5.0, thread_time=lambda: 2.0)
+    monkeypatch.setattr(stopwatch, "QUEUE", queue)
+    monkeypatch.setattr(stopwatch, "time", clocks)
+    assert idle() == 1.5
+    clocks.perf_counter, clocks.thread_time = lambda: 6.0, lambda: 3.0  # it computed
+    assert idle() == 1.5
+    clocks.perf_counter = lambda: 7.0  # it slept
+    assert idle() == 2.5
+    queue.write_text("3000000000 2500000000 8\n")  # no: it stood in the queue
+    assert idle() == 1.5
+    queue.unlink()
     assert idle() == 0.0
+
+
+@pytest.mark.skipif(not stopwatch.QUEUE.exists(), reason="no kernel that tells")
+def test_the_kernel_tells_of_queues_and_not_of_sleep() -> None:
+    """However crowded the cores are: what was slept is no part of any queue."""
+    begun = idle()
+    time.sleep(0.05)
+    assert idle() - begun >= 0.045
 
 
 def test_who_waits_leaves_the_core_to_others() -> None:
