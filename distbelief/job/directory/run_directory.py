@@ -34,6 +34,7 @@ from distbelief.job.display.view import SupervisorView
 
 
 SIBLINGS_MAX: Final = 10_000
+GONE_MAX: Final = 3
 STATUS_BYTES_MAX: Final = 1 << 22
 
 
@@ -80,7 +81,7 @@ class RunDirectory:
         for number in range(1, SIBLINGS_MAX):
             suffix = "" if number == 1 else f".{number}"
             candidate = wanted.with_name(f"{wanted.name}{suffix}")
-            run = cls._take(candidate)
+            run = cls._taken(candidate)
             if run is not None:
                 return run
         raise StorageError(f"{wanted} and {SIBLINGS_MAX} siblings exist: remove some")
@@ -251,6 +252,17 @@ class RunDirectory:
             return None
         finally:
             os.close(descriptor)
+
+    @classmethod
+    def _taken(cls, path: Path) -> Self | None:
+        """Take it as below, anew if a mistaken run of that name took it along."""
+        for _ in range(GONE_MAX):
+            try:
+                return cls._take(path)
+            except StorageError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+        return cls._take(path)
 
     @classmethod
     def _take(cls, path: Path) -> Self | None:

@@ -312,9 +312,8 @@ def test_an_exchange_takes_some_time_but_not_long(
     for name in ("N_EVENTS", "N_SLEEPS", "N_HANDED"):
         monkeypatch.setattr(f"distbelief.forecast.exchange.{name}", 20)
     found = exchange(n_bytes)
-    for name in ("message", "work", "timer"):
-        assert 1e-6 < getattr(found, name) < 0.05, name
-    for name in ("latency", "wake", "begins", "answers"):
+    assert found.work > 0  # the others are differences, and 20 events are few
+    for name in Exchange.__struct_fields__:
         assert 0 <= getattr(found, name) < 0.5, name
 
 

@@ -2,6 +2,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,32 @@ def test_an_empty_directory_is_taken_and_a_file_is_not(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "file") as run:
         assert run.path.name == "file.2"
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("at", ["iterdir", "open"])
+def test_a_directory_that_another_run_takes_along_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Two jobs of one name began at once, and both had a mistake.
+
+    The first took its directory away when the second had found it, and was about to
+    lock it: "cannot write to runs/tiny: No such file or directory".
+    """
+    place = tmp_path / "demo"
+    target = Path if at == "iterdir" else os
+    true: Callable[..., object] = getattr(target, at)
+    n_left = 2
+
+    def gone_before(*arguments: object) -> object:
+        nonlocal n_left
+        if n_left and place.exists():
+            n_left -= 1
+            place.rmdir()
+        return true(*arguments)
+
+    monkeypatch.setattr(target, at, gone_before)
+    with RunDirectory.create(place) as run:
+        assert (run.path, n_left) == (place, 0)
 
 
 def test_a_place_that_cannot_be_is_named_with_the_mend(tmp_path: Path) -> None:
