@@ -1,9 +1,10 @@
 """Messages to and from frames: one small header, then each array's raw bytes.
 
 The header is an `Envelope` in msgpack: the run's token, the sender and its incarnation,
-the message. In place of an array stands [frame, element type]; the frames follow in
-that order. Nothing is trusted: a header that is too long, ill-typed, of another run, or
-at odds with its frames raises `RemoteProtocolError` before any memory is taken.
+the message. In place of an array stands [frame, element type], of a blob [frame, "u1"];
+the frames follow in that order. Nothing is trusted: a header that is too long,
+ill-typed, of another run, or at odds with its frames raises `RemoteProtocolError`
+before any memory is taken.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import msgspec
 import numpy as np
 
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
-from distbelief.messages import Count, Message, Name
+from distbelief.messages import Blob, Count, Message, Name
 from distbelief.vectors import BLOCK_BYTES, ELEMENT_TYPES, Vector
 
 
@@ -20,11 +21,12 @@ Frame = bytes | memoryview
 
 HEADER_BYTES_MAX = 1 << 20
 FRAME_BYTES_MAX = BLOCK_BYTES  # an array frame is one block at the most
-FRAMES_MAX = 2  # no message has more than one array
+FRAMES_MAX = 2  # no message has more than one array, or blob
 
 JOINING = "join"
 """Token of messages between a supervisor and hosts, which do not know the run's yet."""
 
+_BLOB = "u1"
 _CODES = {dtype: code for code, dtype in ELEMENT_TYPES.items()}
 
 
@@ -54,10 +56,10 @@ class Wire:
         self._strangers = strangers
         self._frames: Sequence[Frame] = ()
         self._n_used = 0
-        self._arrays: list[memoryview] = []
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._array_reference)
+        self._frames_out: list[Frame] = []
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._reference)
         self._decoder: msgspec.msgpack.Decoder[Envelope] = msgspec.msgpack.Decoder(
-            Envelope, dec_hook=self._array_at
+            Envelope, dec_hook=self._found
         )
 
     def encode(
@@ -74,7 +76,7 @@ class Wire:
         Raises:
             LocalProtocolError: no receiver would accept it.
         """
-        self._arrays = []
+        self._frames_out = []
         envelope = Envelope(
             token=JOINING if self._is_strange(receiver) else self._token,
             sender=sender,
@@ -92,8 +94,8 @@ class Wire:
                 f"cannot send {type(message).__name__}: its header has {len(header)} "
                 f"bytes, more than {HEADER_BYTES_MAX}"
             )
-        frames: list[Frame] = [header, *self._arrays]
-        self._arrays = []
+        frames: list[Frame] = [header, *self._frames_out]
+        self._frames_out = []
         return frames
 
     def decode(self, frames: Sequence[Frame]) -> Envelope:
@@ -131,35 +133,60 @@ class Wire:
     def _is_strange(self, name: str) -> bool:
         return self._strangers is not None and name.startswith(self._strangers)
 
-    def _array_reference(self, value: object) -> tuple[int, str]:
-        if not isinstance(value, np.ndarray):
+    def _reference(self, value: object) -> tuple[int, str]:
+        """Return what stands in the header for what travels beside it."""
+        code: str | None
+        content: memoryview | None
+        if isinstance(value, Blob):
+            code, content = _BLOB, value.content
+        elif isinstance(value, np.ndarray):
+            code = _CODES.get(value.dtype)
+            content = None if code is None else _raw(value)
+        else:
             raise LocalProtocolError(f"cannot send {type(value).__name__}: {value!r}")
-        code = _CODES.get(value.dtype)
-        if code is None or value.ndim != 1 or value.nbytes > FRAME_BYTES_MAX:
+        if code is None or content is None or len(content) > FRAME_BYTES_MAX:
             raise LocalProtocolError(
-                f"cannot send an array of {value.dtype} and shape {value.shape}: only "
-                f"{', '.join(ELEMENT_TYPES)}, flat, {FRAME_BYTES_MAX} bytes at most"
+                f"cannot send {_described(value)}: only {', '.join(ELEMENT_TYPES)}, "
+                f"flat, {FRAME_BYTES_MAX} bytes at most"
             )
-        # An empty memoryview cannot be cast, and `.view` keeps read-only arrays so.
-        self._arrays.append(np.ascontiguousarray(value).view(np.uint8).data)
-        return len(self._arrays) - 1, code
+        self._frames_out.append(content)
+        return len(self._frames_out) - 1, code
 
-    def _array_at(self, expected: type, reference: object) -> Vector:
-        del expected
+    def _found(self, expected: type, reference: object) -> Vector | Blob:
+        """Return what a reference in a header stands for."""
         if type(reference) is not list or len(reference) != 2:
             raise msgspec.ValidationError("no array reference")
         index, code = reference
         if type(index) is not int or type(code) is not str:
             raise msgspec.ValidationError("no array reference")
-        dtype = ELEMENT_TYPES.get(code)
-        if dtype is None or index != self._n_used or index >= len(self._frames):
+        dtype = None if expected is Blob else ELEMENT_TYPES.get(code)
+        is_one = code == _BLOB if expected is Blob else dtype is not None
+        if not is_one or index != self._n_used or index >= len(self._frames):
             raise msgspec.ValidationError(f"no such array: {index}, {code!r:.8}")
         self._n_used += 1
         frame = self._frames[index]
-        if len(frame) > FRAME_BYTES_MAX or len(frame) % dtype.itemsize:
+        if len(frame) > FRAME_BYTES_MAX:
+            raise msgspec.ValidationError(f"{len(frame)} bytes cannot be a frame")
+        if dtype is None:
+            return Blob(frame)
+        if len(frame) % dtype.itemsize:
             raise msgspec.ValidationError(f"{len(frame)} bytes cannot be {dtype}")
         array = np.frombuffer(frame, dtype=dtype)
         if not array.flags.aligned:  # ZeroMQ packs small frames as they come
             array = array.copy()
         array.flags.writeable = False
         return array
+
+
+def _raw(array: Vector) -> memoryview | None:
+    """Return its bytes, None if it is not flat."""
+    if array.ndim != 1:
+        return None
+    # An empty memoryview cannot be cast, and `.view` keeps read-only arrays so.
+    return np.ascontiguousarray(array).view(np.uint8).data
+
+
+def _described(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} and shape {value.shape}"
+    return f"a {type(value).__name__}"

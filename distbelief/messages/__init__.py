@@ -71,6 +71,7 @@ A machine that joins a job is a host: it runs what the supervisor wants to run t
       | <----------------- Dismiss  |   that is all
 """
 
+from distbelief.messages.blob import Blob
 from distbelief.messages.bounds import Count, Name, Text
 from distbelief.messages.hosts import (
     Ask,
@@ -164,6 +165,7 @@ __all__ = [
     "Assignment",
     "Attach",
     "Begin",
+    "Blob",
     "ClientRecord",
     "Count",
     "Credit",

@@ -4,11 +4,12 @@ from typing import Annotated
 
 import msgspec
 
+from distbelief.messages.blob import Blob
 from distbelief.messages.bounds import AnyMessage, Count, Name, Rate, Text
 
 
 PIECE_BYTES_MAX = 1 << 19
-"""Of a document in one message: it travels in the header."""
+"""Of a document in one message."""
 
 N_DUTIES_MAX = 4096
 
@@ -89,5 +90,5 @@ class Piece(AnyMessage, frozen=True):
     document: Name
     offset: Count
     n_bytes: Count  # of the whole document
-    content: Annotated[bytes, msgspec.Meta(max_length=PIECE_BYTES_MAX)]
+    content: Blob
     error: Text | None = None  # why there is none

@@ -25,7 +25,7 @@ from distbelief.job.configuration.jobfile import job_from_json, parse_job
 from distbelief.job.hosts.brief import moved_here, read_brief, write_brief
 from distbelief.job.hosts.documents import Reading
 from distbelief.job.processes.process import Spec
-from distbelief.messages import Message, Piece
+from distbelief.messages import Blob, Message, Piece
 from distbelief.parameter_server.layout.layout import Layout, TensorSpec
 from distbelief.program.cluster import Machine, uniform
 from distbelief.program.placement import Placement
@@ -133,7 +133,7 @@ def _piece() -> Decoder:
         while at + _STEP.size <= len(data):
             offset, n_bytes, n = _STEP.unpack_from(data, at)
             at += _STEP.size
-            content = data[at : at + n]
+            content = Blob(data[at : at + n])
             at += n
             piece = Piece(document="d", offset=offset, n_bytes=n_bytes, content=content)
             reading.take(piece)

@@ -6,6 +6,7 @@ from typing import Final, TypeVar, final
 import numpy as np
 from msgspec import inspect
 
+from distbelief.messages import Blob
 from distbelief.vectors import ELEMENT_TYPES
 
 
@@ -34,7 +35,7 @@ class Sampler:
             inspect.NoneType: lambda: None,
             inspect.BoolType: lambda: bool(draw(2)),
             inspect.FloatType: lambda: self._one_of(_REALS),
-            inspect.BytesType: lambda: bytes(draw(200)),
+            Blob: lambda: Blob(bytes(draw(200))),
             inspect.AnyType: lambda: self._one_of(_WORDS),
             inspect.CustomType: self._array,
         }
@@ -77,7 +78,8 @@ class Sampler:
             case inspect.LiteralType():
                 return self._one_of(told.values)
             case _:
-                return self._plainest[type(told)]()
+                blob = isinstance(told, inspect.CustomType) and told.cls is Blob
+                return self._plainest[Blob if blob else type(told)]()
 
     def _array(self) -> object:
         dtype = self._one_of(list(ELEMENT_TYPES.values()))

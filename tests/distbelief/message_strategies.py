@@ -12,6 +12,7 @@ from distbelief.commands import Axpy, Batch, Dot, Scalars, VectorName
 from distbelief.messages import (
     Account,
     Assignment,
+    Blob,
     ClientRecord,
     Count,
     CutRecord,
@@ -147,7 +148,7 @@ _BY_HINT += [
         (Offer, "devices", st.lists(names, max_size=3).map(tuple)),
         (Duties, "duties", _tuples_of(Duty)),
         (DutyEnded, "reason", st.text(max_size=2048)),
-        (Piece, "content", st.binary(max_size=200)),
+        (Piece, "content", st.binary(max_size=200).map(Blob)),
     )
 ]
 _BY_HINT += [
@@ -172,6 +173,8 @@ def same(left: object, right: object) -> bool:
     """Whether two messages are equal, bit by bit where they hold arrays."""
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
         equal = left.dtype == right.dtype and left.tobytes() == right.tobytes()
+    elif isinstance(left, Blob) and isinstance(right, Blob):
+        equal = left.content == right.content
     elif isinstance(left, msgspec.Struct) and type(left) is type(right):
         equal = all(
             same(getattr(left, name), getattr(right, name))

@@ -12,7 +12,7 @@ its end, than a piece: what is trained goes first.
 from typing import Final, final
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.messages import Ask, Piece
+from distbelief.messages import Ask, Blob, Piece
 from distbelief.messages.hosts import PIECE_BYTES_MAX
 
 
@@ -33,7 +33,7 @@ def piece_of(document: str, content: bytes, offset: int) -> Piece:
         document=document,
         offset=offset,
         n_bytes=len(content),
-        content=content[offset : offset + PIECE_BYTES_MAX],
+        content=Blob(memoryview(content)[offset : offset + PIECE_BYTES_MAX]),
     )
 
 
@@ -90,5 +90,5 @@ class Reading:
         if self.content is not None:
             return False
         self._n_bytes = known
-        self._content += piece.content
+        self._content += piece.content.content
         return True

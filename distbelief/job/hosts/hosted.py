@@ -251,7 +251,8 @@ class Hosted:
             piece = piece_of(BRIEF, self._config.brief, ask.offset)
         else:
             raise RemoteProtocolError(f"{host.name} asked for {ask.document!r:.80}")
-        return [Send(receiver=host.name, message=piece)]
+        # Lent: who asks much, and reads nothing, makes the supervisor hold no copies.
+        return [Send(receiver=host.name, message=piece, lent=True)]
 
     def _reported(
         self, host: HostRecord, report: HostReport, now: Seconds

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.messages import Ask, Piece
+from distbelief.messages import Ask, Blob, Piece
 from distbelief.roles import Seconds
 
 
@@ -29,7 +29,7 @@ SECONDS_ENOUGH: Final = 0.15
 SECONDS_MAX: Final = 3.0
 """For all of it: a link on which something is lost has no rate."""
 
-_CONTENT: Final = bytes(PIECE_BYTES)
+_CONTENT: Final = Blob(bytes(PIECE_BYTES))
 
 
 def probe_piece(offset: int) -> Piece:

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 from distbelief.errors import RemoteProtocolError
 from distbelief.job.hosts import documents
 from distbelief.job.hosts.documents import DOCUMENT_BYTES_MAX, Reading, piece_of
-from distbelief.messages import Piece
+from distbelief.messages import Blob, Piece
 
 
 @given(
@@ -41,16 +41,16 @@ def test_a_document_arrives_whatever_is_lost_or_comes_twice(
 def test_a_piece_that_makes_no_sense_is_refused(
     offset: int, n_bytes: int, content: bytes
 ) -> None:
-    piece = Piece(document="d", offset=offset, n_bytes=n_bytes, content=content)
+    piece = Piece(document="d", offset=offset, n_bytes=n_bytes, content=Blob(content))
     with pytest.raises(RemoteProtocolError, match="bytes of d at 0"):
         Reading("d").take(piece)
 
 
 def test_a_document_does_not_change_its_length() -> None:
-    reading = Reading("d")
-    assert reading.take(Piece(document="d", offset=0, n_bytes=4, content=b"ab"))
-    assert not reading.take(Piece(document="e", offset=2, n_bytes=4, content=b"ab"))
+    reading, ab = Reading("d"), Blob(b"ab")
+    assert reading.take(Piece(document="d", offset=0, n_bytes=4, content=ab))
+    assert not reading.take(Piece(document="e", offset=2, n_bytes=4, content=ab))
     with pytest.raises(RemoteProtocolError, match="before: 4"):
-        reading.take(Piece(document="d", offset=2, n_bytes=5, content=b"ab"))
+        reading.take(Piece(document="d", offset=2, n_bytes=5, content=ab))
     with pytest.raises(RemoteProtocolError, match="it has 3 bytes"):
         piece_of("d", b"abc", 4)
