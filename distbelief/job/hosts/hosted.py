@@ -14,8 +14,7 @@ It wraps the supervisor, which knows nothing of machines. Rules:
 * Replicas that find no room wait, and so do those of a machine that is gone; who comes
   late is given them. The first replica has a room always, for the others wait for it.
 * A machine that wants to leave is left by its replicas one push later.
-* A machine on which roles die too soon, one after another, gets no more of them, as
-  long as another has joined: else it takes them all, for its cores are always free.
+* A machine on which roles die too soon, one after another, gets no more (`judge`).
 """
 
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from distbelief.job.display.view import SupervisorView
 from distbelief.job.hosts.documents import piece_of
 from distbelief.job.hosts.host import BRIEF
 from distbelief.job.hosts.housing import Housing
+from distbelief.job.hosts.judge import Judge
 from distbelief.job.hosts.probing import N_PIECES_MAX, PROBE, probe_piece
 from distbelief.job.hosts.records import HostedConfig, HostRecord
 from distbelief.job.supervision.ending import Stage
@@ -54,9 +54,6 @@ from distbelief.roles import (
 
 TICK_SECONDS: Final = 0.25
 N_HOSTS_MAX: Final = 1024
-DEATHS_MAX: Final = 3
-"""Of roles on one machine, in a row and too soon, after which it gets no more."""
-
 LIFE_SECONDS_MIN: Final = 1.0
 """Of a machine: who begins anew in every message fills logs, and the screen."""
 
@@ -78,6 +75,7 @@ class Hosted:
         self._books = supervisor.books
         self._hosts: dict[Address, HostRecord] = {}
         self._housing = Housing(self._books, self._hosts, slots_here=config.slots_here)
+        self._judge = Judge(self._books, self._hosts, self._housing.places)
         self._moving: dict[Address, Seconds] = {}  # roles that leave: until when
         self._left: set[tuple[Address, int]] = set()  # lives of roles that have
         self._started: Started | None = None  # kept until the job begins
@@ -280,32 +278,11 @@ class Hosted:
                     continue
                 del host.duties[name]
                 reason = f"{ended.reason} on {host.offer.label}"
-                actions += self._judge(host, name, now)
+                actions += self._judge.died(name, host, now)
                 actions += self._lose(name, ended.incarnation, reason, now, own=True)
         if report.leaving:
             actions += self._let_leave(host, now)
         return [*actions, host.assign(self._config.run)]
-
-    def _judge(self, host: HostRecord, name: Address, now: Seconds) -> list[Action]:
-        """A role has died on a machine, perhaps through its fault."""
-        members, settled = self._books.members, self._books.config.settled_seconds
-        record = members.get(name)
-        if record is None or record.has_settled(settled):
-            host.deaths.clear()
-            return []
-        host.deaths.append(name)
-        if len(host.deaths) < DEATHS_MAX or len(set(host.deaths)) == 1:
-            return []  # of one role alone, the fault may well be its own
-        useful = [h for h in self._hosts.values() if h.ready and not h.is_avoided]
-        if host not in useful or useful == [host]:
-            return []
-        host.is_avoided = True
-        self._housing.places.shut(host.name)
-        for each in map(members.get, host.deaths):
-            if each is not None:
-                each.in_a_row = 0
-        text = f"{host.label} gets no more roles: {DEATHS_MAX} died there too soon"
-        return [self._say(text, now, warn=True)]
 
     def _lose(
         self,

@@ -6,11 +6,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from typing_extensions import override
 
 from distbelief.errors import RemoteProtocolError
+from distbelief.job.hosts.host import BRIEF
 from distbelief.job.hosts.host_config import HostConfig
-from distbelief.job.hosts.probing import N_PIECES_MAX, PROBE
+from distbelief.job.hosts.probing import N_PIECES_MAX, PIECE_BYTES, PROBE, probe_piece
 from distbelief.job.supervision.membership import Kind, Presence
 from distbelief.job.supervision.supervisor import USER
-from distbelief.messages import Alive, Ask, Dismiss, HostReport, Join, Stop
+from distbelief.messages import Alive, Ask, Dismiss, HostReport, Join, Piece, Stop
 from distbelief.roles import (
     SUPERVISOR,
     Action,
@@ -19,6 +20,7 @@ from distbelief.roles import (
     PeerLost,
     Received,
     Report,
+    Send,
     Terminate,
 )
 from tests.distbelief.job.hosts.town import Machine, Town, config_of
@@ -80,6 +82,23 @@ def test_who_asks_for_the_trial_again_and_again_gets_nothing_more() -> None:
     event = Received(sender=Address("host-a"), incarnation=1, message=ask)
     answers = [town.hosted.handle(event, town.now) for _ in range(2 * N_PIECES_MAX)]
     assert sum(map(bool, answers)) < N_PIECES_MAX
+
+
+def test_what_machines_ask_for_is_not_copied_for_each() -> None:
+    """Who has a key and many names, and reads nothing, fills no memory."""
+    town = Town(roster(1))
+    contents = []
+    for name in ("a", "b"):
+        town.come(name)
+        ask = Ask(document=BRIEF, offset=0)
+        event = Received(sender=Address(f"host-{name}"), incarnation=1, message=ask)
+        (send,) = town.hosted.handle(event, town.now)
+        assert isinstance(send, Send)
+        assert isinstance(send.message, Piece)
+        assert send.lent
+        contents.append(send.message.content.content.obj)
+    assert contents[0] is contents[1]
+    assert probe_piece(0).content is probe_piece(PIECE_BYTES).content
 
 
 def test_a_machine_that_has_second_thoughts_is_left_by_its_roles() -> None:
