@@ -42,6 +42,7 @@ from distbelief.runtime.machine.measuring import Judge, Measuring
 from distbelief.runtime.machine.portions import PortionReader, PortionsAhead
 from distbelief.runtime.machine.stepping import Stepping
 from distbelief.runtime.task.capturing import capture_for
+from distbelief.runtime.task.samples import Sample
 from distbelief.runtime.task.task import (
     BuildContext,
     TaskSpec,
@@ -206,7 +207,7 @@ def evaluating_machine(place: Place, *, context: BuildContext, split: Split) -> 
         sizes=[region.n_elements for _, region in flow.items],
         dtype=dtype,
         course=course,
-        judge=_judge(task),
+        judge=_judge(task, context.sample),
     )
     leader = Leader(n_machines, plan=split.fingerprint, limit=0)
     leader.begin(0.0)
@@ -256,8 +257,8 @@ def _couriers(place: Place, flow: Dataflow, n_machines: int) -> dict[int, Courie
     return {peer: Courier(names[peer]) for peer in sorted(peers)}
 
 
-def _judge(task: TaskSpec) -> Judge:
-    loss, metric = build_loss(task), build_metric(task)
+def _judge(task: TaskSpec, sample: Sample | None) -> Judge:
+    loss, metric = build_loss(task), build_metric(task, sample)
 
     def judge(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
         return float(loss(outputs, targets)), float(metric(outputs, targets))

@@ -19,6 +19,7 @@ from distbelief.runtime.evaluator import Evaluator, EvaluatorConfig
 from distbelief.runtime.machine.machine_names import EVALUATORS, member_names
 from distbelief.runtime.task import trial
 from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.samples import sample_of
 from distbelief.runtime.task.task import (
     BuildContext,
     RosterEntry,
@@ -110,18 +111,19 @@ def build_evaluator(context: BuildContext) -> Role:
     """
     task = context.task
     dataset = context.test_data()
+    sample = sample_of(dataset, table="data.test")
     return Evaluator(
         EvaluatorConfig(subset=context.evaluation_subset, seed=context.seed),
         client=build_client(context, pushes=False),
         model=LocalModel(build_model(task.model)),
         dataset=dataset,
         loss=build_loss(task),
-        metric=build_metric(task),
+        metric=build_metric(task, sample),
         names=trial.Names(
             model=task.model.factory,
             loss=task.loss,
             data="data.test",
-            metric=metric_name(task),
+            metric=metric_name(task, sample),
         ),
     )
 

@@ -121,7 +121,8 @@ class EvaluationTable(
 
     Attributes:
         metric: "accuracy", another known name, or an import path; None chooses by the
-            loss ("accuracy" for "cross_entropy").
+            loss ("accuracy" for "cross_entropy"), and for one of your own by the
+            targets ("accuracy" for whole numbers, else "mse").
         subset: Held-out samples of a usual evaluation; None means all. The last one
             of a job always takes all.
         every: Seconds between evaluations; "10 s" in the file.

@@ -28,7 +28,7 @@ from distbelief.runtime.task.checks import check, check_data, check_evaluation
 from distbelief.runtime.task.imports import place
 from distbelief.runtime.task.local_model import LocalModel
 from distbelief.runtime.task.recording import recorded_initials
-from distbelief.runtime.task.samples import Sample
+from distbelief.runtime.task.samples import Sample, sample_of
 from distbelief.runtime.task.task import build_dataset, build_model, metric_name
 from distbelief.runtime.task.weights import reader
 
@@ -183,9 +183,11 @@ def _found(job: Job, question: Question, model: LocalModel) -> Answer:
         case path:
             initial_file = path
             _check_weights(path, tuple(model.specs()))
-    test = None
+    test = sample = None
     if task.test is not None:
-        test = DataFacts.of(build_dataset(task.test, table="data.test"))
+        held_out = build_dataset(task.test, table="data.test")
+        test = DataFacts.of(held_out)
+        sample = sample_of(held_out, table="data.test")
     trained = [t for t in model.named_tensors().values() if t.requires_grad]
     is_double = any(tensor.dtype == torch.float64 for tensor in trained)
     return Answer(
@@ -193,7 +195,7 @@ def _found(job: Job, question: Question, model: LocalModel) -> Answer:
         dtype="float64" if is_double else "float32",
         initials=initials,
         initial_file=initial_file,
-        metric_name=metric_name(task),
+        metric_name=metric_name(task, sample),
         task=TaskFacts(
             n_parameters=model.n_parameters,
             train=DataFacts.of(build_dataset(task.train)),

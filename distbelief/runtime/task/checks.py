@@ -52,17 +52,18 @@ def check(task: TaskSpec, batch_size: int) -> None:
     dataset = build_dataset(task.test, table="data.test")
     indices = range(min(batch_size, len(dataset)))
     inputs, targets = read_batch(dataset, indices, table="data.test")
+    sample = sample_of(dataset, table="data.test")
     trial.evaluate(
         module,
         inputs,
         targets,
         loss=loss,
-        metric=build_metric(task),
+        metric=build_metric(task, sample),
         names=trial.Names(
             model=task.model.factory,
             loss=task.loss,
             data="data.test",
-            metric=metric_name(task),
+            metric=metric_name(task, sample),
             indices=indices,
         ),
     )
@@ -88,7 +89,7 @@ def check_data(task: TaskSpec, batch_size: int, *, n_readers: int = 2) -> Sample
                 f"samples of [data.train] are {sample}, and those of [data.test] "
                 f"{other}: they have to be alike"
             )
-        build_metric(task)
+        build_metric(task, sample)
     return sample
 
 

@@ -121,12 +121,15 @@ def metric_function(name: str) -> Metric:
     return found
 
 
-def usual_metric(loss: str) -> str:
+def usual_metric(loss: str, *, labels: bool = True) -> str:
     """Return the metric that goes with a loss: its targets say which.
 
-    A loss of one's own is taken to classify.
+    Args:
+        loss: Its name or import path.
+        labels: Whether the targets are whole numbers; then a loss of one's own is
+            taken to classify.
     """
-    if ":" in loss or loss.removesuffix("_loss") in CLASS_LOSSES:
+    if labels if ":" in loss else loss.removesuffix("_loss") in CLASS_LOSSES:
         return "accuracy"
     return "mse"
 

@@ -85,7 +85,7 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         test: Table [data.test], if there is any: without it nothing is evaluated.
         loss: Name in `losses.LOSSES`, or import path of f(outputs, targets) -> mean.
         metric: Name in `losses.METRICS`, or import path of such a function; None
-            chooses by the loss.
+            chooses by the loss, and by the targets.
     """
 
     model: ModelSpec
@@ -264,11 +264,19 @@ def build_loss(task: TaskSpec) -> Loss:
     return loss_function(task.loss)
 
 
-def metric_name(task: TaskSpec) -> str:
-    """Return the metric's name or import path, chosen by the loss if left open."""
-    return usual_metric(task.loss) if task.metric is None else task.metric
+def metric_name(task: TaskSpec, sample: Sample | None = None) -> str:
+    """Return the metric's name or import path, chosen by the loss if left open.
+
+    Args:
+        task: What is learnt.
+        sample: What the data are like; a loss of one's own does not say.
+    """
+    if task.metric is not None:
+        return task.metric
+    labels = sample is None or sample.target_is_integer
+    return usual_metric(task.loss, labels=labels)
 
 
-def build_metric(task: TaskSpec) -> Metric:
+def build_metric(task: TaskSpec, sample: Sample | None = None) -> Metric:
     """Return the metric as f(outputs, targets) -> mean over samples."""
-    return metric_function(metric_name(task))
+    return metric_function(metric_name(task, sample))

@@ -9,6 +9,7 @@ from typing_extensions import override
 from distbelief.errors import JobError
 from distbelief.runtime.task import trial
 from distbelief.runtime.task.checks import check
+from distbelief.runtime.task.samples import Sample
 from distbelief.runtime.task.task import (
     DataSpec,
     ModelSpec,
@@ -376,8 +377,23 @@ def test_a_backward_that_fails_is_told() -> None:
 def test_the_usual_metric_goes_with_the_loss() -> None:
     assert metric_name(task()) == "accuracy"
     assert metric_name(task(loss="mse_loss")) == "mse"
-    assert metric_name(task(loss="a.b:own")) == "accuracy"
     assert metric_name(task(metric="top5")) == "top5"
+
+
+@pytest.mark.parametrize(("is_integer", "name"), [(True, "accuracy"), (False, "mse")])
+def test_a_loss_of_ones_own_is_judged_by_what_its_targets_are(
+    *, is_integer: bool, name: str
+) -> None:
+    """A net that foretells numbers was said to have an accuracy of 9 %."""
+    sample = Sample(
+        input_shape=(4,),
+        input_is_integer=False,
+        target_shape=(2,),
+        target_is_integer=is_integer,
+    )
+    assert metric_name(task(loss="a.b:own"), sample) == name
+    assert metric_name(task(loss="a.b:own", metric="top5"), sample) == "top5"
+    assert metric_name(task(loss="cross_entropy"), sample) == "accuracy"
 
 
 def test_accuracy_is_the_part_that_is_right() -> None:
