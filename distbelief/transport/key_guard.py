@@ -351,7 +351,8 @@ class KeyGuard:
 
     def _closed(self, record: Record, why: str) -> None:
         """A connection was closed: say so, but never so often as to fill a disk."""
-        if record.key:
+        # Who is let in no longer has broken no rule: allowed again, it need not wait.
+        if record.key and self._speakers.admit(record.key):
             self._suspend(record.key, why)
             return
         n = self._books.n_closed = self._books.n_closed + 1

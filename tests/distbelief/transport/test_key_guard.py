@@ -326,6 +326,22 @@ def test_who_is_revoked_is_cut_off(
     assert works(server, worker)
 
 
+def test_who_is_revoked_by_mistake_is_let_in_as_soon_as_it_is_allowed_again(
+    world: World, server: ZmqTransport, worker: ZmqTransport
+) -> None:
+    """It was kept out for 30 s, as if it had broken a rule.
+
+    So were all machines of a job whose allow-list had a line that says nothing, or was
+    empty for the moment in which an editor wrote it.
+    """
+    world.server_files.revoke("honest")
+    wait(server, until=lambda: any("no longer allowed" in said for said in world.log))
+    world.allow(world.worker_key, "honest")
+    worker.disconnect("supervisor")
+    worker.connect("supervisor", 1, server.endpoint)
+    assert works(server, worker)
+
+
 @pytest.mark.parametrize("mechanism", ["NULL", "PLAIN"])
 def test_who_has_no_key_gets_nothing_in(
     server: ZmqTransport, worker: ZmqTransport, mechanism: str
