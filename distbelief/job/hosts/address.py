@@ -3,6 +3,7 @@
 It has no secret in it where there are keys; without, whoever has it is let in.
 """
 
+import socket
 from dataclasses import dataclass
 from typing import Self, final
 from urllib.parse import parse_qs, urlencode, urlsplit
@@ -68,3 +69,16 @@ class JobAddress:
     def place(self, key: str) -> Place:
         """Return where to connect to, if this is the supervisor's key."""
         return Place(host=number_of(self.host), port=self.port, key=key)
+
+    def is_left_by(self, place: Place) -> bool:
+        """Return whether the host's name has other numbers now than this place's.
+
+        It may take as long as whoever knows names takes to answer.
+        """
+        try:
+            found = socket.getaddrinfo(
+                self.host, None, socket.AF_INET, socket.SOCK_STREAM
+            )
+        except (OSError, UnicodeError):  # nobody knows it just now
+            return False
+        return place.host not in {str(entry[4][0]) for entry in found}

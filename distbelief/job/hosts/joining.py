@@ -33,13 +33,16 @@ from distbelief.partition.profiling import host as profiling
 from distbelief.roles import HOST, SUPERVISOR, PeerLost, Received
 from distbelief.transport.key_files import KeyFiles
 from distbelief.transport.keyring import Keyring
-from distbelief.transport.places import Place, number_of, own_number_towards
+from distbelief.transport.places import number_of, own_number_towards
 from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.wire import JOINING
 
 
 INCARNATION: Final = 1  # the name is new each time
+
+NAME_SECONDS: Final = 5.0
+"""Between two looks at where the supervisor's name leads to, while no job is there."""
 
 Tell = Callable[[str], None]
 
@@ -82,10 +85,9 @@ def join(wanted: Wanted, *, tell: Tell) -> int:
     """
     address = JobAddress.parse(wanted.address)
     reach, token = _reach(address, wanted)
-    place = address.place(_server(reach))
     was_taken = False
     while True:
-        stay = _Stay(wanted, reach=reach, token=token, place=place, tell=tell)
+        stay = _Stay(wanted, reach=reach, token=token, address=address, tell=tell)
         exit_code = stay.run(returns=was_taken)
         if stay.moved_to is None or exit_code:
             return exit_code
@@ -103,7 +105,7 @@ class _Stay:
         wanted: What its user wants.
         reach: From where it can be reached.
         token: To begin with.
-        place: Of the supervisor.
+        address: Of the supervisor.
         tell: Tells the user.
 
     Attributes:
@@ -112,13 +114,21 @@ class _Stay:
     """
 
     def __init__(
-        self, wanted: Wanted, *, reach: Reach, token: str, place: Place, tell: Tell
+        self,
+        wanted: Wanted,
+        *,
+        reach: Reach,
+        token: str,
+        address: JobAddress,
+        tell: Tell,
     ) -> None:
         self._wanted = wanted
         self._reach = reach
         self._token = token
-        self._place = place
+        self._address = address
+        self._place = address.place(_server(reach))
         self._tell = tell
+        self._name_at = time.monotonic() + NAME_SECONDS
         self.moved_to: str | None = None
         self.was_taken = False
 
@@ -168,16 +178,26 @@ class _Stay:
         lost = lookout.look(is_alone=is_alone, is_known=host.was_taken)
         if lost is not None:
             node.post(PeerLost(peer=SUPERVISOR, incarnation=0, reason=lost))
+        if self.moved_to is None and host.is_offering:
+            self._look_at_addresses(node, lookout=lookout)
+
+    def _look_at_addresses(self, node: Node, *, lookout: Lookout) -> None:
+        """See whether this machine has another one now, or the supervisor has."""
         was = self._reach.host
-        if self.moved_to is not None or not host.is_offering:
-            return
         now = lookout.own_number(known=was)
-        if now != was:
-            self.moved_to = now
-            text = f"this machine's address is {now}, no longer {was}"
-            self._tell(f"{text}: offering it anew")
-            stop = Stop(reason=text)
-            node.post(Received(sender=USER, incarnation=0, message=stop))
+        text = f"this machine's address is {now}, no longer {was}"
+        if now == was:
+            if time.monotonic() < self._name_at:
+                return
+            is_left = self._address.is_left_by(self._place)
+            self._name_at = time.monotonic() + NAME_SECONDS
+            if not is_left:
+                return
+            text = f"{self._address.host} is at {self._place.host} no longer"
+        self.moved_to = now
+        self._tell(f"{text}: offering it anew")
+        stop = Stop(reason=text)
+        node.post(Received(sender=USER, incarnation=0, message=stop))
 
     def _site_config(self) -> SiteConfig:
         return SiteConfig(

@@ -126,6 +126,38 @@ def test_a_machine_whose_address_changes_offers_the_new_one(
     assert any("offering it anew" in text for text in said)
 
 
+def test_a_supervisor_that_has_another_address_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod that stayed went on calling where the trainer's first pod had been."""
+    numbers = {"trainer": "127.0.0.3"}
+    known = socket.getaddrinfo
+
+    def found(host: str, *more: int) -> object:
+        return known(numbers.get(host, host), *more)
+
+    def tell(text: str) -> None:
+        said.append(text)
+        numbers["trainer"] = "127.0.0.1"
+
+    def answer(head: Head, envelope: Envelope) -> bool:
+        head.dismiss(envelope.sender, again=False)
+        return False
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    monkeypatch.setattr(joining, "NAME_SECONDS", 0.5)
+    said: list[str] = []
+    with Head(answer) as head:
+        wanted = joining.Wanted(
+            address=head.address.replace("127.0.0.1", "trainer"),
+            keys=None,
+            directory=tmp_path,
+            wait_seconds=SECONDS_MAX,
+        )
+        assert joining.join(wanted, tell=tell) == 0
+    assert "trainer is at 127.0.0.3 no longer: offering it anew" in said
+
+
 def test_a_machine_that_comes_first_says_that_nobody_is_there(tmp_path: Path) -> None:
     """It said that it waits for a job, and nothing else for ten minutes."""
     with socket.create_server(("127.0.0.1", 0)) as reserved:
