@@ -82,7 +82,10 @@ def show(
         for entry in entries:
             typer.echo(f"{entry.key}  {entry.name}, as {' and '.join(entry.roles)}")
         if not entries:
-            typer.echo("nobody is let in so far: distbelief keys allow KEY NAME")
+            typer.echo(
+                "nobody is let in so far: distbelief keys allow KEY NAME (--role host: "
+                "a machine that joins jobs)"
+            )
 
 
 @keys.command()
@@ -162,7 +165,8 @@ def rotate(
         key = files.begin_exchange()
         typer.echo(
             f"{key}\nis the next key. Where this machine is let in: distbelief keys "
-            f"allow {key} NAME; then, here: distbelief keys rotate --finish"
+            f"allow {key} NAME, with the --role that its present key has there "
+            "(distbelief keys show); then, here: distbelief keys rotate --finish"
         )
 
 

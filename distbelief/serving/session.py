@@ -155,7 +155,12 @@ class Session:
     def _doubt(self) -> str:
         """Return what may be the matter with a server that does not answer."""
         if not self._transport.is_another(SUPERVISOR):
-            return "Is it running?"
+            if not self._key:  # else a token of another run had been refused
+                return "Is it running?"
+            return (
+                "Is it running, and is this the line that it prints now? One that "
+                "began in another directory has another run=."
+            )
         if self._key:
             return (
                 "Who listens there has not the key that the address names: use the "

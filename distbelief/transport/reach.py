@@ -60,8 +60,8 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.host} can be reached from other machines, and without keys "
                 "whoever reads the network could read and change what is trained: "
                 "make a key (distbelief keys new) and let the others in (distbelief "
-                "keys allow KEY NAME); or stay at 127.0.0.1; or, on a network of "
-                "friends, --insecure"
+                "keys allow KEY NAME; machines that join a job, with --role host); or "
+                "stay at 127.0.0.1; or, on a network of friends, --insecure"
             )
 
     def transport(

@@ -103,6 +103,13 @@ def train(address: str, keys: Path | None, n_steps: int = 3) -> torch.Tensor:
     return flat(model)
 
 
+def told(address: str, keys: Path) -> str:
+    """Return why one loop cannot begin."""
+    with pytest.raises(distbelief.DistBeliefError) as caught:
+        train(address, keys)
+    return str(caught.value)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         return int(reserved.getsockname()[1])
@@ -152,6 +159,9 @@ def test_loops_come_and_go_and_the_server_goes_on_where_it_ended(place: Path) ->
         with pytest.raises(distbelief.JobError, match="distbelief keys new"):
             train(address, place / "nowhere")
         over_tcp = address.partition("&memory=")[0]
+        assert "another run=" in told(
+            over_tcp.replace("run=", "run=0"), worker.directory
+        )
         three = train(over_tcp, place / "worker")
         assert leaks(place, secrets, first.process.pid) == []
         assert first.end() == 0

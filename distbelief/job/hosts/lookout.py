@@ -91,7 +91,10 @@ class Lookout:
                 "--role host; then it will"
             )
         elif self._transport.is_another(SUPERVISOR) and not is_known:
-            self._say(f"who listens at {where} has another key than this address")
+            self._say(
+                f"who listens at {where} has another key than this address, or none: "
+                "use the address that `distbelief train --listen` prints there"
+            )
         self._begun_at = now if self._begun_at is None else self._begun_at
         is_new = now - self._begun_at < ONCE_SECONDS
         if (is_alone or is_new) and self._knock.finds_nobody(now):

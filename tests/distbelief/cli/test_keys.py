@@ -32,14 +32,18 @@ def test_from_the_first_key_to_the_last(directory: Path) -> None:
         "next": None,
         "allowed": [],
     }
-    assert "nobody is let in so far" in keys("show").stdout
+    said = keys("show").stdout
+    assert "nobody is let in so far" in said
+    assert "--role host" in said
     assert keys("allow", OTHER, "lab-3").stdout == "lab-3 is let in as worker\n"
     assert f"{OTHER}  lab-3, as worker" in keys("show").stdout
     said = keys("allow", OTHER, "lab-3", "--role", "worker", "--role", "server").stdout
     assert said == "lab-3 is let in as worker and server\n"
     said = keys("allow", OTHER, "lab-3", "--role", "worker,server,worker").stdout
     assert said == "lab-3 is let in as worker and server\n"
-    following = keys("rotate").stdout.split()[0]
+    said = keys("rotate").stdout
+    assert "--role" in said  # else a machine that joins jobs is a worker from then on
+    following = said.split()[0]
     assert f"{following}  follows it" in keys("show").stdout
     assert keys("rotate", "--finish").stdout.split()[0] == following
     assert json.loads(keys("show", "--json").stdout)["key"] == following != key

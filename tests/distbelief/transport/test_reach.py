@@ -30,7 +30,7 @@ def test_by_default_only_this_machine_reaches_it() -> None:
 
 
 def test_beyond_it_keys_are_needed(ring: Keyring) -> None:
-    with pytest.raises(JobError, match="distbelief keys new"):
+    with pytest.raises(JobError, match=r"distbelief keys new.*--role host"):
         start(Reach(host="0.0.0.0"))
     endpoint = start(Reach(host="0.0.0.0", keys=ring))
     assert endpoint.endswith(f"?key={ring.public}")
