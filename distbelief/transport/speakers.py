@@ -13,7 +13,7 @@ Rules:
 * Beside the allow-list, which is read again when it has changed, the key that this side
   was told of by its own user (a server's address) is trusted as a server.
 * A member of a job believes its supervisor: whoever that introduces has the name, and
-  is let in, whatever the allow-list says.
+  is let in, though the allow-list does not have it; but not who was taken from that.
 * A job has no workers: whose key is allowed as nothing else is not let in, and so is
   told at once. Inside, nobody would listen to it, nor say so.
 * A side that cannot read its allow-list lets in nobody.
@@ -77,6 +77,10 @@ class Speakers:
         self._warn = warn
         self._read_at: tuple[int, int] | None = None
         self._roles: dict[str, tuple[str, ...]] = {}
+        self._listed: set[str] = set()  # keys that are on the list, or were
+        self._revoked: frozenset[str] = (
+            frozenset()
+        )  # of these, who were, when last read
         self._names: dict[str, dict[str, None]] = {}  # of each key, oldest first
         self._owners: dict[str, str] = {}  # of each name, its key
 
@@ -87,7 +91,8 @@ class Speakers:
 
     def admit(self, key: str) -> bool:
         """Return whether this key may open a connection."""
-        return key in self._roles or (self.believes and key in self._names)
+        believed = self.believes and key in self._names and key not in self._revoked
+        return believed or key in self._roles
 
     def refresh(self) -> bool:
         """Read the allow-list again if it has changed; return whether it had."""
@@ -104,6 +109,9 @@ class Speakers:
                     roles[entry.key] = tuple(dict.fromkeys(both))
         except DistBeliefError as error:
             self._warn(f"{error}. Until then nobody is let in by it")
+        else:
+            self._listed |= roles.keys()
+            self._revoked = frozenset(self._listed - roles.keys())
         self._roles = roles
         for key in self._names.keys() - roles.keys():
             if not self.believes:

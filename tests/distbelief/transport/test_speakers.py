@@ -95,6 +95,37 @@ def test_who_is_revoked_is_known_no_more(files: KeyFiles, speakers: Speakers) ->
     assert speakers.may_speak(B, "worker-1")
 
 
+def test_who_believes_the_supervisor_does_not_let_in_who_was_revoked(
+    files: KeyFiles,
+) -> None:
+    """Shards took what a machine pushed whose key was revoked in the midst of a job.
+
+    Its supervisor does not hear it any more, and so gives it up after a while; shards
+    would have heard it until its replica ran elsewhere.
+    """
+    files.allow(Allowed(key=A, roles=("host",), name="a"))
+    shard = Speakers(
+        files, trusted={}, warn=lambda _: None, is_of_job=True, believes=True
+    )
+    shard.refresh()
+    elsewhere = "c" * 64  # on no list of this machine
+    assert shard.introduce("replica-1", A)
+    assert shard.introduce("replica-2", elsewhere)
+    content = (files.directory / "allowed").read_bytes()
+    (files.directory / "allowed").write_text("no entry\n")
+    shard.refresh()
+    assert shard.admit(A)  # nobody has said anything of it
+    (files.directory / "allowed").write_bytes(content)
+    files.revoke("a")
+    shard.refresh()
+    assert not shard.admit(A)
+    assert shard.admit(elsewhere)
+    files.allow(Allowed(key=A, roles=("host",), name="a"))
+    shard.refresh()
+    assert shard.admit(A)
+    assert shard.may_speak(A, "replica-1")
+
+
 def test_a_list_that_cannot_be_read_lets_in_nobody(
     files: KeyFiles, speakers: Speakers, warnings: list[str]
 ) -> None:
