@@ -39,6 +39,9 @@ BEAT = "worker:beat"
 
 JOIN_RETRY_SECONDS = 0.5
 BEAT_SECONDS = 1.0
+SILENCE_SECONDS_MAX = 3.0
+"""Of a server that answers every beat, after which it may be another life of it: that
+knows nothing of who had joined the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,7 @@ class Worker:
         self._join = join
         self._incarnation = 0
         self._incarnations: dict[Address, int] = {}  # of the peers
+        self._heard_at: Seconds = 0.0  # the server
 
     @property
     def has_joined(self) -> bool:
@@ -111,12 +115,16 @@ class Worker:
     def _beat(self, now: Seconds) -> Sequence[Action]:
         state, counters = self.status()
         heartbeat = Heartbeat(state=state, counters=dict(counters))
+        is_silent = now - self._heard_at > SILENCE_SECONDS_MAX
         return [
+            *([Send(receiver=SUPERVISOR, message=self._join)] if is_silent else []),
             Send(receiver=SUPERVISOR, message=heartbeat),
             SetTimer(name=BEAT, at=now + BEAT_SECONDS),
         ]
 
     def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
+        if event.sender == SUPERVISOR:
+            self._heard_at = now
         match event.message:
             case Peers():
                 return self._introduced(event.message, now)
