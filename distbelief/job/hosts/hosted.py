@@ -14,7 +14,7 @@ It wraps the supervisor, which knows nothing of machines. Rules:
 * Replicas that find no room wait, and so do those of a machine that is gone; who comes
   late is given them. The first replica has a room always, for the others wait for it.
 * A machine that wants to leave is left by its replicas one push later.
-* A machine on which roles die too soon, one after another, gets no more (`judge`).
+* A machine on which roles die too soon, or cannot begin, gets no more (`judge`).
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from distbelief.job.hosts.records import HostedConfig, HostRecord
 from distbelief.job.supervision.ending import Stage
 from distbelief.job.supervision.membership import RoleRecord
 from distbelief.job.supervision.supervisor import Supervisor
-from distbelief.messages import Ask, Finished, HostReport, Offer, Stop
+from distbelief.messages import Ask, Failed, Finished, HostReport, Offer, Stop
 from distbelief.roles import (
     HOST,
     Action,
@@ -95,6 +95,8 @@ class Hosted:
                 actions = self._moved(event.sender, "has left", now)
             case Received(message=Finished()) if self._has_left(event):
                 actions = []  # its machine was quicker to say so
+            case Received(message=Failed()) if verdict := self._judge.verdict(event):
+                actions = self._refused(*verdict, now)
             case _:
                 if isinstance(event, PeerLost):
                     self._housing.ended_here(event.peer, event.incarnation)

@@ -1,15 +1,25 @@
-"""The judge of machines on which roles die: those get no more, if there are others.
+"""The judge of machines on which roles die, or cannot begin.
 
-Else such a machine takes them all, one after another, for its cores are always free.
+Where they die too soon, no more are begun, if there are other machines: else such a
+machine takes them all, one after another, for its cores are always free.
+
+Model and data were tried out on the supervisor's own machine. So a role that fails on
+another before its first step, and would end the job, fails for what that machine has:
+no data, or an older model. The machine is sent away, and the job goes on without it.
+What is wrong with the first replica, wherever it is, is wrong with the job: the others
+wait for it.
 """
 
 from collections.abc import Mapping
 from typing import Final, final
 
-from distbelief.job.hosts.placing import Places
+from distbelief.job.display import words
+from distbelief.job.hosts.housing import FIRST
+from distbelief.job.hosts.placing import HERE, Places
 from distbelief.job.hosts.records import HostRecord
 from distbelief.job.supervision.books import Books
-from distbelief.roles import Action, Address, Seconds
+from distbelief.messages import Failed
+from distbelief.roles import Action, Address, Received, Seconds
 
 
 DEATHS_MAX: Final = 3
@@ -53,3 +63,18 @@ class Judge:
                 each.in_a_row = 0
         text = f"{host.label} gets no more roles: {DEATHS_MAX} died there too soon"
         return [self._books.figures.tell(text, now, "warning")]
+
+    def verdict(self, event: Received) -> tuple[HostRecord, str] | None:
+        """Return the machine that a role fails for, and why; None: it is the job."""
+        name, failed = event.sender, event.message
+        host = self._hosts.get(self._places.at(name) or HERE)
+        record = self._books.members.get(name)
+        if not isinstance(failed, Failed) or host is None or record is None:
+            return None
+        group = [record, *self._books.members.machines_with(record)]
+        works = any(r.progressed or r.counters.get("samples", 0.0) for r in group)
+        is_first = name.partition(".")[0] == FIRST
+        is_now = host.duties.get(name) == event.incarnation
+        if works or is_first or not (is_now and failed.culprit_is_job):
+            return None
+        return host, f"{record.label} there: {words.harmless(failed.error)}"

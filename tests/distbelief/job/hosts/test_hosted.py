@@ -289,6 +289,35 @@ def test_whom_the_job_is_not_for_goes_and_says_why() -> None:
     assert town.runs() == {"here": ["evaluator", "replica-0", "shard-0"]}
 
 
+def test_a_machine_without_the_data_does_not_end_the_job() -> None:
+    """One that joined after hours, without its data, ended it for all the others."""
+    town = Town(roster(3))
+    machine = town.come("a")
+    assert town.runs()["host-a"] == ["replica-1", "replica-2"]
+    record = town.supervisor.books.members.get(Address("replica-1"))
+    assert record is not None
+    record.counters = {}  # it has not trained
+    town.fail("replica-1", "no such file: frames.npy")
+    assert machine.halted
+    text = "a (host-a) cannot take part: replica 1 there: no such file: frames.npy"
+    assert any(text in said for said in town.said)
+    assert town.runs() == {"here": ["evaluator", "replica-0", "shard-0"]}
+    town.come("b", cores=2)
+    assert town.runs()["host-b"] == ["replica-1", "replica-2"]
+    assert town.supervisor.books.ending.error is None
+
+
+def test_what_fails_here_or_after_it_has_trained_is_the_job() -> None:
+    for name, samples in (("replica-0", 0.0), ("replica-1", 5.0)):
+        town = Town(roster(2))
+        town.come("a")
+        record = town.supervisor.books.members.get(Address(name))
+        assert record is not None
+        record.counters = {"samples": samples}
+        town.fail(name, "a gradient is NaN")
+        assert "a gradient is NaN" in str(town.supervisor.books.ending.error)
+
+
 def test_the_end_of_the_job_is_the_end_of_its_machines() -> None:
     town = Town(roster(3))
     machine = town.come("a")

@@ -19,7 +19,15 @@ from distbelief.job.supervision.membership import Kind
 from distbelief.job.supervision.stop_rules import StopRules
 from distbelief.job.supervision.supervisor import Supervisor
 from distbelief.job.supervision.supervisor_config import SupervisorConfig
-from distbelief.messages import Finished, Heartbeat, Join, Message, Piece, Stop
+from distbelief.messages import (
+    Failed,
+    Finished,
+    Heartbeat,
+    Join,
+    Message,
+    Piece,
+    Stop,
+)
 from distbelief.roles import (
     SUPERVISOR,
     Action,
@@ -128,6 +136,14 @@ class Town:
         incarnation = machine.processes.pop(Address(name))
         lost = PeerLost(peer=Address(name), incarnation=incarnation, reason="died")
         self._deliver(machine, lost)
+
+    def fail(self, name: str, error: str) -> None:
+        """A role cannot go on, and says that this is no fault of its process."""
+        lives = (m.processes.get(Address(name)) for m in self.machines.values())
+        incarnation = next(life for life in lives if life is not None)
+        failed = Failed(error=error, culprit_is_job=True)
+        self.mail.append((Address(name), incarnation, SUPERVISOR, failed))
+        self.pass_time(5.0)
 
     def pass_time(self, seconds: float) -> None:
         for _ in range(round(seconds / STEP)):
