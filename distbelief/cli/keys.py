@@ -158,8 +158,8 @@ def rotate(
             key = files.finish_exchange()
             typer.echo(
                 f"{key}\nis this machine's key from now on; what runs keeps the old "
-                "one until it is started again. On the others: distbelief keys revoke "
-                "the old one"
+                "one until it is started again. After that, on the others: distbelief "
+                "keys revoke the old one, which puts out who still uses it"
             )
             return
         key = files.begin_exchange()

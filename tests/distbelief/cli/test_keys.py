@@ -45,7 +45,9 @@ def test_from_the_first_key_to_the_last(directory: Path) -> None:
     assert "--role" in said  # else a machine that joins jobs is a worker from then on
     following = said.split()[0]
     assert f"{following}  follows it" in keys("show").stdout
-    assert keys("rotate", "--finish").stdout.split()[0] == following
+    said = keys("rotate", "--finish").stdout
+    assert said.split()[0] == following
+    assert "After that" in said  # a machine in the midst of a job was put out
     assert json.loads(keys("show", "--json").stdout)["key"] == following != key
     assert keys("revoke", "lab-3").stdout == f"{OTHER} (lab-3) is let in no longer\n"
 
