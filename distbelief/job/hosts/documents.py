@@ -5,8 +5,9 @@
       | <-------------------- Piece  |
       | Ask (where that ended) --->  |   and so on; asked again if nothing comes
 
-One piece is under way at a time, so a document takes no more of a link, or of memory at
-its end, than a piece: what is trained goes first.
+One piece is under way at a time, but for a few that were asked for twice, so a document
+takes little more of a link, or of memory at its end, than a piece: what is trained goes
+first.
 """
 
 from typing import Final, final
@@ -49,7 +50,8 @@ class Reading:
         self.document = document
         self._content = bytearray()
         self._n_bytes: int | None = None
-        self._n_asked = -1  # bytes that were here when it was asked last
+        self._n_looks = 0  # since it was asked last
+        self._patience = 2  # looks, after which it is asked again
 
     @property
     def content(self) -> bytes | None:
@@ -59,16 +61,20 @@ class Reading:
 
     def ask(self) -> Ask:
         """Return what to ask for now."""
-        self._n_asked = len(self._content)
+        self._n_looks = 0
         return Ask(document=self.document, offset=len(self._content))
 
     def ask_again(self) -> Ask | None:
-        """Return what to ask for if nothing has come since this was called last."""
-        if self.content is not None:
+        """Return what to ask for if nothing has come for long; called now and then.
+
+        More and more seldom: what is merely slow comes as often as it is asked for, and
+        the next piece after all that.
+        """
+        self._n_looks += 1
+        if self.content is not None or self._n_looks < self._patience:
             return None
-        stands_still = self._n_asked == len(self._content)
-        self._n_asked = len(self._content)
-        return self.ask() if stands_still else None
+        self._patience *= 2
+        return self.ask()
 
     def take(self, piece: Piece) -> bool:
         """Take a piece; return whether it is news.

@@ -285,9 +285,10 @@ class Host:
                 return self._probed(self._probe)
             return [_tell(ask) for ask in asks]
         reading = self._reading
+        if reading is not None:  # also what comes twice: all else waits behind that
+            self._heard_at = now
         if reading is None or not reading.take(piece):
             return []
-        self._heard_at = now
         content = reading.content
         if content is None:
             return [_tell(reading.ask())]

@@ -1,12 +1,15 @@
 """Documents in pieces."""
 
+from collections import deque
+
 import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.errors import RemoteProtocolError
 from distbelief.job.hosts import documents
 from distbelief.job.hosts.documents import DOCUMENT_BYTES_MAX, Reading, piece_of
-from distbelief.messages import Blob, Piece
+from distbelief.messages import Ask, Blob, Piece
+from distbelief.messages.hosts import PIECE_BYTES_MAX
 
 
 @given(
@@ -28,6 +31,36 @@ def test_a_document_arrives_whatever_is_lost_or_comes_twice(
             ask = reading.ask_again() or ask
     assert reading.content == content
     assert reading.ask_again() is None
+
+
+@pytest.mark.parametrize("piece_seconds", [0.1, 0.7, 1.0, 3.0, 8.0])
+def test_a_slow_link_does_not_fill_with_the_same_piece(piece_seconds: float) -> None:
+    """Each half second without news was one more question, and one more answer.
+
+    Of each piece there were more than of the one before, and all else that a machine
+    waits for came after them.
+    """
+    content, beat_seconds, free_at, n_sent = bytes(6 * PIECE_BYTES_MAX), 0.5, 0.0, 0
+    reading = Reading("d")
+    coming: deque[tuple[float, Piece]] = deque()
+
+    def send(ask: Ask, now: float) -> None:
+        nonlocal free_at, n_sent
+        free_at, n_sent = max(now, free_at) + piece_seconds, n_sent + 1
+        coming.append((free_at, piece_of("d", content, ask.offset)))
+
+    send(reading.ask(), 0.0)
+    for beat in range(round(30 * piece_seconds / beat_seconds)):
+        now = beat * beat_seconds
+        while coming and coming[0][0] <= now:
+            at, piece = coming.popleft()
+            if reading.take(piece) and reading.content is None:
+                send(reading.ask(), at)
+        again = reading.ask_again()
+        if again is not None:
+            send(again, now)
+    assert reading.content == content
+    assert n_sent <= 6 + 6
 
 
 @pytest.mark.parametrize(

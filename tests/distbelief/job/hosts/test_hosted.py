@@ -11,7 +11,16 @@ from distbelief.job.hosts.host_config import HostConfig
 from distbelief.job.hosts.probing import N_PIECES_MAX, PIECE_BYTES, PROBE, probe_piece
 from distbelief.job.supervision.membership import Kind, Presence
 from distbelief.job.supervision.supervisor import USER
-from distbelief.messages import Alive, Ask, Dismiss, HostReport, Join, Piece, Stop
+from distbelief.messages import (
+    Alive,
+    Ask,
+    Blob,
+    Dismiss,
+    HostReport,
+    Join,
+    Piece,
+    Stop,
+)
 from distbelief.roles import (
     SUPERVISOR,
     Action,
@@ -420,6 +429,21 @@ def test_a_machine_that_stays_or_was_never_taken_waits_where_nothing_listens() -
     for machine in (stays, early):
         assert not tell_lost(town, machine, seconds=120)
         assert not machine.halted
+
+
+def test_pieces_that_come_twice_are_words_of_the_supervisor_too() -> None:
+    """A machine at a slow link gave up its job while the brief was still coming in."""
+    town = Town(roster(2))
+    town.lossy = BRIEF
+    machine = town.come("a")
+    town.kill(town.here)
+    piece = Piece(document=BRIEF, offset=9, n_bytes=99, content=Blob(b"x"))
+    for _ in range(20):
+        town.pass_time(1.0)
+        again = Received(sender=SUPERVISOR, incarnation=1, message=piece)
+        machine.role.handle(again, town.now)
+    state, _ = machine.role.status()
+    assert state == "preparing"
 
 
 def test_words_that_nobody_should_say_are_refused() -> None:
