@@ -18,7 +18,15 @@ N_SPANS_MAX: Final = 500_000
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One piece of work."""
+    """One piece of work.
+
+    Attributes:
+        role: Whose.
+        lane: Of that role.
+        name: Of the work.
+        ends: When the role was told that it is done; its lane may be further by then.
+        seconds: That it took.
+    """
 
     role: Address
     lane: Lane
@@ -34,7 +42,7 @@ class Ledger:
 
     Attributes:
         keeps_spans: Whether single pieces of work are kept.
-        spans: Those, in the order of their ends.
+        spans: Those, in the order in which their roles were told.
         busy: Seconds of work in the compute lane, by role.
         lost_spans: How many did not fit.
     """

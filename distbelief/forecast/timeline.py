@@ -4,8 +4,10 @@ For chrome://tracing and ui.perfetto.dev, like the timeline of a planned step
 (`program.timeline`): a process per role, with a row for each of its lanes.
 """
 
+import math
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -13,8 +15,8 @@ import msgspec
 
 from distbelief import files
 from distbelief.errors import JobError, StorageError
-from distbelief.forecast.ledger import Ledger
-from distbelief.roles import Address, Lane
+from distbelief.forecast.ledger import Ledger, Span
+from distbelief.roles import Address, Lane, Seconds
 
 
 TraceEvent = dict[str, str | int | float | dict[str, str]]
@@ -43,13 +45,30 @@ def chrome_trace(ledger: Ledger) -> list[TraceEvent]:
             "tid": _ROWS[span.lane],
             "name": span.name,
             "cat": span.name.partition(":")[2] or span.name,
-            "ts": (span.ends - span.seconds) * 1e6,
+            "ts": (end - span.seconds) * 1e6,
             "dur": span.seconds * 1e6,
             "args": {"role": span.role},
         }
-        for span in ledger.spans
+        for span, end in zip(ledger.spans, ends_of(ledger.spans), strict=True)
     ]
     return trace
+
+
+def ends_of(spans: Sequence[Span]) -> list[Seconds]:
+    """Return when each piece of work ended, as late as may be.
+
+    That a process was told of it is later, where processes have to wake up and have
+    events before it to handle; but a lane has one piece at a time, so each ended before
+    the next of its lane began.
+    """
+    begins: dict[tuple[Address, Lane], Seconds] = {}
+    ends = []
+    for span in reversed(spans):
+        lane = span.role, span.lane
+        end = min(span.ends, begins.get(lane, math.inf))
+        begins[lane] = end - span.seconds
+        ends.append(end)
+    return ends[::-1]
 
 
 def check_place(path: Path) -> None:
