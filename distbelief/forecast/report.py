@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -69,29 +70,37 @@ def table_of(variants: Sequence[Variant], *, best: Variant | None = None) -> Tab
     metric = next((o.metric_name for v in variants for o in v.outcomes), "metric")
     table.add_column(metric, justify="right", no_wrap=True)
     for variant in variants:
-        found = variant.spreads
+        found, n_runs = variant.spreads, len(variant.outcomes)
         cells = [variant.settings[key] for key in keys]
         cells.append(str(variant.n_machines))
         cells += [
-            spread_text(found.get(name), show) for name, (_, show) in shown.items()
+            spread_text(found.get(name), show, n_runs=n_runs)
+            for name, (_, show) in shown.items()
         ]
-        cells.append(
-            spread_text(found.get("metric"), lambda v: words.metric(v, metric))
-        )
+        accuracy = partial(words.metric, name=metric)
+        cells.append(spread_text(found.get("metric"), accuracy, n_runs=n_runs))
         style = "bold green" if variant is best else None
         table.add_row(*cells, style=style)
     return table
 
 
-def spread_text(spread: Spread | None, show: Show) -> str:
-    """Return "12 (10-15)": the median, and between what most runs lie."""
+def spread_text(spread: Spread | None, show: Show, *, n_runs: int) -> str:
+    """Return "12 (10 to 15)": the median, and between what most runs lie.
+
+    Args:
+        spread: Of the runs that have this figure; None if none has.
+        show: How the figure is written.
+        n_runs: How many runs there were; how many have it is told if not all do.
+    """
     if spread is None:
         return words.DASH
-    middle = show(spread.p50)
+    text = show(spread.p50)
     low, high = show(spread.p10), show(spread.p90)
-    if spread.n == 1 or low == high:
-        return middle
-    return f"{middle} ({low} to {high})"
+    if spread.n > 1 and low != high:
+        text += f" ({low} to {high})"
+    if spread.n < n_runs:
+        text += f", {spread.n} of {n_runs} runs"
+    return text
 
 
 def details_of(variant: Variant) -> RenderableType:

@@ -8,6 +8,7 @@ a loss, else samples per second. A suggestion stays within a number of machines.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import Final, final
 
 import msgspec
@@ -183,11 +184,10 @@ def best_of(variants: Sequence[Variant], *, n_machines: int) -> Variant:
 
 def _target_seconds(variant: Variant) -> float:
     """Return the median time to the target; a run that misses it takes for ever."""
-    times = sorted(
+    return median(
         float("inf") if run.target_seconds is None else run.target_seconds
         for run in variant.outcomes
     )
-    return times[len(times) // 2]
 
 
 def _lack_of_speed(variant: Variant) -> float:

@@ -140,6 +140,27 @@ def test_with_a_target_the_suggestion_gets_there_first() -> None:
         best_of([rarely], n_machines=3)
 
 
+def test_of_two_runs_the_suggestion_takes_the_median_that_the_table_shows() -> None:
+    """It took the slower one: the row in green had the larger time to the target."""
+    fast = [an_outcome(target_seconds=each) for each in (5.0, 9.0)]
+    slow = [an_outcome(target_seconds=each) for each in (7.0, 8.0)]
+    variants = [a_variant("1", *slow, target=True), a_variant("2", *fast, target=True)]
+    assert best_of(variants, n_machines=3) is variants[1]
+
+
+def test_how_many_runs_reach_the_target_is_told_unless_all_do() -> None:
+    """Of three runs two came nowhere, and the table had the time of the third alone."""
+    console = Console(width=200)
+    with console.capture() as capture:
+        for seconds in ((5.0, None, None), (5.0, 5.0, None), (5.0, 7.0), (None,)):
+            runs = [an_outcome(target_seconds=each) for each in seconds]
+            console.print(table_of([a_variant("2", *runs, target=True)]))
+    text = capture.get()
+    assert "5.0 s, 1 of 3 runs" in text
+    assert "5.0 s, 2 of 3 runs" in text
+    assert text.count(" runs") == 2
+
+
 def test_a_budget_that_nothing_fits_names_the_least_that_does() -> None:
     with pytest.raises(JobError, match="takes so few; the least is 3"):
         best_of([a_variant("1", an_outcome())], n_machines=2)
