@@ -50,7 +50,7 @@ class Waiting:
         """Say what is being done that is no run."""
         self._bar.update(self._task, description=what)
         if not self._console.is_terminal:
-            self._console.print(what, highlight=False, markup=False)
+            self._print(what)
 
     def tell(self, view: SupervisorView) -> None:
         """Tell how far the present run is."""
@@ -59,13 +59,16 @@ class Waiting:
         now = time.monotonic()
         if not self._console.is_terminal and now - self._said_at >= LINE_SECONDS:
             self._said_at = now
-            line = self._line(view.seconds, view)
-            self._console.print(line, highlight=False, markup=False)
+            self._print(self._line(view.seconds, view))
 
     def end(self) -> None:
         """The present run is over."""
         self._n_done += 1
         self._bar.update(self._task, completed=self._n_done)
+
+    def _print(self, line: str) -> None:
+        """Print a line as it is: programs read lines, not what fits a terminal."""
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, seconds: Seconds, view: SupervisorView) -> str:
         metric = words.metric(view.metric, view.metric_name)

@@ -30,6 +30,19 @@ def test_a_name_in_brackets_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
     assert "small[red], seed 0" in said.getvalue()
 
 
+def test_a_line_is_not_broken_where_a_terminal_would_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With --json what was said on the way came in pieces of 80 characters."""
+    monkeypatch.setattr("distbelief.forecast.waiting.LINE_SECONDS", 0.0)
+    said = io.StringIO()
+    with Waiting(Console(file=said, width=40), n_runs=1) as waiting:
+        waiting.say("Measuring what the job's work takes on this host")
+        waiting.begin("replicas 16, shards 4, seed 0")
+        waiting.tell(SupervisorView())
+    assert len(said.getvalue().splitlines()) == 2
+
+
 def test_on_a_terminal_there_is_a_bar_that_is_taken_away() -> None:
     said = io.StringIO()
     console = Console(file=said, force_terminal=True, width=80)
