@@ -95,11 +95,14 @@ class Trial:
         Raises:
             JobError: it takes longer than is known of the machines.
         """
-        waiting.begin(f"{self.name}, seed {seed}")
+        name = f"{self.name}, seed {seed}"
+        loses = self.hosting.loses_machines
+        waiting.begin(f"{name}, before machines are lost" if loses else name)
         tell = waiting.tell if self.runs is self.job else partial(_untaught, waiting)
         ended = self._run(seed, tell, keeps_spans=keeps_spans, horizon=None)
         horizon = 0.0
-        while self.hosting.loses_machines and ended.outcome.seconds > horizon:
+        while loses and ended.outcome.seconds > horizon:
+            waiting.begin(name)
             # With every outage within twice that time it may take longer still.
             trace, seconds = self.hosting.cluster.trace, ended.outcome.seconds
             known = float("inf") if trace is None else trace.covers

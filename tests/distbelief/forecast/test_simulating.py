@@ -298,6 +298,23 @@ def test_a_trace_that_ends_early_is_refused() -> None:
         forecast(small())
 
 
+def test_the_run_from_which_it_is_known_how_long_to_lose_machines_is_told_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Virtual time seemed to begin again, and accuracy fell from 90 % to nothing."""
+    monkeypatch.setattr("distbelief.forecast.waiting.LINE_SECONDS", 0.0)
+    rack = RACK + '[preemptions]\nmean_time = "1 d"\naway = "1 s"\n'
+    Path("rack.toml").write_text(rack)
+    said = io.StringIO()
+    wish = Wish(job=small(), measures=False, cluster="rack.toml")
+    fulfil(wish, console=Console(file=said))
+    told = [line.partition(":")[0] for line in said.getvalue().splitlines()]
+    assert list(dict.fromkeys(told)) == [
+        "run 1 of 1 small, seed 0, before machines are lost",
+        "run 1 of 1 small, seed 0",
+    ]
+
+
 SWITCH = '[[switches]]\nmachines = "0-9"\nbandwidth = "1 Gbit/s"\n'
 TRACE = '[trace]\nfile = "spot.csv"\n'
 
