@@ -5,6 +5,7 @@ any other work (`sharing`). Without a desk a role handles events in no time at a
 only what it asks for takes any.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class Desk:
         self._queue: deque[Event] = deque()
         self._job: Job | None = None
         self._handles = False  # just now, in no time
+        self._answers_at: Seconds = -math.inf  # when the last one that waits is told
         self._closed = False
         self._held = False
 
@@ -84,11 +86,17 @@ class Desk:
             self._begin(wakes=True)
 
     def answer(self, event: Event) -> None:
-        """Handle what a lane has done; if the process sleeps, when it has woken up."""
+        """Handle what a lane has done; if the process sleeps, when it has woken up.
+
+        No answer overtakes one before it, though other events may wake the process in
+        between: what a lane has done is told in that order.
+        """
+        agenda = self._sharing.agenda
         sleeps = self._job is None and not self._handles and not self._queue
-        if sleeps and self._handling.answers:
-            agenda = self._sharing.agenda
-            agenda.at(agenda.now + self._handling.answers, partial(self.add, event))
+        awake_at = agenda.now + (self._handling.answers if sleeps else 0.0)
+        if awake_at > agenda.now or self._answers_at >= agenda.now:
+            self._answers_at = max(self._answers_at, awake_at)
+            agenda.at(self._answers_at, partial(self.add, event))
         else:
             self.add(event)
 

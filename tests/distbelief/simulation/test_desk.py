@@ -136,6 +136,28 @@ def test_a_lane_and_its_process_wake_each_other_and_that_takes_a_while() -> None
     ]
 
 
+def test_no_answer_of_a_lane_overtakes_the_one_before_it() -> None:
+    """Drawn, the process asleep until 2.0 s but for a heartbeat:
+
+    time       0.5      1.5      1.75     2.0      2.6       3.1      3.6
+    lane       work-1   done     work-2 done
+    handled                  [heartbeat          ]  work-1   work-2
+
+    The process of a replica slept when a torn copy was done, and was woken by a message
+    when the step after it was: it took the step for done before the copy, copied again
+    in the middle of the first copy, and the forecast of the job ended there.
+    """
+    short = Compute(name="next-2", work=lambda: None, cost=Cost(flops=0.25))
+    seen = run(
+        (1.6, beat(1)), answer=on_start(WORK, short), handing=(0.0, 0.5), cores=3
+    )
+    assert [(now, label_of(event)) for now, event in seen[1:]] == [
+        (2.6, "Heartbeat"),
+        (3.1, "Computed work-"),
+        (3.6, "Computed next-"),
+    ]
+
+
 def test_a_lane_does_not_wake_up_in_a_pause_nor_after_death() -> None:
     """Handed out at 0.5 s, it would begin at 0.75 s."""
     pause, kill = Pause(at=0.6, role=A, seconds=2.0), Kill(at=0.6, role=A)
