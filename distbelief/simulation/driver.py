@@ -283,7 +283,7 @@ class Driver:
 
         life.lanes.add(action.lane, Work(seconds=seconds, end=end, demand=demand))
 
-    def _answer(self, life: Life, answer: Computed) -> None:
+    def _answer(self, life: Life, answer: Computed | Persisted) -> None:
         """Let a life handle what its lane has done, once it has woken up."""
         if life.desk is None:
             self._handle(life, answer)
@@ -311,7 +311,7 @@ class Driver:
             error = NO_SPACE if world.disk.full else None
             if error is None:
                 world.disk.save(life.name, snapshot)
-            self.deliver(life, Persisted(label=snapshot.label, error=error))
+            self._answer(life, Persisted(label=snapshot.label, error=error))
 
         def cut_short() -> None:
             if life.tears:

@@ -14,6 +14,7 @@ from distbelief.roles import (
     Event,
     Halt,
     PeerJoined,
+    Persist,
     Received,
     Seconds,
     TimerFired,
@@ -29,6 +30,7 @@ from tests.distbelief.simulation.toys import (
     Handler,
     Scripted,
     cluster_of,
+    counted,
     on_start,
 )
 
@@ -155,6 +157,17 @@ def test_no_answer_of_a_lane_overtakes_the_one_before_it() -> None:
         (2.6, "Heartbeat"),
         (3.1, "Computed work-"),
         (3.6, "Computed next-"),
+    ]
+
+
+def test_that_something_is_saved_is_no_earlier_told_than_the_work_before_it() -> None:
+    """It was told to a process that slept at once, and work when it had woken up."""
+    save = Persist(snapshot=counted(1))  # takes less than 0.5 s
+    seen = run(answer=on_start(WORK, save), handing=(0.0, 0.5))
+    assert [label_of(event) for _, event in seen] == [
+        "Started",
+        "Computed work-",
+        "Persisted",
     ]
 
 
