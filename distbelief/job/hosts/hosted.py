@@ -29,6 +29,7 @@ from distbelief.job.hosts.housing import Housing
 from distbelief.job.hosts.judge import Judge
 from distbelief.job.hosts.probing import N_PIECES_MAX, PROBE, probe_piece
 from distbelief.job.hosts.records import HostedConfig, HostRecord
+from distbelief.job.hosts.unreached import Unreached
 from distbelief.job.supervision.ending import Stage
 from distbelief.job.supervision.membership import RoleRecord
 from distbelief.job.supervision.supervisor import Supervisor
@@ -76,6 +77,7 @@ class Hosted:
         self._hosts: dict[Address, HostRecord] = {}
         self._housing = Housing(self._books, self._hosts, slots_here=config.slots_here)
         self._judge = Judge(self._books, self._hosts, self._housing.places)
+        self._unreached = Unreached(self._books)
         self._moving: dict[Address, Seconds] = {}  # roles that leave: until when
         self._left: set[tuple[Address, int]] = set()  # lives of roles that have
         self._started: Started | None = None  # kept until the job begins
@@ -393,6 +395,7 @@ class Hosted:
                 self._housing.places.shut(host.name, is_open=is_open)
         for name in [n for n, until in self._moving.items() if now > until]:
             actions += self._moved(name, "did not end in time, and has left", now)
+        actions += self._unreached.look(self._hosts.values(), now)
         return [*actions, *self._begin_if_due(now)]
 
     def _say(self, text: str, now: Seconds, *, warn: bool = False) -> Action:

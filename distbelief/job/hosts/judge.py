@@ -4,10 +4,10 @@ Where they die too soon, no more are begun, if there are other machines: else su
 machine takes them all, one after another, for its cores are always free.
 
 Model and data were tried out on the supervisor's own machine. So a role that fails on
-another before its first step, and would end the job, fails for what that machine has:
-no data, or an older model. The machine is sent away, and the job goes on without it.
-What is wrong with the first replica, wherever it is, is wrong with the job: the others
-wait for it.
+another before its first step, and would end the job, fails for what that machine has
+(no data, or an older model), unless another one trains there. The machine is sent away,
+and the job goes on without it. What is wrong with the first replica, wherever it is, is
+wrong with the job: the others wait for it.
 """
 
 from collections.abc import Mapping
@@ -71,7 +71,9 @@ class Judge:
         record = self._books.members.get(name)
         if not isinstance(failed, Failed) or host is None or record is None:
             return None
-        group = [record, *self._books.members.machines_with(record)]
+        members = self._books.members
+        beside = [r for r in map(members.get, host.duties) if r is not None]
+        group = [record, *members.machines_with(record), *beside]
         works = any(r.progressed or r.counters.get("samples", 0.0) for r in group)
         is_first = name.partition(".")[0] == FIRST
         is_now = host.duties.get(name) == event.incarnation

@@ -303,9 +303,10 @@ def test_a_machine_without_the_data_does_not_end_the_job() -> None:
     town = Town(roster(3))
     machine = town.come("a")
     assert town.runs()["host-a"] == ["replica-1", "replica-2"]
-    record = town.supervisor.books.members.get(Address("replica-1"))
-    assert record is not None
-    record.counters = {}  # it has not trained
+    for name in ("replica-1", "replica-2"):
+        record = town.supervisor.books.members.get(Address(name))
+        assert record is not None
+        record.counters = {}  # it has not trained
     town.fail("replica-1", "no such file: frames.npy")
     assert machine.halted
     text = "a (host-a) cannot take part: replica 1 there: no such file: frames.npy"
@@ -325,6 +326,36 @@ def test_what_fails_here_or_after_it_has_trained_is_the_job() -> None:
         record.counters = {"samples": samples}
         town.fail(name, "a gradient is NaN")
         assert "a gradient is NaN" in str(town.supervisor.books.ending.error)
+
+
+def test_what_fails_where_another_trains_is_the_job() -> None:
+    town = Town(roster(3))
+    town.come("a")
+    for name, samples in (("replica-1", 0.0), ("replica-2", 64.0)):
+        record = town.supervisor.books.members.get(Address(name))
+        assert record is not None
+        record.counters = {"samples": samples}
+    town.fail("replica-1", "sample 7 is spoilt")
+    assert "sample 7 is spoilt" in str(town.supervisor.books.ending.error)
+
+
+def test_who_cannot_reach_a_shard_is_told_once_with_the_likely_cause() -> None:
+    """A firewall let machines call the supervisor only: nobody said a word for 60 s."""
+    town = Town(roster(2))
+    town.come("a")
+    record = town.supervisor.books.members.get(Address("replica-1"))
+    assert record is not None
+    cause = "replica 1 on a and shard 0 do not reach each other: a firewall has to let"
+
+    def told_within(seconds: float, state: str) -> int:
+        for _ in range(round(4 * seconds)):
+            record.state, record.counters, record.progressed = state, {}, False
+            town.pass_time(0.25)
+        return sum(text.startswith(cause) for text in town.said)
+
+    assert told_within(20.0, "computing") == 0
+    assert told_within(9.0, "waiting for shard-0") == 0
+    assert told_within(20.0, "waiting for shard-0") == 1
 
 
 def test_the_end_of_the_job_is_the_end_of_its_machines() -> None:
