@@ -173,7 +173,7 @@ def test_a_replica_may_span_machines() -> None:
     ]
 
 
-def context(*, n_train: int | None = 6) -> BuildContext:
+def context(*, n_train: int | None = 1437) -> BuildContext:
     task = TaskSpec(
         model=ModelSpec(factory="experiments.digits.digits:net"),
         train=DataSpec(
@@ -260,7 +260,7 @@ def test_no_other_role_can(name: str) -> None:
 def test_a_batch_that_is_larger_than_the_data_is_refused() -> None:
     config = settings(batch_size=7)
     with pytest.raises(JobError, match=r"batch_size = 7, but \[data.train\] has 6 sam"):
-        SANDBLASTER.build("coordinator", config=config, context=context())
+        SANDBLASTER.build("coordinator", config=config, context=context(n_train=6))
 
 
 def test_a_coordinator_that_is_not_told_counts_the_samples_itself() -> None:

@@ -165,10 +165,18 @@ class BuildContext:
         """Return the training data, built here unless it stands already.
 
         Raises:
-            JobError: it cannot be built.
+            JobError: it cannot be built, or is not that of the job.
         """
         standing = self.datasets.get("data.train")
-        return build_dataset(self.task.train) if standing is None else standing
+        if standing is not None:
+            return standing
+        dataset = build_dataset(self.task.train)
+        if self.n_train is not None and len(dataset) != self.n_train:
+            raise JobError(
+                f"[data.train] has {len(dataset):,} samples here, and {self.n_train:,} "
+                "where the job began: all its machines have to have the same data"
+            )
+        return dataset
 
     def test_data(self) -> Dataset:
         """Return the held-out data, likewise.

@@ -1,5 +1,6 @@
 """Downpour as a job knows it: table, roster, roles."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -145,6 +146,19 @@ def context(
 
 def build(name: str, context: BuildContext) -> Role:
     return DOWNPOUR.build(name, config=SETTINGS, context=context)
+
+
+def test_a_replica_with_other_data_than_the_job_is_not_built() -> None:
+    """A machine that joined had 1,500 of 2,000 samples, and trained in silence."""
+    built = context()
+    n_train = len(built.train_data())
+    build("replica-0", replace(built, n_train=n_train))
+    other = replace(built, n_train=n_train + 1)
+    with pytest.raises(
+        JobError, match=rf"has {n_train} samples here, and {n_train + 1}"
+    ):
+        build("replica-0", other)
+    build("replica-0", replace(other, datasets={"data.train": built.train_data()}))
 
 
 def test_every_role_of_the_roster_can_be_built() -> None:
