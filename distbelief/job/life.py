@@ -170,7 +170,7 @@ class Life:
             name=SUPERVISOR,
             incarnation=self._legacy.incarnation,
             token=token,
-            log=self._voice.log,
+            log=self._voice.log if hosting is None else self._voice.heed,
             port=reach.port,
         )
         display = Progress(
