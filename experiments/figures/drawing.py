@@ -1,5 +1,6 @@
 """Draws the figures as PNG, with what the paper published beside our curves."""
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -187,3 +188,4 @@ def _figure(n_panels: int, *, width: float) -> tuple[Figure, Sequence[Axes]]:
 
 def _save(figure: Figure, name: str) -> None:
     figure.savefig(FOLDER / name, format="png")
+    print(f"drawn: {os.path.relpath(FOLDER / name)}")
