@@ -194,10 +194,12 @@ def count_of(staged: StagedJob) -> str:
     n_machines = staged.answer.n_machines
     per_replica = "" if n_machines is None else f" of {n_machines} machines"
     copies = "" if cluster.shard_copies == 1 else f" in {cluster.shard_copies} copies"
-    many = cluster.replicas > 1
-    replicas = f"each of {cluster.replicas} replicas" if many else "the replica"
-    shards = f"each of {cluster.shards} shards" if cluster.shards > 1 else "the shard"
-    return f"{replicas}{per_replica} and one for {shards}{copies}"
+    replicas = f"{_each(cluster.replicas, 'replica')}{per_replica}"
+    return f"{replicas} and one for {_each(cluster.shards, 'shard')}{copies}"
+
+
+def _each(n: int, noun: str) -> str:
+    return f"the {noun}" if n == 1 else f"each of {n} {noun}s"
 
 
 def memory_of(staged: StagedJob) -> dict[Address, float]:

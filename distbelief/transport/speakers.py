@@ -78,9 +78,7 @@ class Speakers:
         self._read_at: tuple[int, int] | None = None
         self._roles: dict[str, tuple[str, ...]] = {}
         self._listed: set[str] = set()  # keys that are on the list, or were
-        self._revoked: frozenset[str] = (
-            frozenset()
-        )  # of these, who were, when last read
+        self._revoked: set[str] = set()  # of these, who were, when it was last read
         self._names: dict[str, dict[str, None]] = {}  # of each key, oldest first
         self._owners: dict[str, str] = {}  # of each name, its key
 
@@ -111,7 +109,7 @@ class Speakers:
             self._warn(f"{error}. Until then nobody is let in by it")
         else:
             self._listed |= roles.keys()
-            self._revoked = frozenset(self._listed - roles.keys())
+            self._revoked = self._listed - roles.keys()
         self._roles = roles
         for key in self._names.keys() - roles.keys():
             if not self.believes:

@@ -37,28 +37,26 @@ class Unreached:
         actions: list[Action] = []
         for host in hosts:
             for life in host.duties.items():
-                shard = self._awaited(self._books.members.get(life[0]))
-                if shard is None:
+                record = self._books.members.get(life[0])
+                shard = None if record is None else self._awaited(record)
+                if record is None or shard is None:
                     continue
                 begun = self._since[life] = since.get(life, now)
                 if begun is None or now - begun < WAITING_SECONDS:
                     continue
                 self._since[life] = None
                 text = (
-                    f"{life[0].replace('-', ' ')} on {host.offer.label} and "
+                    f"{record.label} on {host.offer.label} and "
                     f"{shard.label} do not reach each other: a firewall has to let all "
                     "machines of a job call each other, at any port"
                 )
                 actions.append(self._books.figures.tell(text, now, "warning"))
         return actions
 
-    def _awaited(self, record: RoleRecord | None) -> RoleRecord | None:
+    def _awaited(self, record: RoleRecord) -> RoleRecord | None:
         """Return the shard for which a role waits that has not done anything yet."""
-        if record is None or not record.has_joined:
-            return None
-        if record.progressed or record.counters.get("samples", 0.0):
-            return None
-        if not record.state.startswith(_WAITING):
+        works = record.progressed or record.counters.get("samples", 0.0)
+        if works or not (record.has_joined and record.state.startswith(_WAITING)):
             return None
         shard = self._books.members.get(Address(record.state.removeprefix(_WAITING)))
         is_there = shard is not None and shard.kind == "shard" and shard.has_joined

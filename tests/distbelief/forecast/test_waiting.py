@@ -18,29 +18,31 @@ def test_in_a_pipe_nothing_is_said_but_lines() -> None:
     assert not said.getvalue()
 
 
-def test_a_name_in_brackets_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def lines_of(what: str, name: str, *, width: int) -> list[str]:
+    """Return what is said in a pipe of something, and of one run."""
+    said = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Waiting(Console(file=said, width=width), n_runs=1) as waiting,
+    ):
+        patch.setattr("distbelief.forecast.waiting.LINE_SECONDS", 0.0)
+        waiting.say(what)
+        waiting.begin(name)
+        waiting.tell(SupervisorView())
+    return said.getvalue().splitlines()
+
+
+def test_a_name_in_brackets_is_said_as_it_is() -> None:
     """It was taken for a style: the run of "small[red]" was called "small"."""
-    monkeypatch.setattr("distbelief.forecast.waiting.LINE_SECONDS", 0.0)
-    said = io.StringIO()
-    with Waiting(Console(file=said, width=200), n_runs=1) as waiting:
-        waiting.say("hidden [3]")
-        waiting.begin("small[red], seed 0")
-        waiting.tell(SupervisorView())
-    assert "hidden [3]\n" in said.getvalue()
-    assert "small[red], seed 0" in said.getvalue()
+    said = lines_of("hidden [3]", "small[red], seed 0", width=200)
+    assert said[0] == "hidden [3]"
+    assert "small[red], seed 0" in said[1]
 
 
-def test_a_line_is_not_broken_where_a_terminal_would_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_line_is_not_broken_where_a_terminal_would_end() -> None:
     """With --json what was said on the way came in pieces of 80 characters."""
-    monkeypatch.setattr("distbelief.forecast.waiting.LINE_SECONDS", 0.0)
-    said = io.StringIO()
-    with Waiting(Console(file=said, width=40), n_runs=1) as waiting:
-        waiting.say("Measuring what the job's work takes on this host")
-        waiting.begin("replicas 16, shards 4, seed 0")
-        waiting.tell(SupervisorView())
-    assert len(said.getvalue().splitlines()) == 2
+    what = "Measuring what the job's work takes on this host"
+    assert len(lines_of(what, "replicas 16, shards 4, seed 0", width=40)) == 2
 
 
 def test_on_a_terminal_there_is_a_bar_that_is_taken_away() -> None:
