@@ -104,8 +104,17 @@ def number_of(host: str) -> str:
     Raises:
         JobError: it has none.
     """
-    if host == "*":
-        return ANYWHERE
+    return ANYWHERE if host == "*" else numbers_of(host)[0]
+
+
+def numbers_of(host: str) -> list[str]:
+    """Return all numbers that the name of a host stands for just now.
+
+    It may take as long as whoever knows names takes to answer.
+
+    Raises:
+        JobError: there are none.
+    """
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # the latter of "a..b"
@@ -114,7 +123,7 @@ def number_of(host: str) -> str:
             f"there is no address of a host {host!r} ({why}): use its "
             "number, such as 10.0.0.1 (IPv6 is not supported)"
         ) from None
-    return str(found[0][4][0])
+    return [str(entry[4][0]) for entry in found]
 
 
 def own_number_towards(host: str) -> str:

@@ -3,7 +3,6 @@
 It has no secret in it where there are keys; without, whoever has it is let in.
 """
 
-import socket
 from dataclasses import dataclass
 from typing import Self, final
 from urllib.parse import parse_qs, urlencode, urlsplit
@@ -12,7 +11,7 @@ from typing_extensions import override
 
 from distbelief.errors import JobError
 from distbelief.transport.keys import public_key
-from distbelief.transport.places import Place, number_of
+from distbelief.transport.places import Place, number_of, numbers_of
 
 
 @final
@@ -73,12 +72,9 @@ class JobAddress:
     def is_left_by(self, place: Place) -> bool:
         """Return whether the host's name has other numbers now than this place's.
 
-        It may take as long as whoever knows names takes to answer.
+        See `numbers_of`; False while nobody knows it.
         """
         try:
-            found = socket.getaddrinfo(
-                self.host, None, socket.AF_INET, socket.SOCK_STREAM
-            )
-        except (OSError, UnicodeError):  # nobody knows it just now
+            return place.host not in numbers_of(self.host)
+        except JobError:
             return False
-        return place.host not in {str(entry[4][0]) for entry in found}
