@@ -34,6 +34,9 @@ Seconds = float
 
 SUPERVISOR = Address("supervisor")
 
+USER = Address("user")
+"""Who sends `Stop` at Ctrl+C: posted by this process, never sent over the network."""
+
 HOST = "host-"
 """How the names of hosts begin: machines that have joined, and run roles."""
 

@@ -1,6 +1,6 @@
 """Messages to and from frames: one small header, then each array's raw bytes.
 
-The header is an `Envelope` in msgpack: the run's token, the sender and its incarnation,
+The header is an `Envelope` in msgpack: the run's name, the sender and its incarnation,
 the message. In place of an array stands [frame, element type], of a blob [frame, "u1"];
 the frames follow in that order. Nothing is trusted: a header that is too long,
 ill-typed, of another run, or at odds with its frames raises `RemoteProtocolError`
@@ -24,7 +24,7 @@ FRAME_BYTES_MAX = BLOCK_BYTES  # an array frame is one block at the most
 FRAMES_MAX = 2  # no message has more than one array, or blob
 
 JOINING = "join"
-"""Token of messages between a supervisor and hosts, which do not know the run's yet."""
+"""Stands for the run's name between a supervisor and hosts, which do not know that."""
 
 _BLOB = "u1"
 _CODES = {dtype: code for code, dtype in ELEMENT_TYPES.items()}
@@ -37,7 +37,7 @@ class AnotherRunError(RemoteProtocolError):
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, eq=False):
     """A message, and who sent it."""
 
-    token: Name  # of the run: two runs on one host do not understand each other
+    run: Name  # no secret: it keeps two runs apart
     sender: Name
     incarnation: Count
     message: Message
@@ -47,12 +47,12 @@ class Wire:
     """Encodes and decodes the envelopes of one run. Not for several threads.
 
     Args:
-        token: Of the run.
+        run: Its name.
         strangers: How the names of those begin who may say `JOINING` instead.
     """
 
-    def __init__(self, *, token: str, strangers: str | None = None) -> None:
-        self._token = token
+    def __init__(self, *, run: str, strangers: str | None = None) -> None:
+        self._run = run
         self._strangers = strangers
         self._frames: Sequence[Frame] = ()
         self._n_used = 0
@@ -78,7 +78,7 @@ class Wire:
         """
         self._frames_out = []
         envelope = Envelope(
-            token=JOINING if self._is_strange(receiver) else self._token,
+            run=JOINING if self._is_strange(receiver) else self._run,
             sender=sender,
             incarnation=incarnation,
             message=message,
@@ -120,8 +120,8 @@ class Wire:
             raise RemoteProtocolError(f"an unreadable header: {error!s:.200}") from None
         finally:
             self._frames = ()
-        strange = envelope.token == JOINING and self._is_strange(envelope.sender)
-        if envelope.token != self._token and not strange:
+        strange = envelope.run == JOINING and self._is_strange(envelope.sender)
+        if envelope.run != self._run and not strange:
             raise AnotherRunError(f"{envelope.sender!r} belongs to another run")
         if self._n_used != len(arrays):
             raise RemoteProtocolError(
@@ -176,6 +176,19 @@ class Wire:
             array = array.copy()
         array.flags.writeable = False
         return array
+
+
+def sender_of(header: Frame) -> str:
+    """Return whom a header names as the sender; the rest of it is not looked at.
+
+    Raises:
+        RemoteProtocolError: it is no header.
+    """
+    try:
+        fields = msgspec.msgpack.decode(header, type=list[msgspec.Raw])
+        return msgspec.msgpack.decode(fields[1], type=str)
+    except (msgspec.MsgspecError, UnicodeDecodeError, IndexError) as error:
+        raise RemoteProtocolError(f"an unreadable header: {error!s:.200}") from None
 
 
 def _raw(array: Vector) -> memoryview | None:

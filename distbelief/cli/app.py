@@ -143,10 +143,13 @@ def train(  # noqa: PLR0913 -- options
             hosting = None
             if listen is not None or on is not None:
                 # Only who lets others join needs it.
-                from distbelief.serving.options import hosting_of  # noqa: PLC0415 -- start quickly
+                from distbelief.serving.options import (  # noqa: PLC0415 -- start quickly
+                    ANY_PORT,
+                    hosting_of,
+                )
 
                 hosting = hosting_of(
-                    listen or "tcp://127.0.0.1:0",
+                    listen or ANY_PORT,
                     keys=keys,
                     insecure=insecure,
                     n_hosts=hosts,

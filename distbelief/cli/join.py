@@ -111,7 +111,7 @@ JoinKeysOption = Annotated[
     typer.Option(
         "--keys",
         metavar="DIR",
-        help="This machine's keys (distbelief keys), unless the address has a token.",
+        help="This machine's keys (distbelief keys), unless the address has a secret.",
         show_default=False,
     ),
 ]

@@ -31,10 +31,12 @@ OptionOption = Annotated[
     ),
 ]
 BindOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="tcp://HOST:PORT",
-        help="Where to listen; 0.0.0.0: at all interfaces; port 0: any.",
+        help="Where to listen; 0.0.0.0: at all interfaces; port 0: any. By default "
+        "only your own processes on this machine reach it.",
+        show_default=False,
     ),
 ]
 ServeKeysOption = Annotated[
@@ -52,7 +54,8 @@ InsecureOption = Annotated[
     typer.Option(
         "--insecure",
         metavar=" ",
-        help="Listen beyond this machine without keys, in the clear.",
+        help="Listen beyond this machine without key files: whoever has the address "
+        "is let in.",
     ),
 ]
 DirectoryOption = Annotated[
@@ -77,7 +80,7 @@ def serve(  # noqa: PLR0913 -- options
     options: OptionOption = None,
     shards: ShardsOption = 1,
     shard_copies: CopiesOption = 1,
-    bind: BindOption = "tcp://127.0.0.1:0",
+    bind: BindOption = None,
     keys: ServeKeysOption = None,
     insecure: InsecureOption = False,
     directory: DirectoryOption = Path("runs/server"),

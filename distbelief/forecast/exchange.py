@@ -17,13 +17,13 @@ the caches, and code that finds nothing of its own there takes several times as 
 """
 
 import math
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Final, final
 
@@ -44,6 +44,8 @@ from distbelief.roles import (
     SetTimer,
     TimerFired,
 )
+from distbelief.scratch import scratch
+from distbelief.transport.reach import Reach
 from distbelief.transport.zmq_transport import ZmqTransport
 
 
@@ -207,8 +209,11 @@ def _messages(chill: Chill | None) -> tuple[Seconds, Seconds]:
 
     With `chill` it takes a piece of work as well, and how long it is tells nothing.
     """
-    token = secrets.token_hex(16)
-    with _transport("one", token) as one, _transport("other", token) as other:
+    with (
+        scratch() as folder,
+        _transport("one", folder) as one,
+        _transport("other", folder) as other,
+    ):
         one.connect("other", 1, other.endpoint)
         other.connect("one", 1, one.endpoint)
         roles = {
@@ -274,7 +279,8 @@ def _turns(
     """
     role = Counting(again, chill if first else None)
     with (
-        _transport("alone", secrets.token_hex(16)) as transport,
+        scratch() as folder,
+        _transport("alone", folder) as transport,
         Node(role, transport=transport, log=_silent) as node,
     ):
         _turn(node, role, n_more=N_WARM)
@@ -287,7 +293,8 @@ def _handing() -> tuple[Seconds, Seconds]:
     """Return how long work waits for its lane, and its answer for the process."""
     role = Handing()
     with (
-        _transport("handing", secrets.token_hex(16)) as transport,
+        scratch() as folder,
+        _transport("handing", folder) as transport,
         Node(role, transport=transport, log=_silent) as node,
     ):
         node.tell(Computed(name="begin"))
@@ -341,8 +348,9 @@ def _lateness() -> Seconds:
     return fmean(late)
 
 
-def _transport(name: str, token: str) -> ZmqTransport:
-    return ZmqTransport(name=name, incarnation=1, token=token, log=_silent)
+def _transport(name: str, folder: Path) -> ZmqTransport:
+    reach = Reach(directory=str(folder))
+    return reach.transport(name=name, incarnation=1, run="exchange", log=_silent)
 
 
 def _silent(level: str, text: str) -> None:

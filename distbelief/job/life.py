@@ -40,14 +40,14 @@ from distbelief.job.processes.signals import EXIT_CODES, REASONS, caught_signals
 from distbelief.job.processes.trying import CHECK, try_out
 from distbelief.job.resuming.legacy import Legacy
 from distbelief.job.resuming.resuming import take_up
-from distbelief.job.supervision.supervisor import USER, Supervisor
+from distbelief.job.supervision.supervisor import Supervisor
 from distbelief.job.voice import Voice
 from distbelief.job.watching import Watch, Watching, status_of
 from distbelief.messages import Stop
 from distbelief.node import Node
 from distbelief.parameter_server.layout.layout import Layout
 from distbelief.program.plan import load
-from distbelief.roles import SUPERVISOR, Received, Role
+from distbelief.roles import SUPERVISOR, USER, Received, Role
 from distbelief.runtime.task.task import prepare
 from distbelief.transport.places import LOOPBACK, Place
 from distbelief.transport.reach import Reach
@@ -164,12 +164,13 @@ class Life:
         console = self._voice.console
         config = supervisor_config(self._job, self._answer, legacy=self._legacy)
         supervisor = Supervisor(config)
-        token = secrets.token_hex(16)
-        reach = Reach() if hosting is None else hosting.reach
+        name = secrets.token_hex(16)
+        own = Reach(directory=str(self._memory.directory))
+        reach = own if hosting is None else hosting.reach
         transport = reach.transport(
             name=SUPERVISOR,
             incarnation=self._legacy.incarnation,
-            token=token,
+            run=name,
             log=self._voice.log if hosting is None else self._voice.heed,
             port=reach.port,
         )
@@ -188,13 +189,13 @@ class Life:
                 endpoint = detours.through(SUPERVISOR, endpoint)
                 role = detours.around(supervisor)
             of_roles = reach if hosting is None else hosting.reach_of_roles
-            spec = self._write_spec(token, endpoint, of_roles)
+            spec = self._write_spec(name, endpoint, of_roles)
             look = supervisor.view
             if hosting is not None:
                 plan = None if spec.plan is None else Path(spec.plan)
                 role = hosted = hosting.around(supervisor, self._job, spec, plan=plan)
                 look = hosted.view
-                self._invite(hosting, hosting.address(transport.endpoint, token), lent)
+                self._invite(hosting, hosting.address(transport.endpoint), lent)
             node = Node(
                 role, transport=transport, log=self._voice.log, launcher=self._launcher
             )
@@ -237,13 +238,13 @@ class Life:
         )
         self._lender = lent.enter_context(machines)
 
-    def _write_spec(self, token: str, endpoint: str, reach: Reach) -> Spec:
+    def _write_spec(self, name: str, endpoint: str, reach: Reach) -> Spec:
         assert self._layout is not None
         shares = self._job.cluster.shared_memory
         answer, plan = self._answer, self._run.plan_file
         spec = Spec(
             job=msgspec.Raw(self._job.to_json()),
-            token=token,
+            run=name,
             supervisor=endpoint,
             memory=str(self._memory.directory) if shares else "",
             snapshots=str(self._store.directory.absolute()),
@@ -255,7 +256,7 @@ class Life:
             n_train=None if answer.task.train is None else answer.task.train.n_samples,
             reach=reach,
         )
-        # In a directory that only its user may enter: the token is in it.
+        # In a directory that only its user may enter: a secret may be in it.
         (self._memory.directory / ".spec.json").write_bytes(msgspec.json.encode(spec))
         return spec
 

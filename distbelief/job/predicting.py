@@ -173,7 +173,7 @@ def _split(
         np.save(given, inputs)
         rehearsal = Rehearsal(
             folder=str(folder),
-            token=secrets.token_hex(16),
+            run=secrets.token_hex(16),
             task=job.task,
             sample=Sample(
                 input_shape=tuple(inputs.shape[1:]),

@@ -15,9 +15,12 @@ from distbelief.job.hosts.hosting import Hosting
 from distbelief.parameter_server.rules.update_rules import UpdateRule
 from distbelief.runtime.task.imports import resolve
 from distbelief.transport.keyring import Keyring
+from distbelief.transport.keys import KeyPair
 from distbelief.transport.places import number_of
 from distbelief.transport.reach import Reach
 
+
+ANY_PORT: Final = "tcp://127.0.0.1:0"
 
 _BIND: Final = re.compile(r"tcp://(?P<host>[^:/?#\[\]]+):(?P<port>[0-9]{1,5}|\*)")
 
@@ -88,13 +91,16 @@ def hosting_of(  # noqa: PLR0913 -- options
 
 
 def reach(
-    bind: str, *, keys: Path | None, insecure: bool, option: str = "--bind"
+    bind: str | None, *, keys: Path | None, insecure: bool, option: str = "--bind"
 ) -> Reach:
-    """Return from where the server can be reached.
+    """Return from where the server can be reached; by default, by its user's processes.
 
     Raises:
         JobError: the address makes no sense, or would be open to strangers.
     """
+    if bind is None and keys is None and not insecure:
+        return Reach()
+    bind = bind or ANY_PORT
     found = _BIND.fullmatch(bind)
     if found is None or (found["port"] != "*" and int(found["port"]) > 65535):
         raise JobError(
@@ -111,16 +117,19 @@ def reach(
         ring = Keyring(directory=str(keys.expanduser().absolute()), role="server")
     number = number_of(found["host"])
     is_named = found["host"] not in {number, "localhost"}
-    if is_named and ipaddress.IPv4Address(number).is_loopback:
+    is_loopback = ipaddress.IPv4Address(number).is_loopback
+    if is_named and is_loopback:
         raise JobError(
             f"{option} {bind}: {found['host']} is {number} here, which no other "
             "machine can reach: give the number of an interface, or tcp://0.0.0.0:7700 "
             "for all interfaces; tcp://127.0.0.1:7700 is for this machine alone"
         )
+    # Who has no key files proves to know a secret of this run alone.
+    has_secret = ring is None and (insecure or is_loopback)
     wanted = Reach(
         host=number,
         port=0 if found["port"] == "*" else int(found["port"]),
-        insecure=insecure,
+        secret=KeyPair.new().secret.reveal().hex() if has_secret else "",
         keys=ring,
     )
     wanted.check()

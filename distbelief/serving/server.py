@@ -3,9 +3,7 @@
 import select
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterable
-from ipaddress import ip_address
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -24,7 +22,7 @@ from distbelief.parameter_server.rules.update_rules import UpdateRule
 from distbelief.serving.shards import Ready
 from distbelief.transport.key_files import DIRECTORY
 from distbelief.transport.keyring import Keyring
-from distbelief.transport.keys import public_key
+from distbelief.transport.keys import KeyPair, public_key
 from distbelief.transport.places import Place, number_of, own_number_towards
 from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
@@ -37,13 +35,16 @@ SHARDS_MAX: Final = 4096
 class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
     """All that a worker needs to find its server, and to be let in.
 
-    Written tcp://HOST:PORT?token=…&shards=2&copies=1&memory=…, or, of a server that
-    knows its workers by their keys, tcp://HOST:PORT?key=…&run=…&shards=2&copies=1.
+    of a server      is written
+    of this user     ipc://DIRECTORY/.supervisor.1?run=…&shards=2&copies=1&memory=…
+    with keys        tcp://HOST:PORT?key=…&run=…&shards=2&copies=1
+    without          tcp://HOST:PORT?secret=…&run=…&shards=2&copies=1
     """
 
     endpoint: str
-    token: str  # without a key, whoever knows it may push: as good as a password
+    run: str  # its name
     key: str = ""  # public
+    secret: str = ""  # whoever knows it may push: as good as a password
     n_shards: int
     shard_copies: int = 1
     memory: str  # the directory of shared memory, for workers of this host
@@ -51,9 +52,10 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
     @override
     def __str__(self) -> str:
         """Write it as one line."""
-        query: dict[str, str | int] = {"token": self.token}
-        if self.key:
-            query = {"key": self.key, "run": self.token}
+        query: dict[str, str | int] = {"key": self.key} if self.key else {}
+        if self.secret:
+            query = {"secret": self.secret}
+        query |= {"run": self.run}
         query |= {"shards": self.n_shards, "copies": self.shard_copies}
         if self.memory:
             query["memory"] = self.memory
@@ -66,8 +68,11 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
             JobError: there is no address of such a host.
         """
         parts = urlsplit(self.endpoint)
+        if parts.scheme == "ipc":
+            return Place(path=parts.path)
         host, port = number_of(parts.hostname or ""), parts.port or 0
-        return Place(host=host, port=port, key=self.key)
+        key = KeyPair.parse(self.secret).public if self.secret else self.key
+        return Place(host=host, port=port, key=key)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -83,49 +88,54 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
                 "prints"
             )
         try:
-            parts = urlsplit(text)
-            query = parse_qs(parts.query)
-            port, scheme, netloc = parts.port, parts.scheme, parts.netloc
-            key = public_key(query["key"][0]) if "key" in query else ""
-            token = query["run" if key else "token"][0]
-            n_shards = int(query["shards"][0])
-            shard_copies = int(query.get("copies", ["1"])[0])
+            return cls._read(text)
         except (KeyError, ValueError, JobError):
-            port, key, token, n_shards, shard_copies = None, "", "", 0, 0
-            scheme, netloc, query = "", "", {}
-        makes_sense = 1 <= n_shards <= SHARDS_MAX and 1 <= shard_copies <= COPIES_MAX
-        if scheme != "tcp" or not port or not makes_sense:
             raise JobError(
                 f"{text!r} is no address of a parameter server: use "
-                "ParameterServer(...).address, which looks like "
-                "tcp://127.0.0.1:41000?token=…&shards=2"
-            )
-        return cls(
-            endpoint=f"tcp://{netloc}",
-            token=token,
-            key=key,
-            n_shards=n_shards,
-            shard_copies=shard_copies,
+                "ParameterServer(...).address, or the line that `distbelief serve` "
+                "prints; it begins with ipc://, or looks like "
+                "tcp://10.0.0.1:7700?key=…&run=…&shards=2"
+            ) from None
+
+    @classmethod
+    def _read(cls, text: str) -> Self:
+        parts = urlsplit(text)
+        query = parse_qs(parts.query)
+        is_file = parts.scheme == "ipc" and not parts.netloc and parts.path
+        address = cls(
+            endpoint=f"{parts.scheme}://{parts.netloc}{parts.path if is_file else ''}",
+            run=query["run"][0],
+            key=public_key(query["key"][0]) if "key" in query else "",
+            secret=query.get("secret", [""])[0],
+            n_shards=int(query["shards"][0]),
+            shard_copies=int(query.get("copies", ["1"])[0]),
             memory=query.get("memory", [""])[0],
         )
+        if address.secret:
+            KeyPair.parse(address.secret)
+        if not (is_file or (parts.scheme == "tcp" and parts.port)):
+            raise JobError("no endpoint")
+        if bool(address.key) + bool(address.secret) != (0 if is_file else 1):
+            raise JobError("a server over TCP has a key or a secret")
+        makes_sense = 1 <= address.n_shards <= SHARDS_MAX
+        if not (makes_sense and 1 <= address.shard_copies <= COPIES_MAX):
+            raise JobError("no such server")
+        return address
 
 
-def reach_towards(place: Place, *, keys: str | Path | None) -> Reach:
+def reach_towards(
+    place: Place, *, secret: str = "", keys: str | Path | None = None
+) -> Reach:
     """Return from where a worker of the server at this place is to be reached.
 
     Raises:
         JobError: the server is known by its key, and this side has none.
     """
+    if place.path:
+        return Reach(directory=str(Path(place.path).parent))
     host = own_number_towards(place.host)
-    if not place.key:
-        insecure = not ip_address(host).is_loopback  # as the server's user decided
-        if insecure:
-            warnings.warn(
-                f"what goes to and from {place} is not encrypted, and who hears it can "
-                "change it: start the server with --keys",
-                stacklevel=5,
-            )
-        return Reach(host=host, insecure=insecure)
+    if secret:
+        return Reach(host=host, secret=secret)
     directory = Path(DIRECTORY if keys is None else keys).expanduser()
     ring = Keyring(directory=str(directory), role="worker", server_key=place.key)
     return Reach(host=host, keys=ring)
@@ -233,7 +243,7 @@ class ParameterServer:
 
     @property
     def address(self) -> str:
-        """Where workers find it; whoever knows it may push.
+        """Where this user's processes on this machine find it.
 
         Raises:
             JobError: the server is not running.
@@ -345,7 +355,7 @@ class ParameterServer:
             raise PeerLostError(f"the parameter server cannot start: {told.error}")
         address = ServerAddress(
             endpoint=told.endpoint,
-            token=told.token,
+            run=told.run,
             n_shards=self._n_shards,
             shard_copies=self._shard_copies,
             memory=told.memory,

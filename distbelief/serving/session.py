@@ -12,7 +12,7 @@ from typing import final
 import torch
 
 from distbelief.downpour.worker import LEAVE, Worker
-from distbelief.errors import JobError, PeerLostError
+from distbelief.errors import JobError, PeerLostError, TransportError
 from distbelief.memory import Memory, PrivateMemory
 from distbelief.messages import Join
 from distbelief.node import Node
@@ -67,12 +67,20 @@ class Session:
         )
         self._log: list[str] = []
         place = address.place()
-        reach = reach_towards(place, keys=keys)
+        reach = reach_towards(place, secret=address.secret, keys=keys)
         self._key = "" if reach.keys is None else reach.keys.public
         self._transport = reach.transport(
-            name=name, incarnation=1, token=address.token, log=self._note
+            name=name, incarnation=1, run=address.run, log=self._note
         )
-        self._transport.start()
+        try:
+            self._transport.start()
+        except TransportError as error:
+            if not place.path:
+                raise
+            raise PeerLostError(
+                f"DownpourSGD: the server at {address.endpoint} cannot be reached: "
+                f"{error}"
+            ) from None
         try:
             self._transport.connect(SUPERVISOR, 1, str(place), watched=True)
         except BaseException:
@@ -90,7 +98,7 @@ class Session:
         """Be let in by the server.
 
         Raises:
-            JobError: it does not take the address's token.
+            JobError: it does not let in this machine's key.
             PeerLostError: it does not answer in time.
         """
         refused = False
@@ -106,16 +114,9 @@ class Session:
 
     def _why_refused(self) -> str:
         endpoint = self.address.endpoint
-        if self._key:
-            return (
-                f"DownpourSGD: the server at {endpoint} does not let in this machine's "
-                f"key. On the server: distbelief keys allow {self._key} NAME"
-            )
         return (
-            f"DownpourSGD: the server at {endpoint} does not take the "
-            f"token {_shortened(self.address.token)} of this address: another run "
-            "has that port now, or the address was not copied whole. Use the "
-            "address that the server prints (ParameterServer(...).address)"
+            f"DownpourSGD: the server at {endpoint} does not let in this machine's "
+            f"key. On the server: distbelief keys allow {self._key} NAME"
         )
 
     def command(self, command: Computed, timeout_seconds: float) -> None:
@@ -155,18 +156,14 @@ class Session:
     def _doubt(self) -> str:
         """Return what may be the matter with a server that does not answer."""
         if not self._transport.is_another(SUPERVISOR):
-            if not self._key:  # else a token of another run had been refused
-                return "Is it running?"
             return (
                 "Is it running, and is this the line that it prints now? One that "
                 "began in another directory has another run=."
             )
-        if self._key:
-            return (
-                "Who listens there has not the key that the address names: use the "
-                "line that the server prints now."
-            )
-        return "Who listens there is no server without keys."
+        return (
+            "Who listens there has not the key that the address names: use the line "
+            "that the server prints now."
+        )
 
     def close(self) -> None:
         """Leave; what is unsent is sent, within a second."""
@@ -176,11 +173,6 @@ class Session:
                 self.node.tell(Computed(name=LEAVE))
             self.node.close()
             self._transport.close()
-
-
-def _shortened(token: str) -> str:
-    """Return enough of a token to know it by, and too little to use it."""
-    return repr(f"{token[:6]}…")
 
 
 def _flat(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -41,14 +41,14 @@ from distbelief.job.processes.launcher import Launcher
 from distbelief.job.processes.process import Spec
 from distbelief.job.resuming.legacy import Legacy, read_legacy
 from distbelief.job.supervision.figures import Before
-from distbelief.job.supervision.supervisor import USER, Supervisor
+from distbelief.job.supervision.supervisor import Supervisor
 from distbelief.job.supervision.supervisor_config import SupervisorConfig
 from distbelief.messages import Stop
 from distbelief.node import Node
 from distbelief.parameter_server.copies.copies import copy_names
 from distbelief.parameter_server.layout.layout import Layout, TensorSpec
 from distbelief.parameter_server.rules.update_rules import UpdateRule
-from distbelief.roles import SUPERVISOR, Received
+from distbelief.roles import SUPERVISOR, USER, Received
 from distbelief.runtime.task.task import DataSpec, ModelSpec
 from distbelief.transport.places import LOOPBACK, Place
 from distbelief.transport.reach import Reach
@@ -71,7 +71,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         shared_memory: Whether workers of this host may share memory with them.
         snapshot_every: Seconds between snapshots.
         directory: For snapshots and logs.
-        token: Of the run; drawn if it is "".
+        run: Its name; drawn if it is "".
         reach: From where the server can be reached.
     """
 
@@ -83,7 +83,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     shared_memory: bool
     snapshot_every: float
     directory: str
-    token: str = ""
+    run: str = ""
     reach: Reach = Reach()
 
 
@@ -91,7 +91,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """The one line of output: where the server is, or why there is none."""
 
     endpoint: str = ""
-    token: str = ""
+    run: str = ""
     memory: str = ""
     error: str | None = None
 
@@ -124,19 +124,20 @@ def serve(
         DistBeliefError: it cannot begin.
     """
     FileMemory.sweep()
-    memory = FileMemory.make() if request.shared_memory else None
+    memory = FileMemory.make()  # sockets lie in its directory as well
     try:
-        return _serve(request, "" if memory is None else str(memory.directory), watch)
+        return _serve(request, memory.directory, watch)
     finally:
-        if memory is not None:
-            memory.remove_all()
+        memory.remove_all()
 
 
 def _serve(
-    request: Request, memory: str, watch: Callable[[Node, Supervisor, Ready], None]
+    request: Request, private: Path, watch: Callable[[Node, Supervisor, Ready], None]
 ) -> str | None:
     directory = Path(request.directory)
-    token = request.token or secrets.token_hex(16)
+    run = request.run or secrets.token_hex(16)
+    reach = request.reach.within(private)
+    memory = str(private) if request.shared_memory else ""
 
     def log_of(name: str) -> Path:
         return directory / f"{name}.log"
@@ -147,16 +148,17 @@ def _serve(
         lines.append(f"{level}: {text}")
 
     legacy = _legacy(request, log)
-    links = request.reach.transport(
+    links = reach.transport(
         name=SUPERVISOR,
         incarnation=legacy.incarnation,
-        token=token,
+        run=run,
         log=log,
-        port=request.reach.port,
+        port=reach.port,
     )
     with links:
         spec = directory / "spec.json"
-        _write_private(spec, _spec(request, token, _own(links.endpoint), memory))
+        told = msgspec.structs.replace(request, run=run, reach=reach)
+        _write_private(spec, _spec(told, _own(links.endpoint), memory))
         config = SupervisorConfig(
             roster=tuple(
                 (name, "shard")
@@ -173,7 +175,7 @@ def _serve(
         supervisor = Supervisor(config)
         with Launcher(spec=spec, log_of=log_of) as launcher:
             node = Node(supervisor, transport=links, log=log, launcher=launcher)
-            ready = Ready(endpoint=links.endpoint, token=token, memory=memory)
+            ready = Ready(endpoint=links.endpoint, run=run, memory=memory)
             watch(node, supervisor, ready)
     return _outcome(node, supervisor, directory)
 
@@ -188,7 +190,7 @@ def _outcome(node: Node, supervisor: Supervisor, directory: Path) -> str | None:
 
 
 def _write_private(path: Path, content: bytes) -> None:
-    """Write a file for its user alone: whoever reads the token could push."""
+    """Write a file for its user alone: whoever reads a run's secret could push."""
     try:
         path.touch(mode=0o600)
         path.chmod(0o600)
@@ -239,7 +241,7 @@ class _Parent:
             self._node.post(Received(sender=USER, incarnation=0, message=stop))
 
 
-def _spec(request: Request, token: str, supervisor: str, memory: str) -> bytes:
+def _spec(request: Request, supervisor: str, memory: str) -> bytes:
     """Return what the shards' processes are told: a job with no data and no replica."""
     layout = Layout.of(request.tensors, n_shards=request.n_shards)
     nothing = "none:none"  # a shard builds neither model nor data
@@ -260,7 +262,7 @@ def _spec(request: Request, token: str, supervisor: str, memory: str) -> bytes:
     )
     spec = Spec(
         job=msgspec.Raw(job.to_json()),
-        token=token,
+        run=request.run,
         supervisor=supervisor,
         memory=memory,
         snapshots=str(Path(request.directory) / "snapshots"),

@@ -1,7 +1,7 @@
 """A standing parameter server in the foreground: what `distbelief serve` does.
 
     DIRECTORY/            0700
-      request.json  0600  what is served; the run's token too, so that its address lasts
+      request.json  0600  what is served; a run's secret too, so that its address lasts
       initial.safetensors parameters of the first life
       snapshots/          to go on from
       *.log               of the supervisor and every shard
@@ -29,11 +29,11 @@ from distbelief.job.directory.run_directory import RunDirectory
 from distbelief.job.display import words
 from distbelief.job.display.view import SupervisorView
 from distbelief.job.processes.signals import REASONS, caught_signals
-from distbelief.job.supervision.supervisor import USER, Supervisor
+from distbelief.job.supervision.supervisor import Supervisor
 from distbelief.messages import Stop
 from distbelief.node import Node
 from distbelief.parameter_server.rules.update_rules import UpdateRule
-from distbelief.roles import Received
+from distbelief.roles import USER, Received
 from distbelief.serving.server import ServerAddress, parameter_specs
 from distbelief.serving.shards import Ready, Request, serve
 from distbelief.transport.places import ANYWHERE, Place, own_number
@@ -116,14 +116,14 @@ def _request(wanted: Wanted, run: RunDirectory, *, tell: Tell) -> Request:
         shared_memory=wanted.shared_memory,
         snapshot_every=wanted.snapshot_every,
         directory=str(run.path.absolute()),
-        token=secrets.token_hex(16),
+        run=secrets.token_hex(16),
         reach=wanted.reach.pinned(),
     )
     file = run.path / "request.json"
     if file.is_file():
         before = _read(file)
         _check_same(request, before, directory=run.path)
-        request = msgspec.structs.replace(request, token=before.token)
+        request = _gone_on(request, before)
         tell(f"going on with what {run.path} holds")
     else:
         values = {
@@ -131,8 +131,16 @@ def _request(wanted: Wanted, run: RunDirectory, *, tell: Tell) -> Request:
             for spec, parameter in zip(specs, parameters, strict=True)
         }
         files.write_by(initial, lambda path: save_file(values, path))
-    files.write_private(file, msgspec.json.encode(request))  # the token is in it
+    files.write_private(file, msgspec.json.encode(request))  # a secret may be in it
     return request
+
+
+def _gone_on(request: Request, before: Request) -> Request:
+    """Return what is to be served, under the name and by the secret from before."""
+    reach, secret = request.reach, before.reach.secret
+    if reach.secret and secret:
+        reach = msgspec.structs.replace(reach, secret=secret)
+    return msgspec.structs.replace(request, run=before.run or request.run, reach=reach)
 
 
 def _read(file: Path) -> Request:
@@ -213,14 +221,13 @@ class _Terminal:
     def _lines(self, ready: Ready) -> list[str]:
         """Return what a user needs to know to begin."""
         place = Place.parse(ready.endpoint)
-        host = place.host
-        if host == ANYWHERE:
-            host = own_number()
+        is_anywhere = place.host == ANYWHERE
         request = self._request
         address = ServerAddress(
-            endpoint=f"tcp://{host}:{place.port}",
-            token=ready.token,
-            key=place.key,
+            endpoint=place.seen_from(own_number()).endpoint,
+            run=ready.run,
+            key="" if request.reach.secret else place.key,
+            secret=request.reach.secret,
             n_shards=request.n_shards,
             shard_copies=request.shard_copies,
             memory="",
@@ -228,16 +235,16 @@ class _Terminal:
         lines = []
         if not request.reach.is_local:
             lines = [f"workers on other machines: {address}"]
-            if place.host == ANYWHERE:
+            if is_anywhere:
                 lines.append("(any other address of this machine will do as well)")
         here = msgspec.structs.replace(address, memory=ready.memory)
         lines.append(f"workers on this machine: {here}")
-        if request.reach.insecure and not request.reach.is_local:
+        if request.reach.is_open:
             lines.append(
-                "NOT SECURE: whoever hears the network can read all that is trained, "
-                "and change it. Use keys: distbelief keys new"
+                "NOT SECURE: whoever has this line can read all that is trained, and "
+                "change it. Use keys: distbelief keys new"
             )
-        elif not place.key:
+        elif request.reach.secret:
             lines.append("whoever knows this line can push: keep it to yourself")
         return lines
 

@@ -62,8 +62,8 @@ class Driver:
         self._note = world.trace.event
         self._observers, self._checks = world.observers, world.checks
         self._counts = world.counts
-        token = f"simulation-{world.seed}"
-        self._post: Post = Encoded(token) if world.options.codec else PassedOn(token)
+        run = f"simulation-{world.seed}"
+        self._post: Post = Encoded(run) if world.options.codec else PassedOn(run)
 
     # -------------------------------------------------------------------- events
 

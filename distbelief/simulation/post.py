@@ -76,11 +76,11 @@ class Encoded:
     """Messages as frames.
 
     Args:
-        token: Of the run.
+        run: Its name.
     """
 
-    def __init__(self, token: str) -> None:
-        self._wire = Wire(token=token)
+    def __init__(self, run: str) -> None:
+        self._wire = Wire(run=run)
         self.size = (0, 0)
 
     def sent(self, action: Send, *, sender: Address, incarnation: int) -> object:
@@ -125,11 +125,11 @@ class PassedOn:
     """Messages themselves.
 
     Args:
-        token: Of the run.
+        run: Its name.
     """
 
-    def __init__(self, token: str) -> None:
-        self._wire = Wire(token=token)
+    def __init__(self, run: str) -> None:
+        self._wire = Wire(run=run)
         self._headers: dict[type[Message], int] = {}
         self.size = (0, 0)
 

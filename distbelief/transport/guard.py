@@ -1,11 +1,14 @@
 """The guard of a transport: who may open a connection, and as whom it may speak.
 
-ZeroMQ asks at its door (RFC 27, "ZAP") before a connection carries its first message.
-There are two kinds of guard: `TokenGuard` here, where everybody who knows the run's
-token is of the run, and `key_guard.KeyGuard`, where every key has its roles.
+    guard              sockets   who is let in                   who may name a sender
+    DirectoryGuard     files     whoever may enter a directory   anybody
+    RunGuard (here)    TCP       the holders of the run's key    anybody
+    KeyGuard           TCP       keys of an allow-list           each key for its roles
+
+With keys ZeroMQ asks at its door (RFC 27, "ZAP") before a connection carries its first
+message. No guard sends a secret: CURVE proves at both sides that they hold one.
 """
 
-import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, final
@@ -13,13 +16,16 @@ from typing import Final, Protocol, final
 import zmq
 
 from distbelief.errors import RemoteProtocolError, TransportError
+from distbelief.transport.keys import KeyPair
 from distbelief.transport.places import Place
 
 
 Inbox = zmq.Socket[bytes]
 Outbox = zmq.Socket[bytes]
 
-PLAIN_BYTES_MAX: Final = 255  # of a name or password in the PLAIN mechanism, RFC 24
+_CURVE_BYTES: Final = 33  # of a MESSAGE command around a frame's bytes, RFC 26
+_SHORT_MAX: Final = 255  # longer ones have a length of 8 bytes instead of 1, RFC 23
+_HANDSHAKE_SECONDS_MAX: Final = 5.0
 
 REFUSED: Final = b"400"  # the peer does not try again
 NOT_NOW: Final = b"300"  # it does, after a while
@@ -74,7 +80,7 @@ class Guard(Protocol):
 
     @property
     def encrypts(self) -> bool:
-        """Whether messages may leave this machine."""
+        """Whether messages may leave this machine: CURVE encrypts them."""
         ...
 
     @property
@@ -86,8 +92,16 @@ class Guard(Protocol):
         """Return how long a frame of so many bytes is on the network."""
         ...
 
-    def listen(self, inbox: Inbox) -> str:
-        """Prepare the socket before it is bound; return the key to know it by."""
+    def listen(self, inbox: Inbox, endpoint: str) -> str:
+        """Prepare the socket before it is bound; return the key to know it by.
+
+        Raises:
+            TransportError: it must not be bound there.
+        """
+        ...
+
+    def address(self, endpoint: str) -> str:
+        """Return what ZeroMQ binds or connects to in place of this endpoint."""
         ...
 
     def dial(self, outbox: Outbox, peer: str, place: Place) -> None:
@@ -127,49 +141,10 @@ class Guard(Protocol):
         ...
 
 
-@final
-class TokenGuard:
-    """Whoever knows the token is let in, and may name any sender.
+class TrustingGuard:
+    """What guards have in common that believe whoever is let in."""
 
-    It is sent in the clear, so this is for one machine, or for a network of friends.
-    """
-
-    encrypts: Final = False
     watch_seconds: Final = float("inf")
-
-    def __init__(self, *, name: str, token: str) -> None:
-        for what, text in (("name", name), ("token", token)):
-            if not 1 <= len(text.encode()) <= PLAIN_BYTES_MAX:
-                raise ValueError(
-                    f"a {what} of {len(text.encode())} bytes: 1 to {PLAIN_BYTES_MAX}"
-                )
-        self._name = name
-        self._token = token
-
-    def wire_bytes(self, n_bytes: int) -> int:
-        """Return how many: ZeroMQ's own few bytes are never limited."""
-        return n_bytes
-
-    def listen(self, inbox: Inbox) -> str:
-        """Ask everybody for the token."""
-        inbox.plain_server = True
-        return ""
-
-    def dial(self, outbox: Outbox, peer: str, place: Place) -> None:
-        """Show the token."""
-        if place.key:
-            raise TransportError(
-                f"{peer} at {place} has a key, and this side has none: give its "
-                "directory of keys (`distbelief keys new` makes one)"
-            )
-        outbox.plain_username = self._name.encode()
-        outbox.plain_password = self._token.encode()
-
-    def judge(self, request: Sequence[bytes]) -> Verdict:
-        """Let in who shows it (RFC 27: the last frame of a request is the password)."""
-        if hmac.compare_digest(request[-1], self._token.encode()):
-            return Verdict()
-        return Verdict(status=REFUSED, remark="refused a peer of another run")
 
     def source(self, part: zmq.Frame, n_bytes: int) -> Source | None:
         """Return nothing: all are alike."""
@@ -177,13 +152,13 @@ class TokenGuard:
         return NOWHERE
 
     def check(self, source: Source, sender: str) -> None:
-        """Do nothing: who knows the token is believed."""
+        """Do nothing: any member may name any sender."""
 
     def offended(self, source: Source, why: str) -> None:
         """Do nothing: the transport counts it."""
 
     def entrust(self, name: str, to: str) -> None:
-        """Do nothing: who knows the token may name any sender."""
+        """Do nothing: any member may name any sender."""
 
     def drained(self) -> None:
         """Do nothing."""
@@ -191,8 +166,79 @@ class TokenGuard:
     def watch(self, port: int) -> None:
         """Do nothing."""
 
+
+@final
+class RunGuard(TrustingGuard):
+    """Lets in whoever holds the key of the run: all its members share the one pair.
+
+    Each side of a connection proves that it holds the secret key, and never sends it:
+    who listens at a member's port in its place learns nothing.
+    """
+
+    encrypts: Final = True
+
+    def __init__(self, pair: KeyPair) -> None:
+        self._pair = pair
+
+    def wire_bytes(self, n_bytes: int) -> int:
+        """Return how long a frame of so many bytes is on the network."""
+        return curve_bytes(n_bytes)
+
+    def listen(self, inbox: Inbox, endpoint: str) -> str:
+        """Ask everybody for the key."""
+        del endpoint
+        serve_curve(inbox, self._pair, handshake_seconds_max=_HANDSHAKE_SECONDS_MAX)
+        return self._pair.public
+
+    def address(self, endpoint: str) -> str:
+        """Return the same."""
+        return endpoint
+
+    def dial(self, outbox: Outbox, peer: str, place: Place) -> None:
+        """Connect to who holds the same key, only."""
+        if place.key != self._pair.public:
+            raise TransportError(
+                f"{peer} at {place} is not connected to: it is not known by the key "
+                "of this run"
+            )
+        dial_curve(
+            outbox,
+            self._pair,
+            place.key,
+            handshake_seconds_max=_HANDSHAKE_SECONDS_MAX,
+        )
+
+    def judge(self, request: Sequence[bytes]) -> Verdict:
+        """Let in who has proved the key (RFC 27: it is the seventh frame)."""
+        if [request[5], *request[6:]] == [b"CURVE", bytes.fromhex(self._pair.public)]:
+            return Verdict()
+        return Verdict(status=REFUSED, remark="refused a peer without the run's key")
+
     def close(self) -> None:
         """There is nothing to let go of."""
 
 
 NOWHERE: Final = Source()
+
+
+def curve_bytes(n_bytes: int) -> int:
+    """Return how long a frame of so many bytes is on the network, encrypted."""
+    command = n_bytes + _CURVE_BYTES
+    return command + (2 if command <= _SHORT_MAX else 9)
+
+
+def serve_curve(inbox: Inbox, pair: KeyPair, *, handshake_seconds_max: float) -> None:
+    """Let a socket ask everybody for a key, before it is bound."""
+    inbox.curve_server = True
+    inbox.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.reveal())
+    inbox.handshake_ivl = round(1000 * handshake_seconds_max)
+
+
+def dial_curve(
+    outbox: Outbox, pair: KeyPair, server_key: str, *, handshake_seconds_max: float
+) -> None:
+    """Let a socket speak only to the holder of this key, before it is connected."""
+    outbox.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(server_key))
+    outbox.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(pair.public))
+    outbox.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.reveal())
+    outbox.handshake_ivl = round(1000 * handshake_seconds_max)

@@ -41,6 +41,9 @@ from distbelief.transport.guard import (
     Outbox,
     Source,
     Verdict,
+    curve_bytes,
+    dial_curve,
+    serve_curve,
 )
 from distbelief.transport.keys import KEY_BYTES, KeyPair
 from distbelief.transport.newcomers import Newcomers
@@ -50,10 +53,8 @@ from distbelief.transport.siege import Siege
 from distbelief.transport.speakers import Speakers
 
 
-_CURVE_BYTES: Final = 33  # of a MESSAGE command around a frame's bytes, RFC 26
 _BEAT_BYTES: Final = 128  # in a second: more than ZeroMQ's heartbeats, no messages
 _PEEK_SECONDS: Final = 0.01  # a flood of that time is as much as a burst
-_SHORT_MAX: Final = 255  # longer ones have a length of 8 bytes instead of 1, RFC 23
 
 
 @final
@@ -106,16 +107,19 @@ class KeyGuard:
 
     def wire_bytes(self, n_bytes: int) -> int:
         """Return how long a frame of so many bytes is on the network."""
-        command = n_bytes + _CURVE_BYTES
-        return command + (2 if command <= _SHORT_MAX else 9)
+        return curve_bytes(n_bytes)
 
-    def listen(self, inbox: Inbox) -> str:
+    def listen(self, inbox: Inbox, endpoint: str) -> str:
         """Ask everybody for a key."""
-        inbox.curve_server = True
-        inbox.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret.reveal())
-        inbox.handshake_ivl = round(1000 * self._caps.handshake_seconds_max)
+        del endpoint
+        seconds = self._caps.handshake_seconds_max
+        serve_curve(inbox, self._pair, handshake_seconds_max=seconds)
         self._newcomers.listen(inbox)
         return self._pair.public
+
+    def address(self, endpoint: str) -> str:
+        """Return the same."""
+        return endpoint
 
     def dial(self, outbox: Outbox, peer: str, place: Place) -> None:
         """Show this side's key to who holds the one that the place names, only."""
@@ -131,10 +135,8 @@ class KeyGuard:
                 f"be a {peer.rpartition('-')[0] or peer}. If it should, on the "
                 f"server's machine: distbelief keys allow {place.key} NAME"
             )
-        outbox.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(place.key))
-        outbox.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(self._pair.public))
-        outbox.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret.reveal())
-        outbox.handshake_ivl = round(1000 * self._caps.handshake_seconds_max)
+        seconds = self._caps.handshake_seconds_max
+        dial_curve(outbox, self._pair, place.key, handshake_seconds_max=seconds)
 
     # ----------------------------------------------------------------------- peers
 

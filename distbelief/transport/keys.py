@@ -70,6 +70,20 @@ class KeyPair:
         public = zmq.curve_public(z85.encode(secret.reveal()))
         return cls(public=z85.decode(public).hex(), secret=secret)
 
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the pair of this secret key, in hexadecimal digits.
+
+        Raises:
+            JobError: it is none; nothing of it is shown.
+        """
+        if re.fullmatch(KEY_PATTERN, text) is None:
+            raise JobError(
+                f"this is no secret of a run: {KEY_BYTES * 2} hexadecimal digits are "
+                "needed; copy the whole address"
+            )
+        return cls.of(SecretKey(bytes.fromhex(text)))
+
 
 def public_key(text: str) -> str:
     """Return the public key that a user gave.

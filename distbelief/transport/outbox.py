@@ -68,7 +68,7 @@ class Outbox:
         socket.sndhwm = messages_max
         socket.reconnect_ivl = 50
         socket.reconnect_ivl_max = 2000
-        if not is_local(place.endpoint if place.port else endpoint):
+        if not is_local(place.endpoint):
             # A cut link is noticed at both ends, and opened anew, sooner than by TCP,
             # whose patience doubles each time.
             socket.heartbeat_ivl = round(1000 * BEAT_SECONDS)
@@ -83,7 +83,7 @@ class Outbox:
         )
         try:
             guard.dial(socket, peer, place)
-            socket.connect(place.endpoint if place.port else endpoint)
+            socket.connect(guard.address(place.endpoint))
         except TransportError:
             outbox.close(0)
             raise

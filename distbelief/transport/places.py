@@ -1,11 +1,11 @@
 """Places: where a role listens, and by which key it is known there.
 
-    tcp://10.0.0.1:41000                  messages in the clear, to this machine only
+    ipc:///dev/shm/DIRECTORY/.shard-0.1   a socket of this machine and user
     tcp://10.0.0.1:41000?key=HEX          encrypted, for the holder of this public key
     tcp://0.0.0.0:41000?key=HEX           on the machine where the supervisor was found
 
-A peer names places too, so they are numbers only: no name is looked up for it, and no
-other kind of socket is opened.
+A peer names places too, so those of TCP are numbers only: no name is looked up for it.
+Each guard connects to one kind of places.
 """
 
 import fcntl
@@ -26,7 +26,8 @@ from distbelief.transport.keys import KEY_PATTERN
 ANYWHERE: Final = "0.0.0.0"  # noqa: S104 -- stands for "all interfaces" in addresses
 LOOPBACK: Final = "127.0.0.1"
 
-_TEXT_MAX: Final = 128
+PLACE_CHARACTERS_MAX: Final = 128  # as many as a `messages.bounds.Name`
+
 _SOMEWHERE: Final = "192.0.2.1"  # RFC 5737: nobody is there; only the route matters
 _INTERFACE: Final = struct.Struct("16s4x4s232x")  # ifreq (linux/if.h), its name, number
 _ASK_NUMBER: Final = 0x8915  # SIOCGIFADDR
@@ -34,6 +35,7 @@ _PLACE: Final = re.compile(
     rf"tcp://(?P<host>[0-9.]{{7,15}}):(?P<port>[0-9]{{1,5}})"
     rf"(\?key=(?P<key>{KEY_PATTERN}))?"
 )
+_FILE: Final = re.compile(r'ipc://(?P<path>/[!"$&->@-~]+)')
 
 
 @final
@@ -44,12 +46,14 @@ class Place:
     Attributes:
         host: A number; `ANYWHERE`: that of the supervisor.
         port: Of TCP.
-        key: Public, in hexadecimal digits; "": messages go in the clear.
+        key: Public, in hexadecimal digits.
+        path: Of a socket of this machine, in place of all else.
     """
 
-    host: str
-    port: int
+    host: str = ""
+    port: int = 0
     key: str = ""
+    path: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -58,7 +62,10 @@ class Place:
         Raises:
             TransportError: it is no place.
         """
-        found = _PLACE.fullmatch(text) if len(text) <= _TEXT_MAX else None
+        is_short = len(text) <= PLACE_CHARACTERS_MAX
+        if is_short and (file := _FILE.fullmatch(text)):
+            return cls(path=file["path"])
+        found = _PLACE.fullmatch(text) if is_short else None
         if found is not None and 1 <= int(found["port"]) <= 65535:
             try:
                 host = str(ipaddress.IPv4Address(found["host"]))
@@ -67,14 +74,14 @@ class Place:
             else:
                 return cls(host=host, port=int(found["port"]), key=found["key"] or "")
         raise TransportError(
-            f"{text[:_TEXT_MAX]!r} is no place where a peer can listen: it looks like "
-            "tcp://10.0.0.1:41000, and ?key= with 64 hexadecimal digits"
+            f"{text[:PLACE_CHARACTERS_MAX]!r} is no place where a peer can listen: it "
+            "looks like tcp://10.0.0.1:41000, and ?key= with 64 hexadecimal digits"
         )
 
     @property
     def endpoint(self) -> str:
         """What ZeroMQ connects to."""
-        return f"tcp://{self.host}:{self.port}"
+        return f"ipc://{self.path}" if self.path else f"tcp://{self.host}:{self.port}"
 
     @override
     def __str__(self) -> str:

@@ -10,18 +10,18 @@ not fit a link's bounded queue is dropped and counted, and roles repeat what mat
 
 Rules this file keeps:
 
-* Nobody says a word unless the guard lets him (`guard`): on one machine, who knows the
-  run's token (ZeroMQ's PLAIN mechanism); between machines, who has a key that is
-  allowed (CURVE). It asks before a connection carries its first message, because what
-  ZeroMQ holds of an unfinished multipart message is bounded by nothing else; `Wire`
-  asks for the token again in every header.
+* Nobody says a word unless the guard lets him (`guard`): on one machine, who may enter
+  the run's directory; over TCP, who has a key (CURVE). It asks before a connection
+  carries its first message, because what ZeroMQ holds of an unfinished multipart
+  message is bounded by nothing else.
+* No secret is in any message: `Wire` only tells runs apart.
+* Nobody in the network is the user: a message that says so is dropped.
 * Nothing here blocks but `poll`, up to its timeout, and `close`, up to its linger.
 * What a peer sends wrongly costs a counter and, now and then, a line in the log.
-* A token travels in the clear: beyond this machine only if `allow_remote` says so.
 
 What one link may hold in memory: `messages_max` blocks at either end. A member that
-knows the token is trusted not to send a message whose parts never end; one that has a
-key is not.
+holds the run's key is trusted not to send a message whose parts never end; one with a
+key of its own is not.
 """
 
 import math
@@ -34,10 +34,10 @@ import zmq
 
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from distbelief.messages import Message
-from distbelief.roles import HOST, SUPERVISOR
-from distbelief.transport.guard import Guard, NotIntroducedError, Source, TokenGuard
+from distbelief.roles import HOST, SUPERVISOR, USER
+from distbelief.transport.guard import Guard, NotIntroducedError, Source
 from distbelief.transport.outbox import ANOTHER, REFUSED, Outbox
-from distbelief.transport.places import LOOPBACK, Place, is_local
+from distbelief.transport.places import LOOPBACK, Place
 from distbelief.wire import (
     FRAME_BYTES_MAX,
     FRAMES_MAX,
@@ -58,9 +58,8 @@ _OUTBOXES_MAX = _SOCKETS_MAX // 4  # watched ones are three sockets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportOptions:
-    """Bounds of a transport, and whether it may leave this machine."""
+    """Bounds of a transport."""
 
-    allow_remote: bool = False  # though whoever listens can read what is sent
     messages_max: int = 128  # queued at each end of a link
     batch_max: int = 64  # messages read by one call of `receive`
     linger_seconds: float = 1.0  # how long `close` waits for unsent messages
@@ -96,22 +95,22 @@ class ZmqTransport:
         *,
         name: str,
         incarnation: int,
-        token: str,
-        bind: str = "tcp://127.0.0.1:*",
+        run: str,
+        bind: str,
+        guard: Guard,
         options: TransportOptions | None = None,
-        guard: Guard | None = None,
         log: Log = lambda _level, _text: None,
     ) -> None:
         self.name = name
         self.incarnation = incarnation
         self.counters = TransportCounters()
-        self._guard = guard or TokenGuard(name=name, token=token)
+        self._guard = guard
         self._bind = bind
         self._options = options or TransportOptions()
         self._log = log
-        # Where a key tells who somebody is, he may come without the run's token.
+        # Hosts do not know the run before they have joined it.
         strangers = HOST if name == SUPERVISOR and self._guard.encrypts else None
-        self._wire = Wire(token=token, strangers=strangers)
+        self._wire = Wire(run=run, strangers=strangers)
         self._endpoint = ""
         self._port = 0
         self._supervisor_host = LOOPBACK
@@ -131,7 +130,6 @@ class ZmqTransport:
             TransportError: naming the address that cannot be had, and why.
         """
         assert self._context is None, "started twice"
-        self._check_reach(self._bind)
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _SOCKETS_MAX)
         # Requests to admit a connection; an address of this context alone.
@@ -140,21 +138,24 @@ class ZmqTransport:
         self._door.bind(_ZAP_ENDPOINT)
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.linger = 0
-        key = self._guard.listen(self._inbox)
         self._inbox.rcvhwm = self._options.messages_max
         self._inbox.maxmsgsize = self._guard.wire_bytes(
             max(HEADER_BYTES_MAX, FRAME_BYTES_MAX)
         )
         self._inbox.backlog = 256  # who finds no place tries again, a second later
         try:
-            self._inbox.bind(self._bind)
+            key = self._guard.listen(self._inbox, self._bind)
+            self._inbox.bind(self._guard.address(self._bind))
+        except TransportError:
+            self.close()
+            raise
         except zmq.ZMQError as error:
             self.close()
             raise TransportError(_cannot_bind(self._bind, error)) from None
-        self._endpoint = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
-        if self._endpoint.startswith("tcp:"):
-            bound = replace(Place.parse(self._endpoint), key=key)
-            self._port, self._endpoint = bound.port, str(bound)
+        self._endpoint = self._bind
+        if self._bind.startswith("tcp:"):
+            bound = Place.parse(self._inbox.getsockopt_string(zmq.LAST_ENDPOINT))
+            self._port, self._endpoint = bound.port, str(replace(bound, key=key))
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._door, zmq.POLLIN)
@@ -167,9 +168,9 @@ class ZmqTransport:
         for peer in list(self._outboxes):
             linger = round(1000 * self._options.linger_seconds)
             self._outboxes.pop(peer).close(linger)
-        self._guard.close()
         self._context.destroy(linger=0)  # the other sockets; returns when all is sent
         self._context = None
+        self._guard.close()  # what is still to be sent goes to addresses that it gave
 
     def __enter__(self) -> Self:
         """Start."""
@@ -305,8 +306,7 @@ class ZmqTransport:
                 self.counters.malformed += 1
                 continue
             try:
-                envelope = self._wire.decode(frames)
-                self._guard.check(source, envelope.sender)
+                envelope = self._read(frames, source)
             except RemoteProtocolError as error:
                 self.counters.malformed += 1
                 self._log_rarely(self.counters.malformed, f"dropped: {error}")
@@ -315,6 +315,13 @@ class ZmqTransport:
                 continue
             self.counters.messages_in += 1
             yield envelope
+
+    def _read(self, frames: list[Frame], source: Source) -> Envelope:
+        envelope = self._wire.decode(frames)
+        if envelope.sender == USER:  # `Node.post` alone delivers what the user says
+            raise RemoteProtocolError(f"a peer speaks as {USER!r}")
+        self._guard.check(source, envelope.sender)
+        return envelope
 
     def _take(self) -> tuple[list[Frame], Source | None]:
         """Return the next message's frames, but never more than prove it illegal."""
@@ -344,28 +351,15 @@ class ZmqTransport:
         if count & (count - 1) == 0:
             self._log("warning", f"{text} (so far {count})")
 
-    def _check_reach(self, endpoint: str) -> None:
-        may_leave = self._options.allow_remote or self._guard.encrypts
-        if not (may_leave or is_local(endpoint)):
-            raise TransportError(
-                f"{endpoint!r} is not on this machine, and messages are not encrypted: "
-                f"use tcp://127.0.0.1:*, or keys (`distbelief keys new`), or allow "
-                f"remote peers all the same (allow_remote=True)"
-            )
-
     def _place(self, peer: str, endpoint: str) -> Place:
-        """Return where a peer is, seen from here: on this machine, unless we may leave.
+        """Return where a peer is, seen from here.
 
         Who listens at all interfaces is where the supervisor is.
         """
-        if endpoint.startswith("ipc:"):
-            return Place(host="", port=0)
         try:
             place = Place.parse(endpoint).seen_from(self._supervisor_host)
         except TransportError as error:
-            self._check_reach(endpoint)
             raise TransportError(f"cannot connect to {peer} at {error}") from None
-        self._check_reach(place.endpoint)
         if peer == SUPERVISOR:
             self._supervisor_host = place.host
         return place
@@ -385,6 +379,6 @@ def _cannot_bind(address: str, error: zmq.ZMQError) -> str:
     if error.errno == zmq.EADDRINUSE:
         return (
             f"cannot listen at {address}: something else does. Stop it, or let the "
-            f"system choose a port (tcp://127.0.0.1:*)"
+            f"system choose a port (port 0)"
         )
     return f"cannot listen at {address!r}: {error.strerror}"

@@ -157,7 +157,7 @@ class Field:
             places=list(_listening(self.hosts[0])),
             server_key=self.address.key,
             keys=str(keys),
-            token=self.address.token,
+            run=self.address.run,
             address=str(self.address),
             counter="",
         )
@@ -258,7 +258,7 @@ def _field() -> Iterator[Field]:
             places=[],
             server_key=address.key,
             keys=str(folder / "worker-keys"),
-            token=address.token,
+            run=address.run,
             address=str(address),
             counter=str(folder / "counter"),
         )

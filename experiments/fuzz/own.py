@@ -53,8 +53,9 @@ def _address() -> Decoder:
         address = JobAddress.parse(text)
         assert JobAddress.parse(str(address)).port == address.port
 
-    token = "tcp://10.0.0.1:7700?token=abc"
-    return _text("a job's address", read, f"tcp://lab-3.example:7700?key={_KEY}", token)
+    secret = f"tcp://10.0.0.1:7700?secret={_KEY}"
+    with_key = f"tcp://lab-3.example:7700?key={_KEY}"
+    return _text("a job's address", read, with_key, secret)
 
 
 def _server() -> Decoder:
@@ -62,7 +63,8 @@ def _server() -> Decoder:
         "a server's address",
         ServerAddress.parse,
         f"tcp://10.0.0.1:7700?key={_KEY}&run=abc&shards=2&copies=1",
-        "tcp://127.0.0.1:41000?token=abc&shards=2&copies=2&memory=%2Fdev%2Fshm%2Fx",
+        f"tcp://127.0.0.1:41000?secret={_KEY}&run=abc&shards=2&copies=2",
+        "ipc:///dev/shm/x/.supervisor.1?run=abc&shards=2&memory=%2Fdev%2Fshm%2Fx",
     )
 
 

@@ -91,7 +91,7 @@ _STEP: Final = struct.Struct("<IIB")  # offset, length of all, bytes that follow
 
 
 def _wire() -> Decoder:
-    wire = Wire(token="run", strangers=HOST)
+    wire = Wire(run="run", strangers=HOST)
 
     def read(data: bytes) -> None:
         n_header, n_arrays = _HEAD.unpack(data[:3].ljust(3, b"\x00"))
@@ -156,7 +156,7 @@ def _spec(text: str = JOB) -> Spec:
     tensors = [TensorSpec(name="w", shape=(3, 2), kind="parameter")]
     return Spec(
         job=msgspec.Raw(job.to_json()),
-        token="run",
+        run="run",
         supervisor="",
         memory="",
         snapshots="",

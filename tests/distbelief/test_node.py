@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import pytest
@@ -45,8 +46,10 @@ from distbelief.roles import (
     Terminate,
     TimerFired,
 )
+from distbelief.transport.directory_guard import DirectoryGuard
 from distbelief.transport.zmq_transport import TransportOptions, ZmqTransport
 from distbelief.wire import Envelope
+from tests.links import link
 
 
 PATIENCE_SECONDS = 20.0
@@ -91,12 +94,14 @@ def log() -> list[tuple[str, str]]:
 
 
 @pytest.fixture
-def transport() -> Iterator[ZmqTransport]:
+def transport(tmp_path: Path) -> Iterator[ZmqTransport]:
     """A transport that reaches itself."""
     with ZmqTransport(
         name=ME,
         incarnation=4,
-        token="run",
+        run="run",
+        bind=f"ipc://{tmp_path}/.me.4",
+        guard=DirectoryGuard(tmp_path),
         options=TransportOptions(linger_seconds=0),
     ) as transport:
         transport.connect(ME, 4, transport.endpoint)
@@ -172,8 +177,8 @@ def test_a_message_sent_arrives_as_an_event(build: Build) -> None:
     assert isinstance(arrived.message, Save)
 
 
-def test_what_is_sent_beside_halt_still_goes_out(build: Build) -> None:
-    with ZmqTransport(name="other", incarnation=1, token="run") as other:
+def test_what_is_sent_beside_halt_still_goes_out(build: Build, tmp_path: Path) -> None:
+    with link("other", tmp_path) as other:
         connect = Connect(
             peer=Address("other"), incarnation=1, endpoint=other.endpoint, host=""
         )
@@ -710,7 +715,7 @@ import sys
 from distbelief.messages import Stop
 from distbelief.node import Node
 from distbelief.roles import Connect, Halt, Received, Send, Started
-from distbelief.transport.zmq_transport import ZmqTransport
+from distbelief.transport.reach import Reach
 
 class Echo:
     def handle(self, event, now):
@@ -727,16 +732,21 @@ class Echo:
     def status(self):
         return "", {}
 
-with ZmqTransport(name="echo", incarnation=1, token="run") as transport:
+links = Reach(directory=sys.argv[2]).transport(
+    name="echo", incarnation=1, run="run", log=print
+)
+with links as transport:
     print(transport.endpoint, flush=True)
     print(Node(Echo(), transport=transport, log=print).run(), flush=True)
 """
 
 
 @pytest.mark.processes
-def test_two_nodes_in_two_processes_talk(build: Build, transport: ZmqTransport) -> None:
+def test_two_nodes_in_two_processes_talk(
+    build: Build, transport: ZmqTransport, tmp_path: Path
+) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", ECHO, transport.endpoint],
+        [sys.executable, "-c", ECHO, transport.endpoint, str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
     ) as process:

@@ -3,6 +3,7 @@
 import importlib
 import sys
 import threading
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -13,8 +14,12 @@ import distbelief
 from distbelief.messages import Finished, Join, Message, PeerEntry, Peers
 from distbelief.roles import SUPERVISOR
 from distbelief.serving.server import ServerAddress
+from distbelief.transport.keys import KeyPair
+from distbelief.transport.places import LOOPBACK, Place
+from distbelief.transport.reach import Reach
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.elsewhere import answers
+from tests.links import link
 from tests.processes.commands import poll
 
 
@@ -26,34 +31,55 @@ def test_what_is_no_text_is_no_address_and_is_shown(server: object) -> None:
     assert str(caught.value).startswith(f"server is {server!r}, which is no address")
 
 
-def test_a_server_that_does_not_take_the_token_is_told_from_one_that_is_away() -> None:
+def test_a_server_of_another_run_is_told_from_one_that_is_away() -> None:
     over = threading.Event()
 
     def serve(transport: ZmqTransport) -> None:
         while not over.is_set():
             transport.poll(0.02)
 
-    with ZmqTransport(name=SUPERVISOR, incarnation=1, token="its own") as transport:
+    secrets = [KeyPair.new().secret.reveal().hex() for _ in range(2)]
+    links = Reach(host=LOOPBACK, secret=secrets[0]).transport(
+        name=SUPERVISOR, incarnation=1, run="r", log=lambda _level, _text: None
+    )
+    with links as transport:
         address = ServerAddress(
-            endpoint=transport.endpoint, token="another run", n_shards=1, memory=""
+            endpoint=Place.parse(transport.endpoint).endpoint,
+            run="r",
+            secret=secrets[1],
+            n_shards=1,
+            memory="",
         )
         server = threading.Thread(target=serve, args=(transport,))
         server.start()
         try:
-            with pytest.raises(distbelief.JobError) as caught:
+            with pytest.raises(distbelief.PeerLostError) as caught:
                 distbelief.DownpourSGD(
-                    [nn.Parameter(torch.zeros(3))], server=str(address)
+                    [nn.Parameter(torch.zeros(3))],
+                    server=str(address),
+                    timeout_seconds=1.0,
                 )
         finally:
             over.set()
             server.join()
     told = str(caught.value)
-    assert transport.endpoint in told
-    assert "does not take the token 'anothe…'" in told
-    assert "ParameterServer(...).address" in told
+    assert address.endpoint in told
+    assert "has not the key that the address names" in told
+    assert not any(secret in told for secret in secrets)
 
 
-def test_who_leaves_a_server_says_so() -> None:
+def test_a_server_whose_directory_is_gone_has_ended(tmp_path: Path) -> None:
+    address = ServerAddress(
+        endpoint=f"ipc://{tmp_path}/gone/.supervisor.1",
+        run="r",
+        n_shards=1,
+        memory="",
+    )
+    with pytest.raises(distbelief.PeerLostError, match="whoever made it has ended"):
+        distbelief.DownpourSGD([nn.Parameter(torch.zeros(3))], server=str(address))
+
+
+def test_who_leaves_a_server_says_so(tmp_path: Path) -> None:
     """Whoever had left was held for present for ten seconds, and known for ever."""
     over, told = threading.Event(), list[Message]()
 
@@ -70,9 +96,9 @@ def test_who_leaves_a_server_says_so() -> None:
                     transport.connect(worker, 1, envelope.message.endpoint)
                     transport.send(worker, Peers(entries=(entry,)))
 
-    with ZmqTransport(name=SUPERVISOR, incarnation=1, token="t") as transport:
+    with link(SUPERVISOR, tmp_path) as transport:
         address = ServerAddress(
-            endpoint=transport.endpoint, token="t", n_shards=1, memory=""
+            endpoint=transport.endpoint, run="run", n_shards=1, memory=""
         )
         server = threading.Thread(target=serve, args=(transport,))
         server.start()

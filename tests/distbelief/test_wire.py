@@ -32,13 +32,13 @@ def block(values: Vector) -> PushBlock:
     return PushBlock(sequence=1, shard_incarnation=1, block_index=0, values=values)
 
 
-def sent(message: Message, token: str = "run") -> list[bytes]:
-    frames = Wire(token=token).encode(message, sender="replica-0", incarnation=3)
+def sent(message: Message, run: str = "run") -> list[bytes]:
+    frames = Wire(run=run).encode(message, sender="replica-0", incarnation=3)
     return [bytes(frame) for frame in frames]
 
 
 def received(frames: list[bytes]) -> Message:
-    return Wire(token="run").decode(frames).message
+    return Wire(run="run").decode(frames).message
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
@@ -47,7 +47,7 @@ def test_every_message_arrives_as_it_was_sent(
     kind: type[Message], data: st.DataObject, sender: str, incarnation: int
 ) -> None:
     message = data.draw(of_kind(kind))
-    wire = Wire(token="run")
+    wire = Wire(run="run")
     envelope = wire.decode(wire.encode(message, sender=sender, incarnation=incarnation))
     assert (envelope.sender, envelope.incarnation) == (sender, incarnation)
     assert same(envelope.message, message)
@@ -61,7 +61,7 @@ def test_arrays_of_every_element_type_arrive_read_only_and_aligned(
     values = np.arange(n_elements).astype(ELEMENT_TYPES[code])
     header, array = sent(block(values))
     at_an_odd_address = memoryview(b"x" + array)[1:]
-    message = Wire(token="run").decode([header, at_an_odd_address]).message
+    message = Wire(run="run").decode([header, at_an_odd_address]).message
     assert isinstance(message, PushBlock)
     np.testing.assert_array_equal(message.values, values)
     assert message.values.dtype == values.dtype
@@ -71,7 +71,7 @@ def test_arrays_of_every_element_type_arrive_read_only_and_aligned(
 
 def test_a_large_array_is_not_copied() -> None:
     values = np.ones(BLOCK_BYTES // 4, np.float32)
-    wire = Wire(token="run")
+    wire = Wire(run="run")
     message = wire.decode(wire.encode(block(values), sender="a", incarnation=1)).message
     assert isinstance(message, PushBlock)
     assert np.shares_memory(message.values, values)
@@ -85,7 +85,7 @@ def test_what_is_sent_to_many_is_held_once() -> None:
     content = bytes(1000)
     piece = Piece(document="d", offset=0, n_bytes=1000, content=Blob(content))
     for message in (piece, received(sent(piece))):
-        header, frame = Wire(token="run").encode(message, sender="a", incarnation=1)
+        header, frame = Wire(run="run").encode(message, sender="a", incarnation=1)
         assert len(header) < 100
         assert bytes(frame) == content
         assert isinstance(frame, memoryview)
@@ -126,10 +126,10 @@ def test_random_bytes_are_refused(frames: list[bytes]) -> None:
         received(frames)
 
 
-@given(message=messages, token=names.filter(lambda token: token != "run"))
-def test_a_message_of_another_run_is_refused(message: Message, token: str) -> None:
+@given(message=messages, run=names.filter(lambda run: run != "run"))
+def test_a_message_of_another_run_is_refused(message: Message, run: str) -> None:
     with pytest.raises(RemoteProtocolError, match="another run"):
-        received(sent(message, token=token))
+        received(sent(message, run=run))
 
 
 def test_frames_must_be_those_the_header_names() -> None:
@@ -200,7 +200,7 @@ def test_what_no_receiver_would_accept_is_not_sent() -> None:
 
 
 def test_a_failed_encoding_leaves_nothing_behind() -> None:
-    wire = Wire(token="run")
+    wire = Wire(run="run")
     with pytest.raises(LocalProtocolError):
         wire.encode(block(np.zeros((2, 2), np.float32)), sender="a", incarnation=1)
     frames: list[Frame] = wire.encode(Alive(), sender="a", incarnation=1)

@@ -65,7 +65,7 @@ def test_a_plan_computes_what_one_process_does(tmp_path: Path, net: str) -> None
 def rehearsal(folder: Path, *, factory: str) -> Rehearsal:
     return Rehearsal(
         folder=str(folder),
-        token="t" * 32,
+        run="t" * 32,
         task=TaskSpec(
             model=ModelSpec(factory=factory),
             train=DataSpec(factory="none:none"),

@@ -13,14 +13,14 @@ from distbelief.job.display.view import SupervisorView
 from distbelief.job.supervision.figures import Before
 from distbelief.job.supervision.member import Member, MemberConfig, heartbeat_seconds
 from distbelief.job.supervision.stop_rules import StopRules
-from distbelief.job.supervision.supervisor import USER, Supervisor
+from distbelief.job.supervision.supervisor import Supervisor
 from distbelief.job.supervision.supervisor_config import SupervisorConfig
 from distbelief.memory import Memory
 from distbelief.messages import Stop
 from distbelief.parameter_server.copies.copies import copy_names
 from distbelief.parameter_server.layout.layout import Layout
 from distbelief.parameter_server.rules.update_rules import Adagrad
-from distbelief.roles import SUPERVISOR, Address, Received, Role
+from distbelief.roles import SUPERVISOR, USER, Address, Received, Role
 from distbelief.runtime.task.local_model import LocalModel
 from distbelief.runtime.task.task import (
     BuildContext,

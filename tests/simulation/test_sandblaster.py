@@ -289,7 +289,7 @@ def test_the_coordinator_speaks_twice_per_iteration_and_twice_per_evaluation() -
 
 def frames_of_coordinator(scene: Sandblast) -> tuple[Run, list[int]]:
     """Return the bytes of each message that it sends or receives."""
-    run, wire, sizes = Run(scene), Wire(token="t"), list[int]()
+    run, wire, sizes = Run(scene), Wire(run="t"), list[int]()
 
     def see(happening: Happening) -> None:
         for action in happening.actions:

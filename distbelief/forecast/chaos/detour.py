@@ -1,8 +1,8 @@
 """Detours: real messages between processes of this host pass through this one.
 
-    role A --> detour of B (a port of this process) --> inbox of B
+    role A --> detour of B (a socket of this process) --> inbox of B
 
-The supervisor tells everybody the port of a detour in place of the inbox itself. So a
+The supervisor tells everybody the socket of a detour in place of the inbox itself. So a
 message can be dropped or doubled as a whole, and a link cut: nothing is read from it
 for a while, and it goes on where it was, as over TCP when a cable is put back.
 """
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, final
 
 import msgspec
@@ -24,6 +25,7 @@ from distbelief.forecast.chaos.turns import Turns
 from distbelief.forecast.chaos.zmtp import Cutter, NoZmtpError
 from distbelief.messages import Join
 from distbelief.roles import SUPERVISOR, Action, Event, Received, Role, Seconds
+from distbelief.transport.places import Place
 
 
 READ_BYTES: Final = 1 << 16
@@ -84,19 +86,22 @@ class Detour:
         self._rules: list[_Rule] = []
         self._selector = selectors.DefaultSelector()
         self._links: set[_Link] = set()
-        self._new: list[tuple[socket.socket, str, tuple[str, int]]] = []
+        self._new: list[tuple[socket.socket, str, str]] = []
         self.turns = Turns(self._turn, at_end=self._close_all)
 
     def through(self, name: str, endpoint: str) -> str:
         """Return where `name` is to be found from now on, in place of `endpoint`."""
         if (known := self._known.get((name, endpoint))) is not None:
             return known
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        far = Path(Place.parse(endpoint).path)
+        near = far.with_name(f".detour.{len(self._known)}")
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(near))
+        listener.listen(128)
         listener.settimeout(0.0)
         with self._lock:
-            self._new.append((listener, name, (host, int(port))))
-        detour = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+            self._new.append((listener, name, str(far)))
+        detour = f"ipc://{near}"
         self._known[name, endpoint] = detour
         return detour
 
@@ -139,17 +144,19 @@ class Detour:
             else:
                 self._accept(*key.data)
 
-    def _accept(self, listener: socket.socket, name: str, far: tuple[str, int]) -> None:
+    def _accept(self, listener: socket.socket, name: str, far: str) -> None:
         with suppress(OSError):
             near, _ = listener.accept()
+            onward = socket.socket(socket.AF_UNIX)
+            onward.settimeout(1.0)
             try:
-                onward = socket.create_connection(far, timeout=1.0)
+                onward.connect(far)
             except OSError:
                 near.close()  # its process is gone
+                onward.close()
                 return
             for end in (near, onward):
                 end.settimeout(0.0)
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link = _Link(near, onward, name)
             self._links.add(link)
             self._watch(link, ())

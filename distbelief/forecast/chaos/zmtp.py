@@ -1,14 +1,17 @@
 """What ZeroMQ says on a connection, cut into messages: of its sender's side only.
 
-    greeting (64 bytes), command HELLO (who it is), then messages of one or more frames
+    greeting (64 bytes), command READY, then messages of one or more frames
 
     frame    flags (1: more follow, 2: long, 4: command), length (1 or 8 bytes), content
 
-ZMTP 3.x as in ZeroMQ's RFC 23, and its PLAIN mechanism as in RFC 24. Nothing of a
-message is looked at but where it ends.
+ZMTP 3.x as in ZeroMQ's RFC 23, not encrypted. Nothing of a message is looked at but
+where it ends, and who sends the first.
 """
 
 from typing import Final, final
+
+from distbelief.errors import RemoteProtocolError
+from distbelief.wire import sender_of
 
 
 GREETING_BYTES: Final = 64
@@ -17,7 +20,6 @@ UNIT_BYTES_MAX: Final = 1 << 28
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _VERSION_AT = 10
-_HELLO: Final = b"\x05HELLO"
 
 
 @final
@@ -60,7 +62,7 @@ class Cutter:
             elif flags & _MORE:
                 self._frames_end = end
             else:
-                pieces.append((self._take(end), True))
+                pieces.append((self._message(end), True))
         return pieces
 
     def _greeting(self) -> bytes:
@@ -90,13 +92,17 @@ class Cutter:
     def _command(self, end: int) -> bytes:
         if self._frames_end:
             raise NoZmtpError("a command in the middle of a message")
-        header = 9 if self._buffer[0] & _LONG else 2
-        command = self._take(end)
-        content = command[header:]
-        if content.startswith(_HELLO):
-            rest = content[len(_HELLO) :]
-            self.name = rest[1 : 1 + rest[0]].decode(errors="replace") if rest else None
-        return command
+        return self._take(end)
+
+    def _message(self, end: int) -> bytes:
+        if self.name is None:
+            begin = 9 if self._buffer[0] & _LONG else 2
+            n = int.from_bytes(self._buffer[1:begin], "big")
+            try:
+                self.name = sender_of(bytes(self._buffer[begin : begin + n]))
+            except RemoteProtocolError as error:
+                raise NoZmtpError(str(error)) from None
+        return self._take(end)
 
     def _take(self, end: int) -> bytes:
         taken = bytes(self._buffer[:end])

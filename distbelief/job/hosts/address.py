@@ -1,6 +1,6 @@
-"""Where machines join a job: tcp://HOST:PORT?key=..., without keys ?token=...
+"""Where machines join a job: tcp://HOST:PORT?key=..., without keys ?secret=...
 
-It has no secret in it where there are keys; without, whoever has it is let in.
+It has no secret in it where there are key files; without, whoever has it is let in.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 from typing_extensions import override
 
 from distbelief.errors import JobError
-from distbelief.transport.keys import public_key
+from distbelief.transport.keys import KeyPair, public_key
 from distbelief.transport.places import Place, number_of, numbers_of
 
 
@@ -23,13 +23,13 @@ class JobAddress:
         host: As its user wrote it.
         port: Of TCP.
         key: Public; "": the one that a machine's allow-list has as a server.
-        token: Of a run without keys.
+        secret: Of a run without key files.
     """
 
     host: str
     port: int
     key: str = ""
-    token: str = ""
+    secret: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -51,13 +51,15 @@ class JobAddress:
                 "tcp://10.0.0.1:7700?key=..."
             )
         key = public_key(query["key"][0]) if "key" in query else ""
-        token = query.get("token", [""])[0]
-        return cls(host=host, port=port, key=key, token=token)
+        secret = query.get("secret", [""])[0]
+        if secret:
+            key = KeyPair.parse(secret).public
+        return cls(host=host, port=port, key=key, secret=secret)
 
     @override
     def __str__(self) -> str:
         """Write it as one line."""
-        who = {"key": self.key} if self.key else {"token": self.token}
+        who = {"secret": self.secret} if self.secret else {"key": self.key}
         return f"{self.endpoint}?{urlencode(who)}"
 
     @property

@@ -15,6 +15,7 @@ import msgspec
 
 from distbelief.errors import JobError
 from distbelief.job.processes.process import Spec
+from distbelief.transport.reach import Reach
 
 
 _UNREADABLE: Final = (
@@ -47,7 +48,13 @@ def write_brief(spec: Spec, *, plan: Path | None) -> bytes:
         plan: Where their plan is.
     """
     told = msgspec.structs.replace(
-        spec, supervisor="", memory="", snapshots="", plan=None, initial_file=None
+        spec,
+        supervisor="",
+        memory="",
+        snapshots="",
+        plan=None,
+        initial_file=None,
+        reach=Reach(),
     )
     text = None if plan is None else plan.read_text()
     shares = bool(spec.memory)

@@ -30,8 +30,8 @@ from distbelief.job.hosts.workload import PREPARE, Workload
 from distbelief.messages import Dismiss, Duties, HostReport, Message, Piece, Stop
 from distbelief.roles import (
     SUPERVISOR,
+    USER,
     Action,
-    Address,
     Compute,
     Computed,
     Event,
@@ -46,9 +46,6 @@ from distbelief.roles import (
     TimerFired,
 )
 
-
-USER: Final = Address("user")
-"""Who sends `Stop` when the machine's user presses Ctrl+C."""
 
 BRIEF: Final = "brief"
 """The document that tells all roles of a run what to do."""

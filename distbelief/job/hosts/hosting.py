@@ -71,18 +71,19 @@ class Hosting:
         cores = len(os.sched_getaffinity(0)) if self.cores is None else self.cores
         return cores // job.cluster.threads
 
-    def address(self, endpoint: str, token: str) -> JobAddress:
+    def address(self, endpoint: str) -> JobAddress:
         """Return where other machines join.
 
         Args:
             endpoint: Where the supervisor listens, as its transport says.
-            token: Of the run.
         """
         place = Place.parse(endpoint)
         host = place.host
         if host == ANYWHERE:
             host = own_number()
-        return JobAddress(host=host, port=place.port, key=place.key, token=token)
+        return JobAddress(
+            host=host, port=place.port, key=place.key, secret=self.reach.secret
+        )
 
     def checked(self) -> Self:
         """Return it as it is while a run lasts: to be called before anything is begun.
@@ -128,11 +129,11 @@ class Hosting:
 
     def lines(self, address: JobAddress) -> list[str]:
         """Return what to tell users of other machines."""
-        keys = " --keys ~/.distbelief/keys" if address.key else ""
+        keys = "" if address.secret else " --keys ~/.distbelief/keys"
         lines = [f'machines join by: distbelief join "{address}"{keys}']
-        if self.reach.insecure and not self.reach.is_local:
+        if self.reach.is_open:
             lines.append(
-                "NOT SECURE: whoever hears the network can read all that is trained, "
+                "NOT SECURE: whoever has this address can read all that is trained, "
                 "and change it. Use keys: distbelief keys new"
             )
         return lines

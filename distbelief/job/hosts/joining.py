@@ -21,7 +21,7 @@ import torch
 from distbelief import files
 from distbelief.errors import JobError
 from distbelief.job.hosts.address import JobAddress
-from distbelief.job.hosts.host import USER, Host
+from distbelief.job.hosts.host import Host
 from distbelief.job.hosts.host_config import HostConfig
 from distbelief.job.hosts.lookout import Lookout
 from distbelief.job.hosts.site import HostLauncher, HostSite, SiteConfig
@@ -30,7 +30,7 @@ from distbelief.job.processes.signals import EXIT_CODES, REASONS, caught_signals
 from distbelief.messages import Stop
 from distbelief.node import Node
 from distbelief.partition.profiling import host as profiling
-from distbelief.roles import HOST, SUPERVISOR, PeerLost, Received
+from distbelief.roles import HOST, SUPERVISOR, USER, PeerLost, Received
 from distbelief.transport.key_files import KeyFiles
 from distbelief.transport.keyring import Keyring
 from distbelief.transport.places import number_of, own_number_towards
@@ -84,10 +84,10 @@ def join(wanted: Wanted, *, tell: Tell) -> int:
         StorageError: a directory or shared memory cannot be had.
     """
     address = JobAddress.parse(wanted.address)
-    reach, token = _reach(address, wanted)
+    reach = _reach(address, wanted)
     was_taken = False
     while True:
-        stay = _Stay(wanted, reach=reach, token=token, address=address, tell=tell)
+        stay = _Stay(wanted, reach=reach, address=address, tell=tell)
         exit_code = stay.run(returns=was_taken)
         if stay.moved_to is None or exit_code:
             return exit_code
@@ -104,7 +104,6 @@ class _Stay:
     Args:
         wanted: What its user wants.
         reach: From where it can be reached.
-        token: To begin with.
         address: Of the supervisor.
         tell: Tells the user.
 
@@ -118,15 +117,13 @@ class _Stay:
         wanted: Wanted,
         *,
         reach: Reach,
-        token: str,
         address: JobAddress,
         tell: Tell,
     ) -> None:
         self._wanted = wanted
         self._reach = reach
-        self._token = token
         self._address = address
-        self._place = address.place(_server(reach))
+        self._place = address.place(_server(reach, address))
         self._tell = tell
         self._name_at = time.monotonic() + NAME_SECONDS
         self.moved_to: str | None = None
@@ -149,7 +146,7 @@ class _Stay:
             log = _Log(wanted.directory, tell=tell)
             transport = stack.enter_context(
                 reach.transport(
-                    name=name, incarnation=INCARNATION, token=self._token, log=log.add
+                    name=name, incarnation=INCARNATION, run=JOINING, log=log.add
                 )
             )
             lookout = Lookout(
@@ -224,8 +221,8 @@ def _run(node: Node, look: Callable[[], None], *, log: "_Log") -> int:
     return EXIT_CODES.get(caught.number, 0) if caught.number else 0
 
 
-def _server(reach: Reach) -> str:
-    return "" if reach.keys is None else reach.keys.server_key
+def _server(reach: Reach, address: JobAddress) -> str:
+    return address.key if reach.keys is None else reach.keys.server_key
 
 
 def _own_key(reach: Reach) -> str:
@@ -254,17 +251,17 @@ def _flops() -> float:
     return profiling.flops()
 
 
-def _reach(address: JobAddress, wanted: Wanted) -> tuple[Reach, str]:
-    """Return from where this machine can be reached, and the token to begin with."""
+def _reach(address: JobAddress, wanted: Wanted) -> Reach:
+    """Return from where this machine can be reached."""
     host = own_number_towards(number_of(address.host))
     if wanted.keys is None:
-        if address.key or not address.token:
+        if not address.secret:
             raise JobError(
                 "the job knows machines by their keys: name the directory of this "
                 "one's, as in --keys ~/.distbelief/keys (distbelief keys new makes "
-                "one). Without keys, the address has a token"
+                "one). Without keys, the address has a secret"
             )
-        return Reach(host=host, insecure=True), address.token
+        return Reach(host=host, secret=address.secret)
     directory = wanted.keys.expanduser().absolute()
     ring = Keyring(
         directory=str(directory),
@@ -272,7 +269,7 @@ def _reach(address: JobAddress, wanted: Wanted) -> tuple[Reach, str]:
         server_key=address.key or _server_key(KeyFiles(directory)),
         believes=True,
     )
-    return Reach(host=host, keys=ring).pinned(), JOINING
+    return Reach(host=host, keys=ring).pinned()
 
 
 def _server_key(keys: KeyFiles) -> str:

@@ -2,7 +2,6 @@
 
     it lets in no key like this one     the user is told how to change that; it is tried
                                         again
-    it lets in nobody of this run       likewise; and the run is over
     somebody else listens there         the user is told
     nothing listens there               the run is over, if this machine was of it; at
                                         the beginning the user is told
@@ -81,14 +80,9 @@ class Lookout:
             self.dial()
         if self._transport.is_refused(SUPERVISOR):
             self._dial_at = now + DIAL_SECONDS
-            refused = f"{where} does not let this machine in"
-            if not self._key:
-                why = f"{refused}: the address is of an earlier run"
-                self._say(why)
-                return why
             self._say(
-                f"{refused}. On its machine: distbelief keys allow {self._key} NAME "
-                "--role host; then it will"
+                f"{where} does not let this machine in. On its machine: distbelief "
+                f"keys allow {self._key} NAME --role host; then it will"
             )
         elif self._transport.is_another(SUPERVISOR) and not is_known:
             self._say(

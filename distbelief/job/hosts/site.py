@@ -82,7 +82,7 @@ class HostSite:
             allowed=self._config.allowed,
         )
         self._spec = memory.directory / ".spec.json"
-        # In a directory that only its user may enter: the run's token is in it.
+        # In a directory that only its user may enter: a secret may be in it.
         self._spec.write_bytes(msgspec.json.encode(spec))
         logs = directory / "logs"
         self._launcher.serve(

@@ -43,7 +43,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         job: The job as JSON (`Job.to_json`).
-        token: Of the run.
+        run: Its name, which is in every message.
         supervisor: Where the supervisor is to be found.
         memory: Directory of shared memory; "" if none is shared.
         snapshots: Directory of snapshots.
@@ -58,7 +58,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     job: msgspec.Raw
-    token: str
+    run: str
     supervisor: str
     memory: str
     snapshots: str
@@ -118,7 +118,7 @@ def main(name: str, incarnation: int, path: str) -> int:
         log(name, incarnation, level, text)
 
     transport = spec.reach.transport(
-        name=name, incarnation=incarnation, token=spec.token, log=report
+        name=name, incarnation=incarnation, run=spec.run, log=report
     )
     with transport:
         transport.connect(SUPERVISOR, 0, spec.supervisor)

@@ -45,7 +45,7 @@ from distbelief.runtime.machine.portions import PortionReader, PortionsAhead
 from distbelief.runtime.machine.stepping import Stepping
 from distbelief.runtime.task.capturing import capture_for, modules_of
 from distbelief.runtime.task.task import build_model
-from distbelief.transport.zmq_transport import ZmqTransport
+from distbelief.transport.reach import Reach
 
 
 GROUP: Final = "replica-0"
@@ -86,9 +86,10 @@ def _end_with_parent() -> None:
 
 def _run(rehearsal: Rehearsal, machine: int, n_machines: int) -> str | None:
     names = member_names(GROUP, n_machines)
-    with ZmqTransport(
-        name=names[machine], incarnation=1, token=rehearsal.token, log=_log
-    ) as transport:
+    links = Reach(directory=rehearsal.folder).transport(
+        name=names[machine], incarnation=1, run=rehearsal.run, log=_log
+    )
+    with links as transport:
         _tell_endpoint(rehearsal, machine, transport.endpoint)
         plan = load(rehearsal.plan)
         role, duty = _role(rehearsal, plan, machine)

@@ -1,7 +1,8 @@
 """The machines of one plan as processes of this host, without parameter servers.
 
     folder/spec.json            what they are told
-    folder/MACHINE.endpoint     where each can be reached
+    folder/.ROLE.1              the socket where each can be reached
+    folder/MACHINE.endpoint     that it can be
     folder/output.npy           what they compute, each its own regions
     folder/gradient-K.npy       of tensor K, likewise
     folder/MACHINE.json         what each has measured
@@ -42,7 +43,7 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         folder: Where files lie.
-        token: Of this rehearsal.
+        run: Name of this rehearsal, which is in every message.
         task: Model and loss.
         sample: What the data are like.
         plan: Path of the plan.
@@ -59,7 +60,7 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     folder: str
-    token: str
+    run: str
     task: TaskSpec
     sample: Sample
     plan: str

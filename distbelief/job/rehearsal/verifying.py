@@ -84,7 +84,7 @@ def verify(
         np.save(folder / "targets.npy", targets.numpy())
         rehearsal = Rehearsal(
             folder=str(folder),
-            token=secrets.token_hex(16),
+            run=secrets.token_hex(16),
             task=TaskSpec(model=spec, train=DataSpec(factory="none:none"), loss=loss),
             sample=sample,
             plan=str(folder / "plan.json"),

@@ -52,6 +52,7 @@ from distbelief.messages import (
     Whole,
 )
 from distbelief.roles import (
+    USER,
     Action,
     Address,
     Event,
@@ -64,9 +65,6 @@ from distbelief.roles import (
     TimerFired,
 )
 
-
-USER = Address("user")
-"""Who sends `Stop` when the user presses Ctrl+C."""
 
 TICK_SECONDS = 0.25
 N_RECORDS_MAX = 1024

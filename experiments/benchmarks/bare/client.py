@@ -18,9 +18,12 @@ from distbelief.node import Node
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import SUPERVISOR, Address, Computed
-from distbelief.serving.server import ServerAddress, parameter_specs
+from distbelief.serving.server import (
+    ServerAddress,
+    parameter_specs,
+    reach_towards,
+)
 from distbelief.transport.shared_memory import FileMemory
-from distbelief.transport.zmq_transport import ZmqTransport
 
 
 TIMEOUT_SECONDS: Final = 60.0
@@ -49,11 +52,12 @@ class BareClient:
             memory=memory,
         )
         self._values = [parameter.detach().view(-1) for parameter in parameters]
-        self._transport = ZmqTransport(
-            name=f"worker-{id(self)}", incarnation=1, token=server.token
+        place = server.place()
+        self._transport = reach_towards(place, secret=server.secret).transport(
+            name=f"worker-{id(self)}", incarnation=1, run=server.run, log=_say
         )
         self._transport.start()
-        self._transport.connect(SUPERVISOR, 1, server.endpoint)
+        self._transport.connect(SUPERVISOR, 1, str(place))
         join = Join(endpoint=self._transport.endpoint, host=memory.host, pid=0)
         self._worker = Worker(client=self._client, join=join)
         self._node = Node(self._worker, transport=self._transport, log=_say)

@@ -60,7 +60,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
         places: Host and port of all that listen.
         server_key: Their public key.
         keys: Directory of its own key.
-        token: Of the server's run.
+        run: Name of the server's run.
         address: Of the server, for the honest one.
         counter: File in which the honest one counts.
     """
@@ -68,7 +68,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     places: list[tuple[str, int]]
     server_key: str
     keys: str
-    token: str
+    run: str
     address: str
     counter: str
 
@@ -292,7 +292,7 @@ def _member(told: Told) -> "zmq.Socket[bytes]":
 
 
 def _word(told: Told, sender: str) -> bytes:
-    wire = Wire(token=told.token)
+    wire = Wire(run=told.run)
     return bytes(wire.encode(Alive(), sender=sender, incarnation=1)[0])
 
 

@@ -23,7 +23,15 @@ MISTAKEN = 2
         (["join", "tcp://h:7700?key=abc"], "no public key"),
         (["join", "tcp://127.0.0.1:7700"], "distbelief keys new"),
         (["join", "tcp://127.0.0.1:7700", "--keys", "none"], "distbelief keys new"),
-        (["join", "tcp://127.0.0.1:1?token=t", "--memory", "4"], "has no unit"),
+        (
+            [
+                "join",
+                "tcp://127.0.0.1:1?secret=5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f",
+                "--memory",
+                "4",
+            ],
+            "has no unit",
+        ),
     ],
 )
 def test_mistakes_of_who_joins_are_named(

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -10,20 +11,22 @@ from distbelief.forecast.chaos.detour import Detour
 from distbelief.forecast.chaos.schedule import Blow, Kind
 from distbelief.forecast.chaos.turns import Turns
 from distbelief.forecast.chaos.zmtp import Cutter, NoZmtpError
-from distbelief.messages import Heartbeat, Join, Message
+from distbelief.messages import Alive, Heartbeat, Join, Message
 from distbelief.roles import Action, Address, Event, Received, Seconds, Started
-from distbelief.transport.zmq_transport import ZmqTransport
+from distbelief.wire import Wire
+from tests.links import link
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03" + bytes(53)
-HELLO = b"\x04\x0f\x05HELLO\x03one\x04word"
+READY = b"\x04\x06\x05READY"
 N_POLLS_MAX = 1000  # 10 s
-MESSAGE = b"\x01\x02ab" + b"\x02" + (3).to_bytes(8, "big") + b"cde"
+HEADER = bytes(Wire(run="r").encode(Alive(), sender="one", incarnation=1)[0])
+MESSAGE = bytes([1, len(HEADER)]) + HEADER + b"\x02" + (3).to_bytes(8, "big") + b"cde"
 
 
 def test_what_is_said_is_cut_into_messages_however_it_comes() -> None:
-    spoken = GREETING + HELLO + MESSAGE + b"\x00\x01x"
-    pieces = [(GREETING, False), (HELLO, False), (MESSAGE, True), (b"\x00\x01x", True)]
+    spoken = GREETING + READY + MESSAGE + b"\x00\x01x"
+    pieces = [(GREETING, False), (READY, False), (MESSAGE, True), (b"\x00\x01x", True)]
     whole = Cutter()
     assert whole.feed(spoken) == pieces
     assert whole.name == "one"
@@ -40,6 +43,7 @@ def test_what_is_said_is_cut_into_messages_however_it_comes() -> None:
         (GREETING[:10] + b"\x01" + GREETING[11:], "another protocol"),
         (GREETING + b"\x02" + b"\xff" * 8, "more than"),
         (GREETING + b"\x01\x01a" + b"\x04\x01b", "middle of a message"),
+        (GREETING + b"\x00\x01a", "unreadable header"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(spoken: bytes, said: str) -> None:
@@ -47,19 +51,18 @@ def test_what_cannot_be_cut_is_refused(spoken: bytes, said: str) -> None:
         Cutter().feed(spoken)
 
 
-def test_a_command_without_a_name_is_none() -> None:
+def test_who_has_said_nothing_has_no_name() -> None:
     cutter = Cutter()
-    cutter.feed(GREETING + b"\x04\x06\x05HELLO" + b"\x04\x06\x05READY")
+    cutter.feed(GREETING + READY)
     assert cutter.name is None
 
 
 class Talk:
     """Says things from one transport to another, through a detour."""
 
-    def __init__(self, stack: ExitStack, seed: int) -> None:
+    def __init__(self, stack: ExitStack, seed: int, folder: Path) -> None:
         self.one, self.two = (
-            stack.enter_context(ZmqTransport(name=name, incarnation=1, token="word"))
-            for name in ("one", "two")
+            stack.enter_context(link(name, folder)) for name in ("one", "two")
         )
         self.now = 0.0  # by which blows end
         self.detour = Detour(seed, clock=lambda: self.now)
@@ -105,9 +108,9 @@ def number_of(message: Message) -> float:
 
 
 @pytest.fixture
-def talk() -> Iterator[Talk]:
+def talk(tmp_path: Path) -> Iterator[Talk]:
     with ExitStack() as stack:
-        yield Talk(stack, seed=0)
+        yield Talk(stack, 0, tmp_path)
 
 
 def test_messages_pass_in_order_if_nothing_is_done_to_them(talk: Talk) -> None:
@@ -148,11 +151,11 @@ def test_who_is_not_named_is_left_alone(talk: Talk) -> None:
     assert talk.hear(2) == [0, 1]
 
 
-def test_nobody_behind_a_detour_is_nobody_at_all() -> None:
+def test_nobody_behind_a_detour_is_nobody_at_all(tmp_path: Path) -> None:
     """The way to a process that is gone ends, and nothing else does."""
     with ExitStack() as stack:
-        talk = Talk(stack, seed=0)
-        gone = talk.detour.through("gone", "tcp://127.0.0.1:9")
+        talk = Talk(stack, 0, tmp_path)
+        gone = talk.detour.through("gone", f"ipc://{tmp_path}/.gone.1")
         talk.one.connect("gone", 1, gone)
         talk.one.send("gone", Heartbeat(state="up", counters={"n": 1.0}))
         talk.say(1)
@@ -174,13 +177,13 @@ class Listening:
         return "listening", {"heard": float(len(self.heard))}
 
 
-def test_the_supervisor_is_told_of_detours_only() -> None:
+def test_the_supervisor_is_told_of_detours_only(tmp_path: Path) -> None:
     supervisor = Listening()
     detour = Detour(0)
     with detour.turns:
         role = detour.around(supervisor)
         role.handle(Started(incarnation=1), 0.0)
-        join = Join(endpoint="tcp://127.0.0.1:9", host="h", pid=1)
+        join = Join(endpoint=f"ipc://{tmp_path}/.shard-0.1", host="h", pid=1)
         joined = Received(sender=Address("shard-0"), incarnation=1, message=join)
         role.handle(joined, 1.0)
         (_, told) = supervisor.heard

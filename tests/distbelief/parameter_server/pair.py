@@ -141,7 +141,7 @@ class Bench:
     refused: list[RemoteProtocolError] = field(default_factory=list)
     lose: Callable[[Address, Message], bool] = lambda _receiver, _message: False
     disk_error: str | None = None
-    wire: Wire = field(default_factory=lambda: Wire(token="bench"))
+    wire: Wire = field(default_factory=lambda: Wire(run="bench"))
 
     # -------------------------------------------------------------------- roles
 

@@ -10,6 +10,7 @@ from distbelief.errors import JobError
 from distbelief.parameter_server.rules.update_rules import Momentum
 from distbelief.serving import options
 from distbelief.serving.options import model, reach, rule
+from distbelief.transport.reach import Reach
 
 
 def make() -> nn.Module:
@@ -45,6 +46,8 @@ def test_a_rule_has_its_options() -> None:
 def test_an_address_is_read() -> None:
     assert reach("tcp://localhost:7700", keys=None, insecure=False).port == 7700
     assert reach("tcp://127.0.0.1:*", keys=None, insecure=False).port == 0
+    assert reach(None, keys=None, insecure=False) == Reach()
+    assert reach(None, keys=Path("k"), insecure=False).is_local
     assert reach("tcp://0.0.0.0:1", keys=Path("k"), insecure=False).keys is not None
 
 

@@ -14,20 +14,25 @@ from distbelief.transport.shared_memory import FileMemory
 
 
 NAMES = st.text(min_size=1, max_size=40)
+KEY = "5f" * 32
 
 
 @given(
-    token=NAMES,
+    run=NAMES,
     memory=st.text(max_size=60),
     n_shards=st.integers(1, 999),
     shard_copies=st.integers(1, 2),
+    which=st.sampled_from(["user", "key", "secret"]),
 )
 def test_an_address_is_read_as_written(
-    token: str, memory: str, n_shards: int, shard_copies: int
+    run: str, memory: str, n_shards: int, shard_copies: int, which: str
 ) -> None:
+    over_tcp = "tcp://127.0.0.1:41000"
     address = ServerAddress(
-        endpoint="tcp://127.0.0.1:41000",
-        token=token,
+        endpoint="ipc:///dev/shm/x/.supervisor.1" if which == "user" else over_tcp,
+        run=run,
+        key=KEY if which == "key" else "",
+        secret=KEY if which == "secret" else "",
         n_shards=n_shards,
         shard_copies=shard_copies,
         memory=memory,
@@ -42,13 +47,18 @@ def test_an_address_is_read_as_written(
         "127.0.0.1:41000",
         "tcp://127.0.0.1",
         "tcp://127.0.0.1:41000",
-        "tcp://127.0.0.1:99999?token=a&shards=1",
-        "tcp://127.0.0.1:41000?token=a&shards=0",
-        "tcp://127.0.0.1:41000?token=a&shards=two",
-        "tcp://127.0.0.1:41000?token=a&shards=2&copies=3",
-        "http://127.0.0.1:41000?token=a&shards=1",
-        "tcp://12[7.0.0.1:41000?token=a&shards=1",  # urllib raises at these
-        "tcp://12[]7:41000?token=a&shards=1",
+        "tcp://127.0.0.1:41000?token=a&shards=1",  # as it was once
+        "tcp://127.0.0.1:41000?run=a&shards=1",
+        "tcp://127.0.0.1:41000?secret=a&run=a&shards=1",
+        f"tcp://127.0.0.1:99999?secret={KEY}&run=a&shards=1",
+        f"tcp://127.0.0.1:41000?secret={KEY}&run=a&shards=0",
+        f"tcp://127.0.0.1:41000?secret={KEY}&run=a&shards=two",
+        f"tcp://127.0.0.1:41000?secret={KEY}&run=a&shards=2&copies=3",
+        f"http://127.0.0.1:41000?secret={KEY}&run=a&shards=1",
+        f"ipc:///dev/shm/x?secret={KEY}&run=a&shards=1",
+        "ipc://?run=a&shards=1",
+        "tcp://12[7.0.0.1:41000?run=a&shards=1",  # urllib raises at these
+        "tcp://12[]7:41000?run=a&shards=1",
     ],
 )
 def test_what_is_no_address_is_shown_with_what_is_one(text: str) -> None:

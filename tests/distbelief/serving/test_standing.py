@@ -18,9 +18,14 @@ from distbelief.serving import shards, standing
 from distbelief.serving.server import ServerAddress
 from distbelief.serving.shards import Ready, Request
 from distbelief.serving.standing import Wanted, stand
+from distbelief.transport.keys import KeyPair
 from distbelief.transport.places import Place
 from distbelief.transport.reach import Reach
 from tests.distbelief.job.supervision.test_supervisor import Desk
+
+
+SECRET = "5f" * 32
+PUBLIC = KeyPair.parse(SECRET).public
 
 
 @pytest.fixture
@@ -63,13 +68,23 @@ def test_the_same_directory_means_to_go_on(
     assert said == []
     stand(wanted(), directory, tell=said.append)
     one, other = served
-    assert one.token == other.token != ""
+    assert one.run == other.run != ""
     assert said == [f"going on with what {directory} holds"]
     assert (directory / "initial.safetensors").read_bytes() == initial
     assert directory.stat().st_mode & 0o777 == 0o700
 
 
-def test_nobody_else_may_read_the_token_whatever_becomes_of_the_directory(
+def test_an_address_over_tcp_lasts(tmp_path: Path, served: list[Request]) -> None:
+    directory = tmp_path / "server"
+    for secret in ("5f" * 32, "6e" * 32):
+        reach = Reach(host="127.0.0.1", port=7700, secret=secret)
+        stand(wanted(reach=reach), directory, tell=lambda _text: None)
+    assert [request.reach.secret for request in served] == ["5f" * 32] * 2
+    stand(wanted(), directory, tell=lambda _text: None)
+    assert served[-1].reach == Reach()
+
+
+def test_nobody_else_may_read_the_secret_whatever_becomes_of_the_directory(
     tmp_path: Path, served: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the directory's mode kept the file from others: a copy of it did not."""
@@ -134,10 +149,15 @@ def test_what_is_not_its_own_is_left_alone(
 @pytest.mark.parametrize(
     ("reach", "place", "said"),
     [
-        (Reach(), "tcp://127.0.0.1:7", ["this machine", "keep it to yourself"]),
+        (Reach(), "ipc:///dev/shm/x/.supervisor.1", ["this machine"]),
         (
-            Reach(host="10.0.0.1", insecure=True),
-            "tcp://10.0.0.1:7",
+            Reach(host="127.0.0.1", secret=SECRET),
+            f"tcp://127.0.0.1:7?key={PUBLIC}",
+            ["this machine", "keep it to yourself"],
+        ),
+        (
+            Reach(host="10.0.0.1", secret=SECRET),
+            f"tcp://10.0.0.1:7?key={PUBLIC}",
             ["other machines", "this machine", "NOT SECURE"],
         ),
         (
@@ -161,15 +181,16 @@ def test_a_user_is_told_where_it_is(
         name: getattr(request, name) for name in request.__struct_fields__
     } | {"reach": reach})  # fmt: skip
     terminal = standing._Terminal(request, tell=pytest.fail)
-    ready = Ready(endpoint=place, token="t", memory="/dev/shm/x")
+    ready = Ready(endpoint=place, run="t", memory="/dev/shm/x")
     lines = terminal._lines(ready)
     assert len(lines) == len(said)
     assert all(text in line for text, line in zip(said, lines, strict=True))
     for line in lines:
-        if "tcp://" in line:
+        if "://" in line:
             address = ServerAddress.parse(line.split()[-1])
-            assert address.token == "t"
-            assert address.key == Place.parse(place).key
+            assert address.run == "t"
+            assert address.secret == reach.secret
+            assert address.place().key == Place.parse(place).key
             assert bool(address.memory) == ("this machine" in line)
 
 

@@ -48,11 +48,11 @@ class Keys:
         return self.ring(role, believes=believes).guard(log=lambda _level, _text: None)
 
     def transport(
-        self, name: str, role: str, *, token: str, believes: bool = False
+        self, name: str, role: str, *, run: str, believes: bool = False
     ) -> ZmqTransport:
-        reach = Reach(keys=self.ring(role, believes=believes))
+        reach = Reach(host="127.0.0.1", keys=self.ring(role, believes=believes))
         return reach.transport(
-            name=name, incarnation=1, token=token, log=lambda _level, _text: None
+            name=name, incarnation=1, run=run, log=lambda _level, _text: None
         )
 
 
@@ -113,9 +113,9 @@ def test_a_member_believes_whom_it_is_introduced_to(keys: Keys) -> None:
         guard.check(Source(OTHER, 3), "replica-8")
 
 
-def test_who_joins_needs_no_token_and_nobody_else_does_without(keys: Keys) -> None:
-    host = keys.transport("host-1", "host", token=JOINING)
-    supervisor = keys.transport("supervisor", "job", token="run")
+def test_who_joins_need_not_know_the_run_and_everybody_else_does(keys: Keys) -> None:
+    host = keys.transport("host-1", "host", run=JOINING)
+    supervisor = keys.transport("supervisor", "job", run="run")
     with host, supervisor:
         host.connect("supervisor", 0, supervisor.endpoint)
         assert host.send("supervisor", Alive())
@@ -127,23 +127,21 @@ def test_who_joins_needs_no_token_and_nobody_else_does_without(keys: Keys) -> No
 
 
 def test_the_word_of_who_joins_opens_no_other_door() -> None:
-    joining = Wire(token=JOINING)
-    wire = Wire(token="run", strangers="host-")
+    joining = Wire(run=JOINING)
+    wire = Wire(run="run", strangers="host-")
     strange = joining.encode(Alive(), sender="replica-1", incarnation=1)
     with pytest.raises(AnotherRunError):
         wire.decode(strange)
     with pytest.raises(AnotherRunError):
-        Wire(token="run").decode(
-            joining.encode(Alive(), sender="host-1", incarnation=1)
-        )
+        Wire(run="run").decode(joining.encode(Alive(), sender="host-1", incarnation=1))
 
 
 def test_a_replica_there_and_a_shard_here_speak_once_they_are_introduced(
     keys: Keys,
 ) -> None:
     """The first message is early: it is dropped, and costs nobody the connection."""
-    replica = keys.transport("replica-1", "host", token="run")
-    shard = keys.transport("shard-0", "job", token="run", believes=True)
+    replica = keys.transport("replica-1", "host", run="run")
+    shard = keys.transport("shard-0", "job", run="run", believes=True)
     with replica, shard:
         replica.connect("shard-0", 1, shard.endpoint)
         assert replica.send("shard-0", Alive())

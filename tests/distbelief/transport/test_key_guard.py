@@ -22,7 +22,7 @@ from distbelief.transport.connections import (
     cut,
     cut_descriptor,
 )
-from distbelief.transport.guard import REFUSED, Source
+from distbelief.transport.guard import REFUSED, RunGuard, Source
 from distbelief.transport.key_files import Allowed, KeyFiles
 from distbelief.transport.key_guard import KeyGuard
 from distbelief.transport.keyring import Keyring
@@ -35,7 +35,7 @@ from distbelief.wire import Wire
 from tests.distbelief.transport.test_zmq_transport import labels, take, wait
 
 
-TOKEN = "run"
+RUN = "run"
 MEBIBYTE = 1 << 20
 
 Make = Callable[..., ZmqTransport]
@@ -76,10 +76,10 @@ class World:
         transport = ZmqTransport(
             name=name,
             incarnation=1,
-            token=TOKEN,
+            run=RUN,
             guard=ring.guard(log=log, caps=caps),
             log=log,
-            **more,  # type: ignore[arg-type]
+            **({"bind": "tcp://127.0.0.1:*"} | more),  # type: ignore[arg-type]
         )
         self.stack.callback(transport.close)
         transport.start()
@@ -148,8 +148,8 @@ def works(server: ZmqTransport, worker: ZmqTransport) -> bool:
     return labels(take(server, 1)) == ["honest"]
 
 
-def words(sender: str, *, token: str = TOKEN) -> bytes:
-    return bytes(Wire(token=token).encode(Alive(), sender=sender, incarnation=1)[0])
+def words(sender: str, *, run: str = RUN) -> bytes:
+    return bytes(Wire(run=run).encode(Alive(), sender=sender, incarnation=1)[0])
 
 
 def port_of(transport: ZmqTransport) -> int:
@@ -286,9 +286,15 @@ def test_a_worker_hears_that_its_key_is_not_allowed(world: World) -> None:
 
 def test_a_worker_hears_that_somebody_else_listens_there(world: World) -> None:
     server = world.server()
-    plain = ZmqTransport(name="supervisor", incarnation=1, token=TOKEN)
-    for inbox in (server, plain):
-        with inbox if inbox is plain else ExitStack():
+    other = ZmqTransport(
+        name="supervisor",
+        incarnation=1,
+        run=RUN,
+        bind="tcp://127.0.0.1:*",
+        guard=RunGuard(KeyPair.new()),
+    )
+    for inbox in (server, other):
+        with inbox if inbox is other else ExitStack():
             wrong = KeyPair.new().public
             directory = str(world.worker_files.directory)
             ring = Keyring(directory=directory, role="worker", server_key=wrong)
@@ -350,7 +356,7 @@ def test_who_has_no_key_gets_nothing_in(
     link = context.socket(zmq.PUSH)
     link.linger = 0
     if mechanism == "PLAIN":
-        link.plain_username, link.plain_password = b"worker-1", TOKEN.encode()
+        link.plain_username, link.plain_password = b"worker-1", RUN.encode()
     link.connect(Place.parse(server.endpoint).endpoint)
     link.send(words("worker-1"))
     for _ in range(20):
@@ -373,11 +379,6 @@ def test_only_a_place_with_an_allowed_key_is_connected_to(
             worker.connect("shard-0", 1, text)
     with pytest.raises(TransportError, match="not allowed to be a shard"):
         server.connect("shard-0", 1, worker.endpoint)
-    with (
-        ZmqTransport(name="a", incarnation=1, token=TOKEN) as plain,
-        pytest.raises(TransportError, match="this side has none"),
-    ):
-        plain.connect("supervisor", 1, server.endpoint)
 
 
 def test_requests_that_no_zeromq_makes_are_refused(server: ZmqTransport) -> None:
@@ -466,7 +467,7 @@ def test_a_message_of_another_run_is_no_offence(
     world: World, server: ZmqTransport
 ) -> None:
     link = world.member(server)
-    link.send(words("worker-2", token="before"))
+    link.send(words("worker-2", run="before"))
     link.send(words("worker-2"))
     take(server, 1)
     assert server.counters.malformed == 1

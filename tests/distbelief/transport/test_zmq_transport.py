@@ -6,8 +6,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -17,34 +19,77 @@ from hypothesis import given, settings, strategies as st
 from distbelief.errors import LocalProtocolError, TransportError
 from distbelief.messages import Alive, Message, PushBlock, Save, Stop
 from distbelief.transport import zmq_transport
+from distbelief.transport.directory_guard import DirectoryGuard
+from distbelief.transport.guard import Guard, RunGuard, dial_curve
+from distbelief.transport.keys import KeyPair
+from distbelief.transport.places import Place
 from distbelief.transport.zmq_transport import TransportOptions, ZmqTransport
 from distbelief.vectors import BLOCK_BYTES
 from distbelief.wire import Envelope, Wire
 from tests.distbelief.message_strategies import messages, same
+from tests.links import link
 
 
 PATIENCE_SECONDS = 20.0
 
-Make = Callable[..., ZmqTransport]
+PAIR = KeyPair.new()  # of the run
+
+
+@dataclass
+class Make:
+    """Makes transports, over files or over TCP, each closed at the end."""
+
+    directory: Path
+    over_tcp: bool
+    stack: ExitStack
+    n_made: int = 0
+
+    def __call__(
+        self, name: str, *, run: str = "run", bind: str = "", **more: object
+    ) -> ZmqTransport:
+        transport = ZmqTransport(
+            name=name,
+            incarnation=1,
+            run=run,
+            bind=bind or self.somewhere(),
+            **({"guard": self.guard()} | more),  # type: ignore[arg-type]
+        )
+        self.stack.callback(transport.close)
+        transport.start()
+        return transport
+
+    def guard(self) -> Guard:
+        return RunGuard(PAIR) if self.over_tcp else DirectoryGuard(self.directory)
+
+    def somewhere(self) -> str:
+        """Return a place where nobody listens."""
+        self.n_made += 1
+        if not self.over_tcp:
+            return f"ipc://{self.directory}/.{self.n_made}"
+        with socket.create_server(("127.0.0.1", 0)) as reserved:
+            return f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
+
+    def place(self, bound: str) -> str:
+        """Return where peers find who listens there."""
+        return f"{bound}?key={PAIR.public}" if self.over_tcp else bound
+
+
+@pytest.fixture(params=["files", "tcp"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    with ExitStack() as stack:
+        yield Make(tmp_path, request.param == "tcp", stack)
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
-    """Make transports, each closed at the end whatever happens."""
+def make_files(tmp_path: Path) -> Iterator[Make]:
     with ExitStack() as stack:
+        yield Make(tmp_path, over_tcp=False, stack=stack)
 
-        def make(name: str, *, token: str = "run", **more: object) -> ZmqTransport:
-            transport = ZmqTransport(
-                name=name,
-                incarnation=1,
-                token=token,
-                **more,  # type: ignore[arg-type]
-            )
-            stack.callback(transport.close)
-            transport.start()
-            return transport
 
-        yield make
+@pytest.fixture
+def make_tcp(tmp_path: Path) -> Iterator[Make]:
+    with ExitStack() as stack:
+        yield Make(tmp_path, over_tcp=True, stack=stack)
 
 
 def wait(*transports: ZmqTransport, until: Callable[[], bool]) -> None:
@@ -101,7 +146,10 @@ def test_both_directions_are_links_of_their_own(make: Make) -> None:
 @settings(max_examples=20)
 @given(message=messages)
 def test_any_message_survives_the_journey(message: Message) -> None:
-    with ZmqTransport(name="a", incarnation=7, token="run") as transport:
+    with (
+        TemporaryDirectory() as folder,
+        link("a", Path(folder), incarnation=7) as transport,
+    ):
         transport.connect("a", 7, transport.endpoint)
         transport.send("a", message)
         (envelope,) = take(transport, 1)
@@ -153,13 +201,6 @@ def test_one_call_of_receive_yields_a_bounded_number(make: Make) -> None:
     assert max(seen) <= 3
 
 
-def test_sockets_of_files_work_as_well(make: Make, tmp_path: Path) -> None:
-    a = make("a", bind=f"ipc://{tmp_path}/a")
-    a.connect("a", 1, a.endpoint)
-    a.send("a", Alive())
-    take(a, 1)
-
-
 # ---------------------------------------------------------------------------- poll
 
 
@@ -192,10 +233,21 @@ def test_a_message_to_an_unknown_peer_is_dropped_and_counted(make: Make) -> None
     assert a.counters.dropped_unknown == 1
 
 
+@contextmanager
+def mute(make: Make) -> Iterator[str]:
+    """Listen, and say nothing; yield where."""
+    place = Place.parse(make.place(make.somewhere()))
+    is_file = bool(place.path)
+    with socket.socket(socket.AF_UNIX if is_file else socket.AF_INET) as listener:
+        listener.bind(place.path if is_file else (place.host, place.port))
+        listener.listen()
+        yield str(place)
+
+
 def test_a_full_link_drops_counts_and_never_blocks(make: Make) -> None:
     a = make("a", options=TransportOptions(messages_max=10, linger_seconds=0))
-    with socket.create_server(("127.0.0.1", 0)) as mute:  # accepts, and says nothing
-        a.connect("mute", 1, f"tcp://127.0.0.1:{mute.getsockname()[1]}")
+    with mute(make) as endpoint:
+        a.connect("mute", 1, endpoint)
         accepted = [a.send("mute", Save(label=f"{n}")) for n in range(50)]
     assert accepted == [True] * 10 + [False] * 40
     assert (a.counters.messages_out, a.counters.dropped_full) == (10, 40)
@@ -243,13 +295,13 @@ def test_a_peer_that_restarts_elsewhere_is_reached_there(make: Make) -> None:
 def test_a_peer_that_restarts_at_the_same_address_gets_no_old_messages(
     make: Make,
 ) -> None:
-    a, old = make("a"), make("b")
-    address = old.endpoint
-    a.connect("b", 1, address)
+    address = make.somewhere()
+    a, old = make("a"), make("b", bind=address)
+    a.connect("b", 1, old.endpoint)
     old.close()
     a.send("b", Save(label="to the old"))
     new = make("b", bind=address)
-    a.connect("b", 2, address)
+    a.connect("b", 2, new.endpoint)
     a.send("b", Save(label="to the new"))
     assert labels(take(new, 1)) == ["to the new"]
 
@@ -263,10 +315,8 @@ def test_connecting_again_to_the_same_life_changes_nothing(make: Make) -> None:
 
 
 def test_a_peer_may_start_later_than_what_is_sent_to_it(make: Make) -> None:
-    a = make("a")
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        address = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
-    a.connect("b", 1, address)
+    a, address = make("a"), make.somewhere()
+    a.connect("b", 1, make.place(address))
     a.send("b", Save(label="early"))
     b = make("b", bind=address)
     assert labels(take(b, 1)) == ["early"]
@@ -296,45 +346,41 @@ def test_who_was_not_written_to_for_longest_makes_room(
 # ------------------------------------------------------------------------- refusals
 
 
-def test_a_taken_port_is_named_with_the_mend(make: Make) -> None:
-    a = make("a")
+def test_a_taken_port_is_named_with_the_mend(make_tcp: Make) -> None:
+    address = make_tcp.somewhere()
+    make_tcp("a", bind=address)
     with pytest.raises(TransportError) as caught:
-        make("b", bind=a.endpoint)
-    assert a.endpoint in str(caught.value)
+        make_tcp("b", bind=address)
+    assert address in str(caught.value)
     assert "let the system choose" in str(caught.value)
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:http", "tcp://127.0.0.1"])
-def test_an_address_that_cannot_be_had_is_named(make: Make, address: str) -> None:
-    with pytest.raises(TransportError, match=r"cannot listen at|not on this machine"):
-        make("b", bind=address)
+def test_an_address_that_cannot_be_had_is_named(make_tcp: Make, address: str) -> None:
+    with pytest.raises(TransportError, match="cannot listen at"):
+        make_tcp("b", bind=address)
 
 
 @pytest.mark.parametrize(
     "address",
-    ["tcp://0.0.0.0:*", "tcp://*:*", "tcp://10.1.2.3:5", "tcp://host:5", "udp://x:1"],
+    ["tcp://0.0.0.0:*", "tcp://127.0.0.1:*", "tcp://host:5", "udp://x:1"],
 )
-def test_nothing_leaves_this_machine_unless_allowed(make: Make, address: str) -> None:
-    with pytest.raises(TransportError, match="not on this machine"):
-        make("a", bind=address)
-    with pytest.raises(TransportError, match="allow_remote=True"):
-        make("b").connect("c", 1, address)
+def test_who_listens_at_a_file_does_so_nowhere_else(
+    make_files: Make, address: str
+) -> None:
+    with pytest.raises(TransportError):
+        make_files("a", bind=address)
+    with pytest.raises(TransportError, match=r"cannot connect to c|keys new"):
+        make_files("b").connect("c", 1, address.replace("*", "5"))
 
 
-def test_remote_peers_can_be_allowed(make: Make) -> None:
-    a = make("a", bind="tcp://0.0.0.0:*", options=TransportOptions(allow_remote=True))
-    a.connect("a", 1, a.endpoint.replace("0.0.0.0", "127.0.0.1"))
-    a.send("a", Alive())
-    take(a, 1)
-
-
-def test_who_listens_everywhere_is_on_this_machine_too(make: Make) -> None:
+def test_who_listens_everywhere_is_on_this_machine_too(make_tcp: Make) -> None:
     """A worker beside `distbelief serve --insecure` got no answer for a minute.
 
     Its shards said 0.0.0.0, which was taken for another machine.
     """
-    a = make("a", bind="tcp://0.0.0.0:*", options=TransportOptions(allow_remote=True))
-    b = make("b")
+    a = make_tcp("a", bind="tcp://0.0.0.0:*")
+    b = make_tcp("b")
     b.connect("a", 1, a.endpoint)
     b.send("a", Alive())
     take(a, 1)
@@ -345,11 +391,11 @@ def test_an_endpoint_that_is_none_is_a_transport_error(make: Make) -> None:
         make("a").connect("b", 1, "tcp://127.0.0.1:no-port")
 
 
-def test_a_transport_that_is_not_running_connects_to_nobody() -> None:
-    transport = ZmqTransport(name="a", incarnation=1, token="run")
+def test_a_transport_that_is_not_running_connects_to_nobody(tmp_path: Path) -> None:
+    transport = link("a", tmp_path)
     assert transport.endpoint == ""
     with pytest.raises(LocalProtocolError, match="transport of a is not running"):
-        transport.connect("b", 1, "tcp://127.0.0.1:5")
+        transport.connect("b", 1, f"ipc://{tmp_path}/.b.1")
     transport.close()  # as often as one likes
 
 
@@ -362,32 +408,25 @@ def test_options_that_bound_nothing_are_refused(wrong: dict[str, float]) -> None
         TransportOptions(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["", "x" * 256])
-def test_name_and_token_must_fit(text: str) -> None:
-    with pytest.raises(ValueError, match=f"a token of {len(text)} bytes: 1 to 255"):
-        ZmqTransport(name="a", incarnation=1, token=text)
-    with pytest.raises(ValueError, match=f"a name of {len(text)} bytes: 1 to 255"):
-        ZmqTransport(name=text, incarnation=1, token="run")
-
-
 # ------------------------------------------------------------------------ strangers
 
 
 class Stranger:
-    """Somebody who connects with sockets of their own."""
+    """Somebody who connects with sockets of their own, perhaps with a key."""
 
-    def __init__(self, *, token: str | None) -> None:
-        self._token = token
+    def __init__(self, make: Make, *, pair: KeyPair | None = PAIR) -> None:
+        self._pair = pair if make.over_tcp else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: list[zmq.Socket[bytes]] = []
+        make.stack.callback(self.close)
 
     def connect(self, endpoint: str, kind: int = zmq.PUSH) -> "zmq.Socket[bytes]":
         link = self._context.socket(kind)
         link.linger = 0
-        if self._token is not None:
-            link.plain_username = b"stranger"
-            link.plain_password = self._token.encode()
-        link.connect(endpoint)
+        place = Place.parse(endpoint)
+        if self._pair is not None:
+            dial_curve(link, self._pair, place.key, handshake_seconds_max=5.0)
+        link.connect(place.endpoint)
         self._links.append(link)  # which a context does not do
         return link
 
@@ -404,6 +443,15 @@ def log() -> list[str]:
 @pytest.fixture
 def inbox(make: Make, log: list[str]) -> ZmqTransport:
     """A transport that strangers reach, and that reaches itself."""
+    return reached(make, log)
+
+
+@pytest.fixture
+def inbox_tcp(make_tcp: Make, log: list[str]) -> ZmqTransport:
+    return reached(make_tcp, log)
+
+
+def reached(make: Make, log: list[str]) -> ZmqTransport:
     transport = make("inbox", log=lambda _level, text: log.append(text))
     transport.connect("inbox", 1, transport.endpoint)
     transport.send("inbox", Alive())
@@ -416,83 +464,132 @@ def still_works(inbox: ZmqTransport) -> bool:
     return labels(take(inbox, 1)) == ["honest"]
 
 
-@pytest.mark.parametrize("token", ["another", "ru", "runn"])
-def test_who_does_not_know_the_token_is_refused_at_the_door(
-    inbox: ZmqTransport, log: list[str], token: str
+def test_who_has_another_key_is_refused_at_the_door(
+    inbox_tcp: ZmqTransport, log: list[str], make_tcp: Make
 ) -> None:
-    stranger = Stranger(token=token)
-    link = stranger.connect(inbox.endpoint)
+    stranger = Stranger(make_tcp, pair=KeyPair.new())
+    link = stranger.connect(inbox_tcp.endpoint)
     link.send_multipart([b"x"] * 1000)
-    wait(inbox, until=lambda: inbox.counters.refused > 0)
-    assert log == ["refused a peer of another run (so far 1)"]
-    assert still_works(inbox)
-    assert inbox.counters.malformed == 0  # not a byte of it came in
-    stranger.close()
+    wait(inbox_tcp, until=lambda: inbox_tcp.counters.refused > 0)
+    assert log == ["refused a peer without the run's key (so far 1)"]
+    assert still_works(inbox_tcp)
+    assert inbox_tcp.counters.malformed == 0  # not a byte of it came in
 
 
-def test_who_watches_a_peer_hears_that_its_token_is_not_taken(
-    inbox: ZmqTransport, make: Make
+def test_who_has_another_key_than_the_address_learns_nothing(make_tcp: Make) -> None:
+    """A process of another user took the port of a role that had died.
+
+    It was shown the run's token within 0.06 s, was let in with it, and ended the job.
+    """
+    a, address = make_tcp("a"), make_tcp.somewhere()
+    label = "nobody else is to read this"
+    with socket.create_server(("127.0.0.1", Place.parse(address).port)) as thief:
+        a.connect("b", 1, make_tcp.place(address))
+        a.send("b", Save(label=label))
+        learnt = b""
+        for _ in range(3):  # it is dialled again and again
+            line, _ = thief.accept()
+            with line:
+                line.settimeout(PATIENCE_SECONDS)
+                line.sendall(GREETING)
+                heard = b""
+                while b"HELLO" not in heard:  # then it waits for a proof of the key
+                    heard += line.recv(1 << 16)
+                learnt += heard
+    assert b"CURVE" in learnt
+    for secret in (PAIR.secret.reveal(), b"run\xa1a", label.encode()):
+        assert secret not in learnt
+    b = make_tcp("b", bind=address)
+    assert labels(take(b, 1)) == [label]
+
+
+def test_who_watches_a_peer_hears_that_another_listens_there(
+    inbox_tcp: ZmqTransport, make_tcp: Make
 ) -> None:
-    stranger, member, careless = make("s", token="other"), make("m"), make("c")
-    stranger.connect("inbox", 1, inbox.endpoint, watched=True)
-    member.connect("inbox", 1, inbox.endpoint, watched=True)
-    careless.connect("inbox", 1, inbox.endpoint)
-    wait(inbox, until=lambda: stranger.is_refused("inbox"))
+    pair = KeyPair.new()
+    stranger = make_tcp("s", guard=RunGuard(pair))
+    member, careless = make_tcp("m"), make_tcp("c")
+    with pytest.raises(TransportError, match="not known by the key of this run"):
+        stranger.connect("inbox", 1, inbox_tcp.endpoint)
+    place = replace(Place.parse(inbox_tcp.endpoint), key=pair.public)
+    stranger.connect("inbox", 1, str(place), watched=True)
+    member.connect("inbox", 1, inbox_tcp.endpoint, watched=True)
+    careless.connect("inbox", 1, inbox_tcp.endpoint)
+    wait(inbox_tcp, until=lambda: stranger.is_another("inbox"))
     member.send("inbox", Save(label="honest"))
-    assert labels(take(inbox, 1)) == ["honest"]
+    assert labels(take(inbox_tcp, 1)) == ["honest"]
     for transport in (member, careless):
-        assert not transport.is_refused("inbox")
-    assert not stranger.is_refused("nobody")
+        assert not transport.is_another("inbox")
+    assert not stranger.is_another("nobody")
     stranger.disconnect("inbox")
-    assert not stranger.is_refused("inbox")
+    assert not stranger.is_another("inbox")
 
 
 @pytest.mark.parametrize("kind", [zmq.PUSH, zmq.DEALER, zmq.REQ, zmq.PUB])
-def test_who_asks_for_no_admission_gets_none(inbox: ZmqTransport, kind: int) -> None:
-    stranger = Stranger(token=None)
-    link = stranger.connect(inbox.endpoint, kind)
+def test_who_asks_for_no_admission_gets_none(
+    inbox_tcp: ZmqTransport, make_tcp: Make, kind: int
+) -> None:
+    link = Stranger(make_tcp, pair=None).connect(inbox_tcp.endpoint, kind)
     link.send(b"hello")
     for _ in range(20):
-        assert still_works(inbox)
-    assert inbox.counters.malformed == 0
-    stranger.close()
+        assert still_works(inbox_tcp)
+    assert inbox_tcp.counters.malformed == 0
 
 
-def test_a_socket_of_another_kind_gets_no_message_in(inbox: ZmqTransport) -> None:
-    stranger = Stranger(token="run")
-    stranger.connect(inbox.endpoint, zmq.DEALER).send(b"hello")
+def test_a_socket_of_another_kind_gets_no_message_in(
+    inbox: ZmqTransport, make: Make
+) -> None:
+    Stranger(make).connect(inbox.endpoint, zmq.DEALER).send(b"hello")
     for _ in range(20):
         assert still_works(inbox)
     assert inbox.counters.malformed == 0
-    stranger.close()
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(47)
 
 
 @given(garbage=st.binary(min_size=1, max_size=200))
 @settings(max_examples=30)
 def test_random_bytes_from_a_raw_socket_do_no_harm(garbage: bytes) -> None:
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01PLAIN" + bytes(48)
-    with ZmqTransport(name="inbox", incarnation=1, token="run") as inbox:
-        inbox.connect("inbox", 1, inbox.endpoint)
-        host, _, port = inbox.endpoint.removeprefix("tcp://").rpartition(":")
-        for prefix in (b"", greeting, greeting + b"\x04\x26\x05HELLO"):
-            with socket.create_connection((host, int(port))) as raw:
+    with ExitStack() as stack:
+        inbox = reached(Make(Path(), over_tcp=True, stack=stack), [])
+        place = Place.parse(inbox.endpoint)
+        for prefix in (b"", GREETING, GREETING + b"\x04\xc8\x05HELLO"):
+            with socket.create_connection((place.host, place.port)) as raw:
                 raw.sendall(prefix + garbage)
                 assert still_works(inbox)
         assert inbox.counters.malformed == 0
 
 
-def test_malformed_messages_of_a_member_are_counted_and_seldom_logged(
-    inbox: ZmqTransport, log: list[str]
+def test_nobody_in_the_network_is_the_user(
+    inbox: ZmqTransport, make: Make, log: list[str]
 ) -> None:
-    stranger = Stranger(token="run")
+    """Ctrl+C is an event that says so: a message could end the job of somebody else."""
+    member = make("user")
+    member.connect("inbox", 1, inbox.endpoint)
+    member.send("inbox", Stop(reason="Ctrl+C"))
+
+    def arrived() -> bool:
+        assert not list(inbox.receive())
+        return inbox.counters.malformed == 1
+
+    wait(inbox, until=arrived)
+    assert log == ["dropped: a peer speaks as 'user' (so far 1)"]
+    assert still_works(inbox)
+
+
+def test_malformed_messages_of_a_member_are_counted_and_seldom_logged(
+    inbox: ZmqTransport, make: Make, log: list[str]
+) -> None:
+    stranger = Stranger(make)
     link = stranger.connect(inbox.endpoint)
-    good = Wire(token="run").encode(Alive(), sender="x", incarnation=1)
+    good = Wire(run="run").encode(Alive(), sender="x", incarnation=1)
     bad: list[list[bytes]] = [
         [b""],
         [b"x" * 100],
         [bytes(good[0]), b"no such array"],
         [b"part"] * 5000,
-        [bytes(frame) for frame in Wire(token="y").encode(
+        [bytes(frame) for frame in Wire(run="y").encode(
             Alive(), sender="x", incarnation=1
         )],
     ]  # fmt: skip
@@ -508,13 +605,12 @@ def test_malformed_messages_of_a_member_are_counted_and_seldom_logged(
         f"so far {n})" for n in (1, 2, 4, 8, 16)
     ]
     assert still_works(inbox)
-    stranger.close()
 
 
 def test_a_frame_that_is_too_large_costs_its_sender_the_connection(
-    inbox: ZmqTransport,
+    inbox: ZmqTransport, make: Make
 ) -> None:
-    stranger = Stranger(token="run")
+    stranger = Stranger(make)
     link = stranger.connect(inbox.endpoint)
     wait(inbox, until=lambda: link.poll(0, zmq.POLLOUT) > 0)
     watch = link.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -524,7 +620,6 @@ def test_a_frame_that_is_too_large_costs_its_sender_the_connection(
     assert still_works(inbox)
     link.disable_monitor()
     watch.close()
-    stranger.close()
 
 
 # ------------------------------------------------------------------------ processes
@@ -533,9 +628,12 @@ def test_a_frame_that_is_too_large_costs_its_sender_the_connection(
 PEER = """
 import sys
 from distbelief.messages import Save, Stop
-from distbelief.transport.zmq_transport import ZmqTransport
+from distbelief.transport.reach import Reach
 
-with ZmqTransport(name="peer", incarnation=1, token="run") as transport:
+links = Reach(directory=sys.argv[2]).transport(
+    name="peer", incarnation=int(sys.argv[3]), run="run", log=print
+)
+with links as transport:
     print(transport.endpoint, flush=True)
     transport.connect("a", 1, sys.argv[1])
     going_on = True
@@ -548,18 +646,24 @@ with ZmqTransport(name="peer", incarnation=1, token="run") as transport:
 """
 
 
-def start_peer(a: ZmqTransport) -> tuple["subprocess.Popen[str]", str]:
+def start_peer(
+    a: ZmqTransport, directory: Path, incarnation: int = 1
+) -> tuple["subprocess.Popen[str]", str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PEER, a.endpoint], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PEER, a.endpoint, str(directory), str(incarnation)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     return process, process.stdout.readline().strip()
 
 
 @pytest.mark.processes
-def test_a_killed_peer_costs_nothing_and_its_next_life_is_reached(make: Make) -> None:
-    a = make("a", options=TransportOptions(linger_seconds=0))
-    first, endpoint = start_peer(a)
+def test_a_killed_peer_costs_nothing_and_its_next_life_is_reached(
+    make_files: Make,
+) -> None:
+    a = make_files("a", options=TransportOptions(linger_seconds=0))
+    first, endpoint = start_peer(a, make_files.directory)
     with first:
         a.connect("peer", 1, endpoint)
         a.send("peer", Alive())
@@ -567,7 +671,7 @@ def test_a_killed_peer_costs_nothing_and_its_next_life_is_reached(make: Make) ->
         first.kill()
     for _ in range(1000):
         a.send("peer", Alive())  # never blocks, whoever is not there
-    second, endpoint = start_peer(a)
+    second, endpoint = start_peer(a, make_files.directory, 2)
     with second:
         a.connect("peer", 2, endpoint)
         a.send("peer", Save(label="x"))
@@ -576,9 +680,11 @@ def test_a_killed_peer_costs_nothing_and_its_next_life_is_reached(make: Make) ->
 
 
 @pytest.mark.processes
-def test_the_last_words_of_a_peer_arrive_though_it_ends_at_once(make: Make) -> None:
-    a = make("a")
-    process, endpoint = start_peer(a)
+def test_the_last_words_of_a_peer_arrive_though_it_ends_at_once(
+    make_files: Make,
+) -> None:
+    a = make_files("a")
+    process, endpoint = start_peer(a, make_files.directory)
     with process:
         a.connect("peer", 1, endpoint)
         a.send("peer", Stop(reason="enough"))

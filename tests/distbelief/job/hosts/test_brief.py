@@ -20,7 +20,7 @@ def spec_of(*overrides: str, memory: str = "/dev/shm/x") -> Spec:
     )
     return Spec(
         job=msgspec.Raw(job.to_json()),
-        token="secret",
+        run="name",
         supervisor="tcp://127.0.0.1:1",
         memory=memory,
         snapshots="/home/ada/runs/x/snapshots",

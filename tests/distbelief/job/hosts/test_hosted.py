@@ -10,7 +10,6 @@ from distbelief.job.hosts.host import BRIEF
 from distbelief.job.hosts.host_config import HostConfig
 from distbelief.job.hosts.probing import N_PIECES_MAX, PIECE_BYTES, PROBE, probe_piece
 from distbelief.job.supervision.membership import Kind, Presence
-from distbelief.job.supervision.supervisor import USER
 from distbelief.messages import (
     Alive,
     Ask,
@@ -23,6 +22,7 @@ from distbelief.messages import (
 )
 from distbelief.roles import (
     SUPERVISOR,
+    USER,
     Action,
     Address,
     Halt,

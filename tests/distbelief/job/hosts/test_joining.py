@@ -13,8 +13,9 @@ from distbelief.job.hosts import joining, lookout
 from distbelief.job.hosts.host_config import HostConfig
 from distbelief.messages import Dismiss, Duties, Offer
 from distbelief.roles import SUPERVISOR
-from distbelief.transport.places import Place
-from distbelief.transport.zmq_transport import ZmqTransport
+from distbelief.transport.keys import KeyPair
+from distbelief.transport.places import LOOPBACK, Place
+from distbelief.transport.reach import Reach
 from distbelief.wire import Envelope
 
 
@@ -29,9 +30,13 @@ class Head:
     def __init__(self, answer: Callable[["Head", Envelope], bool]) -> None:
         self.offers: list[Offer] = []
         self._answer = answer
-        self._transport = ZmqTransport(name=SUPERVISOR, incarnation=1, token="t")
+        secret = KeyPair.new().secret.reveal().hex()
+        self._transport = Reach(host=LOOPBACK, secret=secret).transport(
+            name=SUPERVISOR, incarnation=1, run="t", log=lambda _level, _text: None
+        )
         self._transport.start()
-        self.address = f"{self._transport.endpoint}?token=t"
+        place = Place.parse(self._transport.endpoint).endpoint
+        self.address = f"{place}?secret={secret}"
         self._thread = threading.Thread(target=self._serve)
 
     def __enter__(self) -> "Head":
@@ -164,7 +169,7 @@ def test_a_machine_that_comes_first_says_that_nobody_is_there(tmp_path: Path) ->
         port = int(reserved.getsockname()[1])
     said: list[str] = []
     wanted = joining.Wanted(
-        address=f"tcp://127.0.0.1:{port}?token=t",
+        address=f"tcp://127.0.0.1:{port}?secret={'5f' * 32}",
         keys=None,
         cores=1,
         directory=tmp_path,

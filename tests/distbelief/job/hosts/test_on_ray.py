@@ -143,7 +143,10 @@ def test_a_cluster_on_this_machine_only_reaches_it(ray: Cluster) -> None:
 
 def lent(tmp_path: Path, n_hosts: int) -> RayHosts:
     machines = RayHosts(RayWanted(n_hosts=n_hosts, cores=3, keys="", allowed=()))
-    machines.start("tcp://127.0.0.1:1?token=t", directory=tmp_path)
+    machines.start(
+        "tcp://127.0.0.1:1?secret=5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f5f",
+        directory=tmp_path,
+    )
     return machines
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distbelief.job.configuration.sections import StopTable
-from distbelief.job.hosts.host import USER, Host
+from distbelief.job.hosts.host import Host
 from distbelief.job.hosts.host_config import HostConfig
 from distbelief.job.hosts.hosted import Hosted
 from distbelief.job.hosts.placing import HERE
@@ -30,6 +30,7 @@ from distbelief.messages import (
 )
 from distbelief.roles import (
     SUPERVISOR,
+    USER,
     Action,
     Address,
     Compute,
@@ -102,7 +103,7 @@ class Town:
         self.slow_words = False  # what roles say last comes after their machine's word
         self.late: deque[tuple[Address, int, Address, Message]] = deque()
         self.mail: deque[tuple[Address, int, Address, Message]] = deque()
-        self.wire = Wire(token="t")
+        self.wire = Wire(run="t")
         self.here = self._begin(HERE, self.hosted)
 
     # --------------------------------------------------------------- for the tests

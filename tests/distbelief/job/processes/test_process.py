@@ -33,8 +33,9 @@ from distbelief.messages import (
 from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import Address, Snapshot
 from distbelief.runtime.task.local_model import LocalModel
-from distbelief.transport.zmq_transport import ZmqTransport
+from distbelief.transport.reach import Reach
 from tests.distbelief.runtime.examples import net
+from tests.links import link
 from tests.processes.commands import poll
 
 
@@ -62,7 +63,7 @@ class Supervised:
 
     def __init__(self, name: str, job: Job, folder: Path) -> None:
         self.name = name
-        self.transport = ZmqTransport(name="supervisor", incarnation=1, token="t")
+        self.transport = link("supervisor", folder, run="t")
         self.heard: list[Message] = []
         self.status: int | None = None
         self._job = job
@@ -74,13 +75,14 @@ class Supervised:
             model = LocalModel(net())
             spec = Spec(
                 job=msgspec.Raw(self._job.to_json()),
-                token="t",
+                run="t",
                 supervisor=self.transport.endpoint,
                 memory="",
                 snapshots=str(self._folder / "snapshots"),
                 layout=Layout.of(model.specs(), n_shards=1).spec,
                 initials=dict(model.initials()),
                 initial_file=None,
+                reach=Reach(directory=str(self._folder)),
             )
             path = self._folder / "spec.json"
             path.write_bytes(msgspec.json.encode(spec))

@@ -11,7 +11,7 @@ from distbelief.job.supervision import membership
 from distbelief.job.supervision.figures import Before
 from distbelief.job.supervision.membership import Kind
 from distbelief.job.supervision.stop_rules import StopRules
-from distbelief.job.supervision.supervisor import TICK_SECONDS, USER, Supervisor
+from distbelief.job.supervision.supervisor import TICK_SECONDS, Supervisor
 from distbelief.job.supervision.supervisor_config import SupervisorConfig
 from distbelief.messages import (
     Alive,
@@ -31,6 +31,7 @@ from distbelief.messages import (
     Stop,
 )
 from distbelief.roles import (
+    USER,
     Action,
     Address,
     Connect,
@@ -662,7 +663,7 @@ def test_as_many_guests_as_there_may_be_can_be_told_of_in_one_message() -> None:
         name="n" * 128, incarnation=last, endpoint="e" * 128, host="h" * 128
     )
     message = Peers(entries=(entry,) * n)
-    Wire(token="t" * 128).encode(message, sender="s" * 128, incarnation=last)
+    Wire(run="t" * 128).encode(message, sender="s" * 128, incarnation=last)
 
 
 def test_whom_nobody_could_be_told_of_is_not_let_in(server: Desk) -> None:
