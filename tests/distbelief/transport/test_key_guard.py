@@ -572,7 +572,7 @@ def test_heartbeats_are_not_held_against_anybody(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     world.stack.callback(context.destroy, linger=0)
     inbox = context.socket(zmq.PULL)
-    guard.listen(inbox)
+    guard.listen(inbox, "tcp://127.0.0.1:*")
 
     def connections_of(_port: int) -> list[Connection]:
         peer = ("10.0.0.1", 4000)

@@ -22,6 +22,12 @@ def test_a_place_is_read_as_written(host: str, port: int, key: str) -> None:
     assert len(str(place)) <= 128  # a name in messages
 
 
+@given(path=st.text("abz/._-+:", min_size=1, max_size=120))
+def test_a_path_is_read_as_written(path: str) -> None:
+    place = Place(path=f"/{path}")
+    assert Place.parse(str(place)) == place == place.seen_from("10.0.0.1")
+
+
 @given(text=st.text(max_size=200))
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(TransportError, match="no place"):
@@ -39,7 +45,10 @@ def test_anything_else_is_refused(text: str) -> None:
         "tcp://10.0.0.1:*",
         "tcp://[::1]:4000",
         "inproc://zeromq.zap.01",
-        "ipc:///tmp/x",
+        "ipc://tmp/x",
+        "ipc://@tmp",
+        "ipc:///tmp/x?y",
+        "ipc:///tmp/x\n",
         "tcp://10.0.0.1:4000?key=",
         f"tcp://10.0.0.1:4000?key={'A' * 64}",
         f"tcp://10.0.0.1:4000?key={'a' * 65}",
@@ -47,7 +56,7 @@ def test_anything_else_is_refused(text: str) -> None:
         "tcp://10.0.0.1:4000;10.0.0.2:5000",
     ],
 )
-def test_nothing_but_a_number_and_a_port_is_a_place(text: str) -> None:
+def test_nothing_but_a_number_and_a_port_or_a_path_is_a_place(text: str) -> None:
     with pytest.raises(TransportError, match="no place"):
         Place.parse(text)
 

@@ -1,4 +1,4 @@
-"""Nothing listens beyond this machine without keys, unless it is told to."""
+"""Nothing listens beyond this user without keys, unless it is told to."""
 
 from pathlib import Path
 
@@ -7,12 +7,16 @@ import pytest
 from distbelief.errors import JobError, TransportError
 from distbelief.transport.key_files import KeyFiles
 from distbelief.transport.keyring import Keyring
+from distbelief.transport.keys import KeyPair
 from distbelief.transport.reach import Reach
+
+
+SECRET = "5f" * 32
 
 
 def start(reach: Reach) -> str:
     transport = reach.transport(
-        name="supervisor", incarnation=1, token="run", log=lambda _level, _text: None
+        name="supervisor", incarnation=1, run="run", log=lambda _level, _text: None
     )
     with transport:
         return transport.endpoint
@@ -24,9 +28,13 @@ def ring(tmp_path: Path) -> Keyring:
     return Keyring(directory=str(tmp_path / "keys"), role="server")
 
 
-def test_by_default_only_this_machine_reaches_it() -> None:
+def test_by_default_only_this_user_reaches_it(tmp_path: Path) -> None:
     assert Reach().is_local
-    assert start(Reach()).startswith("tcp://127.0.0.1:")
+    reach = Reach().within(tmp_path)
+    assert start(reach) == f"ipc://{tmp_path}/.supervisor.1"
+    assert list(tmp_path.iterdir()) == []
+    over_tcp = Reach(host="127.0.0.1", secret=SECRET)
+    assert over_tcp.within(tmp_path) == over_tcp
 
 
 def test_beyond_it_keys_are_needed(ring: Keyring) -> None:
@@ -34,7 +42,15 @@ def test_beyond_it_keys_are_needed(ring: Keyring) -> None:
         start(Reach(host="0.0.0.0"))
     endpoint = start(Reach(host="0.0.0.0", keys=ring))
     assert endpoint.endswith(f"?key={ring.public}")
-    assert "?key=" not in start(Reach(host="0.0.0.0", insecure=True))
+    with pytest.raises(JobError, match="distbelief keys new"):
+        start(Reach(host="127.0.0.1"))
+
+
+def test_without_key_files_a_run_has_a_key_of_its_own() -> None:
+    reach = Reach(host="0.0.0.0", secret=SECRET)
+    assert reach.is_open
+    assert start(reach).endswith(f"?key={KeyPair.parse(SECRET).public}")
+    assert not Reach(host="127.0.0.1", secret=SECRET).is_open
 
 
 def test_a_number_that_is_not_ours_is_named(ring: Keyring) -> None:
