@@ -5,7 +5,9 @@ spec; its output is the role's log.
 """
 
 import os
+import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +30,7 @@ from distbelief.node import Node
 from distbelief.parameter_server.copies.copies import shard_of
 from distbelief.parameter_server.layout.initial import Initial
 from distbelief.parameter_server.layout.layout import Layout, LayoutSpec
-from distbelief.roles import SUPERVISOR, Address, Role, Snapshot
+from distbelief.roles import SUPERVISOR, Address, PeerLost, Role, Snapshot
 from distbelief.runtime.task.samples import Sample
 from distbelief.runtime.task.task import BuildContext
 from distbelief.transport.reach import Reach
@@ -128,17 +130,34 @@ def main(name: str, incarnation: int, path: str) -> int:
             host=memory.host,
             pid=os.getpid(),
             heartbeat_seconds=heartbeat_seconds(name, job.cluster.shard_copies),
+            patience_seconds=job.cluster.patience,
         )
         member = Member(config, build=lambda: _build(name, job, spec, memory))
         store = SnapshotStore(
             Path(spec.snapshots), report=lambda text: report("warning", text)
         )
         node = Node(member, transport=transport, log=report, store=SharedShelf(store))
+        _end_at_sigterm(node)
         error = node.run()
         if error is not None and not member.told_failure:
             transport.send(SUPERVISOR, Failed(error=error[:8192], culprit_is_job=False))
     report("info" if error is None else "error", f"ends: {error or 'as planned'}")
     return 0 if error is None else 1
+
+
+def _end_at_sigterm(node: Node) -> None:
+    """Let SIGTERM end the role as a supervisor does that is gone: a shard saves first.
+
+    It is what the fork server sends when the supervisor's process was killed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def end(_number: int, _frame: object) -> None:
+        lost = PeerLost(peer=SUPERVISOR, incarnation=0, reason="ended by SIGTERM")
+        node.post(lost)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def import_from(job: Job) -> None:
