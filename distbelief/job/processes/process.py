@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final, final
 
@@ -35,6 +36,7 @@ from distbelief.runtime.task.samples import Sample
 from distbelief.runtime.task.task import BuildContext
 from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
+from distbelief.writer import Writer
 
 
 SPEC_BYTES_MAX: Final = 1 << 26
@@ -114,11 +116,14 @@ def main(name: str, incarnation: int, path: str) -> int:
     memory: Memory = PrivateMemory(host="")
     if spec.memory:
         memory = FileMemory(Path(spec.memory))
-    log(name, incarnation, "info", f"process {os.getpid()} begins")
+    lines = Writer("log", tell=lambda text: report("warning", text))
 
     def report(level: str, text: str) -> None:
-        log(name, incarnation, level, text)
+        # Stamped now; written by a thread, for the disk of the log may hang.
+        lines.write(partial(_write, _line(name, incarnation, level, text)))
 
+    lines.start()
+    report("info", f"process {os.getpid()} begins")
     transport = spec.reach.transport(
         name=name, incarnation=incarnation, token=spec.token, log=report
     )
@@ -142,7 +147,10 @@ def main(name: str, incarnation: int, path: str) -> int:
         if error is not None and not member.told_failure:
             transport.send(SUPERVISOR, Failed(error=error[:8192], culprit_is_job=False))
     report("info" if error is None else "error", f"ends: {error or 'as planned'}")
-    return 0 if error is None else 1
+    status = 0 if error is None else 1
+    if not lines.close():
+        os._exit(status)  # to flush what that thread has begun would take as long
+    return status
 
 
 def _end_at_sigterm(node: Node) -> None:
@@ -166,10 +174,18 @@ def import_from(job: Job) -> None:
 
 
 def log(name: str, incarnation: int, level: str, text: str) -> None:
-    """Write one line to the log of this process, if there is room for it."""
+    """Write one line to the log of this process."""
+    _write(_line(name, incarnation, level, text))
+
+
+def _line(name: str, incarnation: int, level: str, text: str) -> str:
     now = time.time()  # noqa: TID251 -- the time of day, for people
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-    line = f"{clock}.{int(now % 1 * 1000):03d} {name}#{incarnation} {level}: {text}\n"
+    return f"{clock}.{int(now % 1 * 1000):03d} {name}#{incarnation} {level}: {text}\n"
+
+
+def _write(line: str) -> None:
+    """Write one line to the log of this process, if there is room for it."""
     with suppress(OSError):  # a full disk ends no role; the supervisor tells of it
         sys.stdout.write(line)
         sys.stdout.flush()
