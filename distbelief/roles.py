@@ -58,11 +58,21 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     waiting: Seconds = 0.0  # in which nothing computes: for a disk, or for others
 
 
+NEWEST = ""
+"""Label of a snapshot that nobody asked for: it takes the newest one's place.
+
+So it never gets ahead of the labels that the supervisor gives.
+"""
+
+FIRST_LABEL = "00000"
+"""Of such a snapshot where there is none yet."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """The saved state of one role: named arrays, and facts as text."""
 
-    label: str  # "00412"; labels of one role sort by age
+    label: str  # "00412"; labels of one role sort by age. NEWEST: see there
     arrays: Mapping[str, Vector]
     facts: Mapping[str, str]
 

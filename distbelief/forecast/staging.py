@@ -93,6 +93,7 @@ class StagedJob:
                 name=name,
                 host=memory.host,
                 heartbeat_seconds=heartbeat_seconds(name, job.cluster.shard_copies),
+                patience_seconds=job.cluster.patience,
             )
             return Member(
                 config,

@@ -11,8 +11,9 @@ This process never holds the training data or a gradient, and has no torch threa
 import secrets
 import signal
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, final
@@ -178,10 +179,11 @@ class Life:
             self._job.name, console=console, report_every=self._job.output.report_every
         )
         with (
-            MetricsFile(self._run.metrics_file) as metrics,
             transport,
             ExitStack() as lent,
             caught_signals() as caught,
+            self._voice.apart(),
+            self._metrics() as metrics,
         ):
             endpoint = str(Place.parse(transport.endpoint).seen_from(LOOPBACK))
             role: Role = supervisor
@@ -205,9 +207,9 @@ class Life:
                 node.post(Received(sender=USER, incarnation=0, message=message))
 
             caught.tell = stop
-            with display:
+            with self._shown(display):
                 if console.is_terminal is False:
-                    console.print(f"{self._job.name}: {self._run.path}")
+                    self._voice.say(f"{self._job.name}: {self._run.path}")
                 watching = Watching(
                     supervisor,
                     look=look,
@@ -225,6 +227,25 @@ class Life:
             self.exit_code = EXIT_CODES.get(caught.number or signal.SIGINT, 130)
         elif error is not None:
             self.exit_code = 1
+
+    @contextmanager
+    def _metrics(self) -> Iterator[MetricsFile]:
+        """Open the file; it is closed where it is written."""
+        metrics = MetricsFile(self._run.metrics_file)
+        metrics.open()
+        try:
+            yield metrics
+        finally:
+            self._voice.disk.write(metrics.close)
+
+    @contextmanager
+    def _shown(self, display: Progress) -> Iterator[None]:
+        """Show it; it is drawn where all else is written on the screen."""
+        self._voice.show(display.start)
+        try:
+            yield
+        finally:
+            self._voice.show(display.stop)
 
     def _invite(self, hosting: Hosting, address: JobAddress, lent: ExitStack) -> None:
         """Let other machines know where to join."""
@@ -291,7 +312,8 @@ class Life:
         )
         self._keep(lambda: write_summary(self._run, summary))
         status = status_of(self._job.name, self._view, ended=True, error=self._error)
-        self._keep(lambda: self._run.write_status(status))
+        write = partial(self._run.write_status, status)
+        self._keep(lambda: self._voice.disk.renew("status", write))
         return summary
 
     def _keep(self, write: Callable[[], object]) -> None:

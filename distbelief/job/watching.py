@@ -8,10 +8,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from types import TracebackType
-from typing import Final, Self, final
+from typing import Final, Self, TypeVar, final
 
 from distbelief.errors import StorageError
 from distbelief.job.directory.metrics import Measurement, MetricsFile
@@ -26,6 +26,7 @@ STATUS_SECONDS: Final = 1.0
 DRAWING_SECONDS: Final = 2.0
 """Of training, after which what draws the curve is imported."""
 
+T = TypeVar("T")
 Watch = Callable[[SupervisorView], bool]
 """Told what is to be seen of a job, now and then; returns whether to end it."""
 
@@ -80,11 +81,11 @@ class Watching:
     Args:
         supervisor: Of the job.
         look: Returns what is to be seen at a time.
-        display: Where it is shown.
+        display: Where it is shown, by the voice.
         metrics: Where measurements are written.
         run: Whose status is written.
         name: Of the job.
-        voice: Warns of what cannot be written.
+        voice: Writes all that; warns of what cannot be written.
         watch: Called with each view; returns whether to end the job.
     """
 
@@ -117,21 +118,29 @@ class Watching:
         view = self._look(now)
         if self._watch is not None and self._watch(view):
             self._supervisor.wind_up("it was told to stop")
-        with suppress(OSError):  # what follows needs no screen
-            self._display.update(view)
-        try:
-            for record in self._supervisor.take_records():
-                self._metrics.append(Measurement.of(record))
-            if now - self._status_at >= STATUS_SECONDS:
-                self._status_at = now
-                self._run.write_status(status_of(self._name, view))
-        except StorageError as error:  # the training itself needs neither
-            self._voice.warn(str(error))
+        self._voice.show(partial(self._display.update, view), key="view")
+        for record in self._supervisor.take_records():
+            measurement = Measurement.of(record)
+            self._voice.disk.write(
+                partial(self._try, self._metrics.append, measurement)
+            )
+        if now - self._status_at >= STATUS_SECONDS:
+            self._status_at = now
+            status = status_of(self._name, view)
+            self._voice.disk.renew(
+                "status", partial(self._try, self._run.write_status, status)
+            )
         if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
             # Its import takes most of a second, which Ctrl+C would have to wait for.
             self._may_draw = True
             name = "distbelief.job.directory.curve"
             threading.Thread(target=import_module, args=(name,), daemon=True).start()
+
+    def _try(self, write: Callable[[T], None], what: T) -> None:
+        try:
+            write(what)
+        except StorageError as error:  # the training itself does not need it
+            self._voice.warn(str(error))
 
 
 def status_of(

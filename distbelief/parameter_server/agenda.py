@@ -153,7 +153,7 @@ class Agenda:
             if order is not None:
                 self._work = _Work.ORDER
                 return [order]
-        label = self.saves.next_label
+        label = self.saves.begin_next(clock=self._values.clock)
         return [] if label is None else self._begin_save(label)
 
     def _apply(
@@ -222,6 +222,7 @@ class Agenda:
             case _Work.INITIALISE:
                 assert isinstance(event.result, ShardState), event.result
                 self._values.initialised(event.result)
+                self.saves.begin_at(self._values.clock)
                 self._ready = True
                 self._orders.ready()
                 return self._standing.restored(event.result)

@@ -11,6 +11,9 @@ No word passes between shards (DB-5). Rules:
 * From the last snapshot on no push is begun: it would be acknowledged, and lost.
 * After `Stop`: complete pushes and snapshots asked for are finished; nothing else is
   begun, and clients get no answer.
+* Without a supervisor it saves what is in no snapshot, and ends; so what it has
+  acknowledged is not lost. Of points that a coordinator drives to, only those fit
+  together that it has had saved: then nothing is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -78,6 +81,7 @@ from distbelief.parameter_server.state.shard_config import ShardConfig
 from distbelief.parameter_server.state.snapshots import ShardState
 from distbelief.parameter_server.state.values import ShardValues
 from distbelief.roles import (
+    SUPERVISOR,
     Action,
     Address,
     Compute,
@@ -133,6 +137,7 @@ class ParameterServerShard:
             orders=self._orders,
         )
         self._stopped_by: Address | None = None
+        self._abandoned: str | None = None  # why, if the supervisor is gone
 
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for."""
@@ -148,7 +153,7 @@ class ParameterServerShard:
             case Persisted():
                 actions = self._agenda.persisted(event)
             case PeerLost():
-                actions = self._service.lost(event, now)
+                actions = self._lost(event, now)
             case PeerJoined():
                 actions = []
             case _:
@@ -204,6 +209,8 @@ class ParameterServerShard:
         self._service.release()
         self._standing.release()
         self._memory.release(self._values.region)
+        if self._abandoned is not None:
+            return [Halt(error=self._abandoned)]  # to be started again
         _, counters = self.status()
         finished = Finished(counters=dict(counters))
         return [Send(receiver=self._stopped_by, message=finished), Halt()]
@@ -301,6 +308,17 @@ class ParameterServerShard:
         self._stopped_by, self._agenda.is_stopping = sender, True
         self._service.close()
         return self._service.forwarding.stop()
+
+    def _lost(self, event: PeerLost, now: Seconds) -> list[Action]:
+        if not (event.peer == SUPERVISOR and event.for_good):
+            return self._service.lost(event, now)
+        if self._stopped_by is not None:
+            return []
+        self._abandoned = event.reason
+        if self._standing.will_lead and not self._orders.were_given:
+            self._agenda.is_sealed = True
+            self._agenda.saves.save_rest()
+        return self._stop(SUPERVISOR)
 
     def _save(self, sender: Address, label: str) -> list[Action]:
         clock = self._values.clock

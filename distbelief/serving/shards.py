@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
@@ -53,6 +54,7 @@ from distbelief.runtime.task.task import DataSpec, ModelSpec
 from distbelief.transport.places import LOOPBACK, Place
 from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
+from distbelief.writer import Writer
 
 
 TICK_SECONDS: Final = 0.05
@@ -144,8 +146,10 @@ def _serve(
 
     lines = files.LineFile(log_of("supervisor"), tell=_complain)
 
+    disk = Writer("disk", tell=lambda text: log("warning", text))
+
     def log(level: str, text: str) -> None:
-        lines.append(f"{level}: {text}")
+        disk.write(partial(lines.append, f"{level}: {text}"))
 
     legacy = _legacy(request, log)
     links = reach.transport(
@@ -176,7 +180,8 @@ def _serve(
         with Launcher(spec=spec, log_of=log_of) as launcher:
             node = Node(supervisor, transport=links, log=log, launcher=launcher)
             ready = Ready(endpoint=links.endpoint, run=run, memory=memory)
-            watch(node, supervisor, ready)
+            with disk:
+                watch(node, supervisor, ready)
     return _outcome(node, supervisor, directory)
 
 

@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, final
 
@@ -38,6 +39,7 @@ from distbelief.serving.server import ServerAddress, parameter_specs
 from distbelief.serving.shards import Ready, Request, serve
 from distbelief.transport.places import ANYWHERE, Place, own_number
 from distbelief.transport.reach import Reach
+from distbelief.writer import Writer
 
 
 TELL_SECONDS: Final = 30.0
@@ -179,7 +181,8 @@ class _Terminal:
 
     def __init__(self, request: Request, *, tell: Tell) -> None:
         self._request = request
-        self._tell = tell
+        self._screen = Writer("screen", tell=tell)
+        self._say = tell
         self._told = 0  # number of the last message
         self._told_at = time.monotonic()
         self._n_pushes = 0
@@ -194,9 +197,14 @@ class _Terminal:
                 node.post(Received(sender=USER, incarnation=0, message=message))
 
             caught.tell = stop
-            error = node.run(lambda: self._tick(supervisor, ready))
+            with self._screen:
+                error = node.run(lambda: self._tick(supervisor, ready))
         if not (error or supervisor.error or supervisor.interrupted):
             self._tell(f"ended; {self._request.directory} holds what was trained")
+
+    def _tell(self, text: str) -> None:
+        """Say it, in a thread: nobody may be reading the terminal."""
+        self._screen.write(partial(self._say, text))
 
     def _tick(self, supervisor: Supervisor, ready: Ready) -> None:
         now = time.monotonic()

@@ -1,10 +1,10 @@
 """The simulated disk: per role its snapshots, which survive every kill."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distbelief.parameter_server.copies.copies import shard_of
-from distbelief.roles import Address, Snapshot
+from distbelief.roles import FIRST_LABEL, NEWEST, Address, Snapshot
 from distbelief.simulation.brief import crc
 
 
@@ -47,7 +47,11 @@ class Disk:
     def save(self, role: Address, snapshot: Snapshot, *, whole: bool = True) -> None:
         """Keep a copy; one of the same label is replaced."""
         shelf = self._stored.setdefault(shard_of(role), {})
-        shelf[snapshot.label] = Stored(snapshot=_copy(snapshot), whole=whole)
+        label = snapshot.label
+        if label == NEWEST:
+            label = max(shelf, default=FIRST_LABEL)
+        kept = replace(_copy(snapshot), label=label)
+        shelf[label] = Stored(snapshot=kept, whole=whole)
         while len(shelf) > N_KEPT:
             del shelf[min(shelf)]
 

@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+
+from distbelief.parameter_server.copies.copies import shard_of
+from distbelief.roles import Address
 from tests.processes.nursery import Forked
 
 
@@ -150,6 +154,16 @@ class Command:
 
     def shared_memory(self) -> list[Path]:
         return list(SHARED_MEMORY.glob(f"distbelief-{self.process.pid}-*"))
+
+    def clocks(self) -> dict[str, int]:
+        """Return how many pushes each shard has applied, as its clients read that."""
+        found: dict[str, int] = {}
+        for directory in self.shared_memory():
+            for file in directory.glob("shard-*.values"):
+                header = np.fromfile(file, np.int64, count=2)
+                shard = shard_of(Address(file.name.partition(".")[0]))
+                found[shard] = max(found.get(shard, 0), int(header[1]))
+        return found
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

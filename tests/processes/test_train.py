@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from distbelief.job.directory.store import SnapshotStore
 from tests.processes.commands import (
     SHARED_MEMORY,
     Command,
@@ -204,15 +205,24 @@ def test_the_job_survives_the_death_of_any_role(folder: Path) -> None:
 
 
 @pytest.mark.untraced
-def test_nothing_outlives_a_supervisor_that_is_killed(folder: Path) -> None:
-    with train(folder, *LONG) as command:
-        poll(command.is_training)
+def test_nothing_outlives_a_supervisor_that_is_killed_but_what_was_learnt(
+    folder: Path,
+) -> None:
+    """Its shards were killed as well: all pushes since the last snapshot were lost."""
+    with train(folder, *LONG, "--set", "output.snapshot_every=1000 s") as command:
+        poll(lambda: command.is_training() and command.samples() > 1000)
         pids = command.all_pids()
-        assert command.shared_memory()
+        before = command.clocks()
+        assert min(before.values()) > 10
         command.signal(signal.SIGKILL)
         poll(lambda: not alive(pids), seconds=60.0)
         command.wait()
         poll(lambda: not command.shared_memory(), seconds=60.0)
+    store = SnapshotStore(command.run / "snapshots", report=pytest.fail)
+    for shard, clock in before.items():
+        snapshot = store.newest(shard)
+        assert snapshot is not None
+        assert int(snapshot.facts["clock"]) >= clock
 
 
 @pytest.mark.soak

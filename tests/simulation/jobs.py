@@ -11,7 +11,12 @@ from distbelief.downpour.settings import DownpourSettings
 from distbelief.job.configuration.sections import StopTable
 from distbelief.job.display.view import SupervisorView
 from distbelief.job.supervision.figures import Before
-from distbelief.job.supervision.member import Member, MemberConfig, heartbeat_seconds
+from distbelief.job.supervision.member import (
+    PATIENCE_SECONDS,
+    Member,
+    MemberConfig,
+    heartbeat_seconds,
+)
 from distbelief.job.supervision.stop_rules import StopRules
 from distbelief.job.supervision.supervisor import Supervisor
 from distbelief.job.supervision.supervisor_config import SupervisorConfig
@@ -77,6 +82,7 @@ class JobCluster:
         first_incarnation: int = 1,
         first_label: int = 1,
         host: str = "host-0",
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
         model = LocalModel(build_model(task.model))
         self.layout = Layout.of(model.specs(), n_shards=n_shards)
@@ -87,6 +93,7 @@ class JobCluster:
         ]
         self._shard_copies = shard_copies
         self._host = host
+        self._patience = patience
         self._settings = DownpourSettings(
             loss=task.loss,
             batch_size=4,
@@ -150,6 +157,7 @@ class JobCluster:
                     name=name,
                     host=memory.host,
                     heartbeat_seconds=heartbeat_seconds(name, self._shard_copies),
+                    patience_seconds=self._patience,
                 ),
                 build=lambda: DOWNPOUR.build(
                     name, config=self._settings, context=context

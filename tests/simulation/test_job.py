@@ -1,11 +1,18 @@
 """Whole jobs in virtual time: order, faults, ends. DB-12, and the warm start of 4.1."""
 
+import json
+from dataclasses import dataclass, field
+
 import msgspec
 import pytest
 
 from distbelief.job.configuration.sections import StopTable
-from distbelief.roles import SUPERVISOR, Address
+from distbelief.messages import Acknowledge
+from distbelief.parameter_server.copies.copies import shard_of
+from distbelief.roles import FIRST_LABEL, SUPERVISOR, Address, Send
+from distbelief.simulation.disk import Disk
 from distbelief.simulation.faults import DiskFull, Drop, Kill, Pause, random_faults
+from distbelief.simulation.world import Happening
 from tests.simulation.jobs import EXAMPLES, TASK, JobCluster, seeds
 
 
@@ -201,15 +208,165 @@ def test_a_supervisor_that_stood_still_blames_nobody() -> None:
     assert not [text for text in job.told if "silent" in text]
 
 
-def test_roles_end_when_their_supervisor_is_gone() -> None:
-    job = JobCluster(stop=LONG, faults=[Kill(at=5.0, role=SUPERVISOR)])
-    job.simulation.run(until=5.0)
-    assert job.n_alive == 5
-    job.simulation.run(until=5.0 + 17.0)
-    assert job.n_alive == 0
-    assert "no word from the supervisor" in (
-        job.simulation.halted[Address("replica-0")] or ""
+copies = pytest.mark.parametrize("shard_copies", [1, 2])
+
+
+@copies
+@pytest.mark.parametrize(
+    ("n_times", "seconds"),
+    [
+        (1, 25.0),
+        pytest.param(10, 25.0, marks=pytest.mark.soak),
+        pytest.param(1, 300.0, marks=pytest.mark.soak),
+    ],
+)
+def test_a_supervisor_that_was_stopped_finds_its_job_at_work(
+    shard_copies: int, n_times: int, seconds: float
+) -> None:
+    """After 15 s of its silence all roles ended, and both copies of each shard."""
+    faults = [
+        Pause(at=5.0 + n * (seconds + 1.0), role=SUPERVISOR, seconds=seconds)
+        for n in range(n_times)
+    ]
+    job = JobCluster(
+        stop=LONG,
+        faults=faults,
+        n_replicas=1,
+        n_shards=1,
+        snapshot_every=1e3,
+        shard_copies=shard_copies,
     )
+    job.simulation.run(until=5.0)
+    roles = {role.name: role.state for role in job.view.roles}
+    job.simulation.run(until=5.0 + n_times * (seconds + 1.0))
+    before = job.view.samples
+    job.run_until(lambda: job.view.samples > before + 100)
+    view = job.view
+    assert [role.name for role in view.roles if role.restarts] == []
+    assert not [text for text in job.told if "silent" in text or "restart" in text]
+    if shard_copies == 2:  # nobody was deposed
+        assert {roles["shard-0"], roles["shard-0b"]} == {"leading", "second"}
+        assert {name: job.state(name) for name in job.copies} == {
+            name: roles[name] for name in job.copies
+        }
+    job.supervisor.wind_up("enough")
+    assert job.run() is None
+    view = job.view
+    assert view.pushes_lost == 0
+    assert view.pushes_applied == view.step
+
+
+@copies
+def test_a_leader_that_dies_while_the_supervisor_is_stopped(shard_copies: int) -> None:
+    """With two copies nothing is lost; with one, what came after its snapshot."""
+    pause = Pause(at=5.0, role=SUPERVISOR, seconds=10.0)
+    job = JobCluster(stop=LONG, faults=[pause], n_shards=1, shard_copies=shard_copies)
+    job.simulation.run(until=4.0)
+    leader = job.copy_that_is("leading") if shard_copies == 2 else job.shards[0]
+    job.simulation.inject(Kill(at=10.0, role=leader))
+    job.run_until(lambda: job.restarts(leader) == 1)
+    before = job.view.samples
+    job.run_until(lambda: job.view.samples > before + 100)
+    assert (job.view.pushes_lost == 0) is (shard_copies == 2)
+
+
+@dataclass
+class Acknowledged:
+    """The pushes that each shard has acknowledged to each replica."""
+
+    newest: dict[tuple[Address, Address], int] = field(default_factory=dict)
+
+    def __call__(self, happening: Happening) -> None:
+        for action in happening.actions:
+            if isinstance(action, Send) and isinstance(action.message, Acknowledge):
+                key = shard_of(happening.name), action.receiver
+                if action.receiver.startswith("replica"):
+                    sequence = max(action.message.sequence, self.newest.get(key, 0))
+                    self.newest[key] = sequence
+
+    @property
+    def n(self) -> int:
+        """How many there are, if each replica has lived but once."""
+        return sum(sequence % (1 << 32) for sequence in self.newest.values())
+
+    def n_missing(self, disk: Disk) -> int:
+        """Return how many of them are in no snapshot."""
+        n = 0
+        for (shard, replica), sequence in self.newest.items():
+            snapshot = disk.newest(shard)
+            assert snapshot is not None, f"{shard} has saved nothing"
+            clients = json.loads(snapshot.facts["clients"])
+            n += max(0, sequence - clients[replica]["watermark"])
+        return n
+
+
+@copies
+@pytest.mark.parametrize("host", ["host-0", ""], ids=["one host", "block messages"])
+def test_shards_save_before_they_end_without_a_supervisor(
+    shard_copies: int, host: str
+) -> None:
+    """They ended without a checkpoint, whatever they had acknowledged."""
+    job = JobCluster(
+        stop=LONG,
+        faults=[Kill(at=5.0, role=SUPERVISOR)],
+        shard_copies=shard_copies,
+        patience=5.0,
+        snapshot_every=3.0,
+        host=host,
+    )
+    acknowledged = Acknowledged()
+    job.simulation.observe(acknowledged)
+    job.simulation.run(until=5.0 + 4.0)
+    n_alive = len(job.copies) + len(job.replicas) + 1
+    assert job.n_alive == n_alive  # they work on
+    assert acknowledged.n_missing(job.simulation.disk) > 100
+    job.simulation.run(until=5.0 + 7.0)
+    assert job.n_alive == 0
+    assert acknowledged.n_missing(job.simulation.disk) == 0
+    for name in (Address("replica-0"), *job.copies):
+        halted = job.simulation.halted[name] or ""
+        assert halted.startswith("no word from the supervisor for 5.")
+
+
+@copies
+def test_a_job_goes_on_after_a_silence_beyond_its_patience(shard_copies: int) -> None:
+    """What the shards had acknowledged when they ended is in their next lives."""
+    job = JobCluster(
+        stop=StopTable(samples=2500),
+        faults=[Pause(at=5.0, role=SUPERVISOR, seconds=10.0)],
+        shard_copies=shard_copies,
+        patience=5.0,
+        snapshot_every=1e3,
+    )
+    acknowledged = Acknowledged()
+    job.simulation.observe(acknowledged)
+    job.simulation.run(until=14.0)
+    assert {role.restarts for role in job.view.roles} == {0}
+    assert acknowledged.n_missing(job.simulation.disk) == 0
+    n_acknowledged = acknowledged.n
+    assert job.run() is None
+    view = job.view
+    assert all(role.restarts == 1 for role in view.roles)
+    assert view.pushes_lost == 0
+    assert view.pushes_applied > n_acknowledged
+    assert not any("will be lost" in text for text in job.told)
+
+
+def test_a_snapshot_that_nobody_asked_for_is_never_ahead_of_the_next_one() -> None:
+    """If it took the next number, a shard that ended so twice in a row would be two
+    ahead of its supervisor, whose next snapshot would be taken for an older one."""
+    pauses = [Pause(at=at, role=SUPERVISOR, seconds=8.0) for at in (5.0, 18.0)]
+    job = JobCluster(stop=LONG, faults=pauses, patience=4.0, snapshot_every=30.0)
+    job.simulation.run(until=29.0)
+    assert job.restarts("shard-0") == 2
+    (only,) = job.simulation.disk.snapshots(job.shards[0])
+    assert only.snapshot.label == FIRST_LABEL
+    job.run_until(
+        lambda: len(job.simulation.disk.snapshots(job.shards[0])) == 2, within=100.0
+    )
+    newest = job.simulation.disk.newest(job.shards[0])
+    assert newest is not None
+    assert newest.label == "00001"
 
 
 @pytest.mark.parametrize("seed", range(5))

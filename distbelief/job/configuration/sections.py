@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # it imports torch
 
 
 QUANTITIES: Final[Mapping[str, Mapping[str, units.Dimension]]] = {
+    "cluster": {"patience": "time"},
     "evaluation": {"every": "time"},
     "stop": {"seconds": "time"},
     "output": {"report_every": "time", "snapshot_every": "time"},
@@ -35,6 +36,8 @@ Copies = Annotated[int, msgspec.Meta(ge=1, le=2)]  # one leads, one is its secon
 Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]  # OpenMP crashes at too many
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 DEVICES: Final = ("cpu", "cuda")
+PATIENCE_SECONDS_MIN: Final = 2.0
+"""Several heartbeats, each of which the supervisor answers."""
 
 
 class ClusterTable(
@@ -57,6 +60,8 @@ class ClusterTable(
         device: What replicas compute on: "cpu" or "cuda".
         shared_memory: Whether roles of one host share memory; false sends all values
             as messages, as between hosts.
+        patience: Seconds without a word of the supervisor, after which every role ends,
+            the shards once they have saved; "10 min" in the file.
     """
 
     replicas: Processes = 1
@@ -69,9 +74,15 @@ class ClusterTable(
     machines: str = "here"
     device: str = "cpu"
     shared_memory: bool = True
+    patience: Positive = 600.0
 
     def __post_init__(self) -> None:
-        """Refuse a plan that is none, and devices that nobody knows."""
+        """Refuse a plan that is none, devices that nobody knows, and haste."""
+        if self.patience < PATIENCE_SECONDS_MIN:
+            raise JobFileError(
+                f"patience = {units.show(self.patience, 'time')}: wants at least "
+                f"{PATIENCE_SECONDS_MIN:g} s, or roles would end at every hiccup"
+            )
         if self.device not in DEVICES:
             raise JobFileError(
                 f"device = {self.device!r}: wants {' or '.join(map(repr, DEVICES))}"
@@ -269,7 +280,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             "data": {"train": _plain(self.data.train)}
             | ({} if test is None else {"test": _plain(test)}),
             "algorithm": algorithm,
-            "cluster": _plain(self.cluster),
+            "cluster": _plain(self.cluster, QUANTITIES["cluster"]),
             "evaluation": _plain(self.evaluation, QUANTITIES["evaluation"]),
             "stop": _plain(self.stop, QUANTITIES["stop"]),
             "output": _plain(self.output, QUANTITIES["output"]),

@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 
 from distbelief import files
 from distbelief.errors import LocalProtocolError, StorageError
-from distbelief.roles import Snapshot
+from distbelief.roles import FIRST_LABEL, NEWEST, Snapshot
 from distbelief.vectors import Vector
 
 
@@ -61,10 +61,13 @@ class SnapshotStore:
         Raises:
             StorageError: it cannot be kept; those from before are as they were.
         """
-        path = self.path(role, snapshot.label)
+        label = snapshot.label
+        if label == NEWEST:
+            label = (self.labels(role) or [FIRST_LABEL])[-1]
+        path = self.path(role, label)
         arrays = {name: np.ascontiguousarray(v) for name, v in snapshot.arrays.items()}
         facts = dict(snapshot.facts)
-        checksum = _checksum(snapshot.label, arrays, facts)
+        checksum = _checksum(label, arrays, facts)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

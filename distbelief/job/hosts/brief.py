@@ -14,7 +14,10 @@ from typing import Final, cast
 import msgspec
 
 from distbelief.errors import JobError
+from distbelief.job.configuration.sections import QUANTITIES, ClusterTable
+from distbelief.job.configuration.tables import decode
 from distbelief.job.processes.process import Spec
+from distbelief.roles import Seconds
 from distbelief.transport.reach import Reach
 
 
@@ -74,6 +77,21 @@ def read_brief(content: bytes) -> Brief:
             f"what the supervisor says of its job cannot be read: {error!s:.200}. Use "
             "the same version of distbelief on both machines"
         ) from None
+
+
+def patience_of(job: msgspec.Raw) -> Seconds:
+    """Return how long roles of this job wait for a supervisor that is silent.
+
+    Raises:
+        JobError: it is no job.
+    """
+    try:
+        tables = msgspec.json.decode(bytes(job), type=dict[str, object])
+    except _UNREADABLE as error:
+        raise JobError(f"the supervisor sent no job: {error!s:.200}") from None
+    table, quantities = tables.get("cluster", {}), QUANTITIES["cluster"]
+    cluster = decode(table, ClusterTable, path=("cluster",), quantities=quantities)
+    return cluster.patience
 
 
 def moved_here(job: msgspec.Raw, directory: Path) -> msgspec.Raw:

@@ -8,8 +8,10 @@
 Rules:
 
 * Once it is ready it runs what the supervisor wants to run here (`workload`).
-* A host that hears nothing for a while ends all that it runs and offers itself anew: a
-  job without a head leaves nothing behind, nor does one that has given up this host.
+* A host that hears nothing of the supervisor for as long as the job says ends all that
+  it runs and offers itself anew: a job that has lost its supervisor leaves nothing
+  behind. It offers itself long before that, while roles run on: should another
+  supervisor be there by now, whose run is another one, it takes the host at once.
 * The last word of a job may be lost, or be meant for a life that is over. So whoever
   drives a host that hears nothing (`is_left_alone`) looks whether the supervisor is
   there at all, and says if it is not (`PeerLost`). A link that is cut is waited for.
@@ -59,8 +61,11 @@ _ALONE_SECONDS: Final = 3.0
 class Site(Protocol):
     """Where a host keeps what it is told. Called as work, never by two at once."""
 
-    def furnish(self, brief: bytes) -> None:
+    def furnish(self, brief: bytes) -> Seconds:
         """Check a run's brief, and write down what the processes of roles will read.
+
+        Returns:
+            How long roles of that run wait for a supervisor that is silent.
 
         Raises:
             DistBeliefError: this machine can be of no use to that run.
@@ -96,6 +101,7 @@ class Host:
         self._refusal: str | None = None
         self._leaves_at: Seconds | None = None  # once it was asked to: at the latest
         self._workload = Workload()
+        self._patience: Seconds = config.silence_seconds_max
         self._heard_at: Seconds = 0.0
         self._offered_since: Seconds = 0.0
         self._beat_at: Seconds = 0.0
@@ -163,7 +169,7 @@ class Host:
         if self._run is None:
             return [*self._offer(now), timer]
         silent = now - self._heard_at
-        if silent > self._config.silence_seconds_max:
+        if silent > self._patience:
             if self._leaves_at is not None:
                 return self._go(None)
             text = (
@@ -172,7 +178,10 @@ class Host:
             )
             said = Report(text=text, level="warning")
             return [said, *self._begin_anew(now), *self._offer(now), timer]
-        return [self._report(), *self._ask_again(now), timer]
+        actions: list[Action] = [self._report(), *self._ask_again(now), timer]
+        if silent > self._config.silence_seconds_max:
+            actions.append(_tell(self._config.offer(self._life)))
+        return actions
 
     def _ask_again(self, now: Seconds) -> list[Action]:
         """Ask for what does not come."""
@@ -212,6 +221,7 @@ class Host:
         self._life += 1
         self._run = self._reading = self._probe = self._refusal = None
         self._ready = self._to_prepare = False
+        self._patience = self._config.silence_seconds_max
         self._offered_since = now
         return self._workload.drop()
 
@@ -307,6 +317,8 @@ class Host:
         if event.error is not None:
             return self._refuse(event.error)
         if what == _FURNISH:
+            assert isinstance(event.result, float), event.result
+            self._patience = max(self._patience, event.result)
             return self._prepare()
         if event.result is not None:
             return self._refuse(DistBeliefError(str(event.result)))

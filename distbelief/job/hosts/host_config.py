@@ -20,7 +20,8 @@ class HostConfig:
         stays: Whether it waits for another job when one is over.
         returns: Whether a job took this machine before, at another address.
         beat_seconds: Between two words to the supervisor.
-        silence_seconds_max: Without a word of the supervisor, after which all ends.
+        silence_seconds_max: Without a word of the supervisor, after which it offers
+            itself anew; a run whose patience is greater goes on meanwhile.
         wait_seconds_max: For a job to take it.
         leave_seconds_max: For what runs here to be moved, when the user asks to leave.
         over_seconds: Without a word, after which a job whose port is shut is over: a

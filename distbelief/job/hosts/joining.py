@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, final
+from types import TracebackType
+from typing import Final, Self, final
 
 import msgspec
 import torch
@@ -37,6 +39,7 @@ from distbelief.transport.places import number_of, own_number_towards
 from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
 from distbelief.wire import JOINING
+from distbelief.writer import Writer
 
 
 INCARNATION: Final = 1  # the name is new each time
@@ -138,12 +141,13 @@ class _Stay:
         Raises:
             StorageError: a directory or shared memory cannot be had.
         """
-        wanted, reach, tell = self._wanted, self._reach, self._tell
+        wanted, reach = self._wanted, self._reach
         name = HOST + secrets.token_hex(4)
         with ExitStack() as stack:
             launcher = stack.enter_context(Launcher())
             FileMemory.sweep()
-            log = _Log(wanted.directory, tell=tell)
+            log = stack.enter_context(_Log(wanted.directory, tell=self._tell))
+            tell = self._tell = log.say
             transport = stack.enter_context(
                 reach.transport(
                     name=name, incarnation=INCARNATION, run=JOINING, log=log.add
@@ -286,27 +290,53 @@ def _server_key(keys: KeyFiles) -> str:
 
 @final
 class _Log:
-    """The host's own log; what matters is told to the user as well."""
+    """The host's own log; what matters is told to the user as well.
+
+    Neither the disk nor the terminal is waited for.
+    """
 
     def __init__(self, directory: Path, *, tell: Tell) -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise files.explained(error, directory, doing="make") from error
-        self._lines = files.LineFile(directory / "host.log", tell=tell)
+        self._lines = files.LineFile(directory / "host.log", tell=self.say)
         self._tell = tell
+        self._disk = Writer("disk", tell=self.say)
+        self._screen = Writer("screen", tell=self._write)
         self._error = ""  # the last one told
+
+    def __enter__(self) -> Self:
+        self._disk.start()
+        self._screen.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._disk.close()
+        self._screen.close()
+
+    def say(self, text: str) -> None:
+        """Tell the user, without waiting for the terminal."""
+        self._screen.write(partial(self._tell, text))
 
     def add(self, level: str, text: str) -> None:
         """Add a line."""
-        now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
-        self._lines.append(f"{now} {level}: {text}")
+        self._write(f"{level}: {text}")
         if level in {"info", "warning", "error"}:
-            self._tell(text)
+            self.say(text)
         if level == "error":
             self._error = text
 
     def conclude(self, error: str) -> None:
         """Tell the user why it ends, unless that is what was told last."""
         if not self._error.startswith(error):  # which may have been shortened since
-            self._tell(error)
+            self.say(error)
+
+    def _write(self, text: str) -> None:
+        now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
+        self._disk.write(partial(self._lines.append, f"{now} {text}"))

@@ -15,11 +15,11 @@ import msgspec
 
 from distbelief import files
 from distbelief.errors import JobError
-from distbelief.job.hosts.brief import moved_here, read_brief
+from distbelief.job.hosts.brief import moved_here, patience_of, read_brief
 from distbelief.job.hosts.workload import PREPARE
 from distbelief.job.processes.launcher import Launcher
 from distbelief.job.processes.preparing import VERDICT_BYTES_MAX, verdict_file
-from distbelief.roles import Address, Event
+from distbelief.roles import Address, Event, Seconds
 from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
 
@@ -56,14 +56,18 @@ class HostSite:
         self._memory: FileMemory | None = None
         self._spec = Path()
 
-    def furnish(self, brief: bytes) -> None:
+    def furnish(self, brief: bytes) -> Seconds:
         """Check a run's brief, and write down what the processes of roles will read.
+
+        Returns:
+            How long roles of that run wait for a supervisor that is silent.
 
         Raises:
             DistBeliefError: this machine can be of no use to that run.
         """
         self.clear()
         told = read_brief(brief)
+        patience = patience_of(told.spec.job)
         directory = _made(self._config.directory)
         memory = self._memory = FileMemory.make()
         plan = None
@@ -90,6 +94,7 @@ class HostSite:
             log_of=lambda name: logs / f"{name}.log",
             has_machines=plan is not None,
         )
+        return patience
 
     def verdict(self) -> str | None:
         """Return what `PREPARE` has found wrong; None if nothing is."""

@@ -16,6 +16,8 @@ One JSON object a line. Rules:
   terminal sends to everybody: ending the job is the supervisor's business.
 * Nobody is left behind: a child ends with this process (where the kernel offers that:
   Linux), and this process, having ended its children, with the one that writes to it.
+* If that one has died, children are asked to end (SIGTERM): shards save what only they
+  have. Who has not ended in time is ended by force.
 * Nor is the memory that they shared, should that one have had no time to remove it.
 """
 
@@ -64,6 +66,11 @@ where compiled Python is not kept), in every process of 32 on a host with 16 mac
 REQUEST_BYTES_MAX: Final = 1 << 20
 
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+
+SAVE_SECONDS_MAX: Final = 30.0
+"""For children whose job has lost its supervisor: normally they take a second."""
+
+_REAP_SECONDS: Final = 0.02
 
 _N_SWEEPS: Final = 30
 _SWEEP_SECONDS: Final = 0.1
@@ -255,10 +262,23 @@ class ForkServer:
                 )
 
     def _end_all(self) -> None:
+        if not self._may_leave:
+            self._let_save()
         for pid in self._children:
             os.kill(pid, signal.SIGKILL)
         for pid in self._children:
             os.waitpid(pid, 0)
+
+    def _let_save(self) -> None:
+        """Ask every child to end, and wait, but not for long."""
+        for pid in self._children:
+            os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + SAVE_SECONDS_MAX
+        while self._children and time.monotonic() < deadline:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                time.sleep(_REAP_SECONDS)
+            self._children.pop(pid, None)
 
     def _report(self, report: Report) -> None:
         line = msgspec.json.encode(report) + b"\n"

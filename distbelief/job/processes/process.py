@@ -5,9 +5,12 @@ spec; its output is the role's log.
 """
 
 import os
+import signal
 import sys
+import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final, final
 
@@ -28,11 +31,12 @@ from distbelief.node import Node
 from distbelief.parameter_server.copies.copies import shard_of
 from distbelief.parameter_server.layout.initial import Initial
 from distbelief.parameter_server.layout.layout import Layout, LayoutSpec
-from distbelief.roles import SUPERVISOR, Address, Role, Snapshot
+from distbelief.roles import SUPERVISOR, Address, PeerLost, Role, Snapshot
 from distbelief.runtime.task.samples import Sample
 from distbelief.runtime.task.task import BuildContext
 from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
+from distbelief.writer import Writer
 
 
 SPEC_BYTES_MAX: Final = 1 << 26
@@ -112,11 +116,14 @@ def main(name: str, incarnation: int, path: str) -> int:
     memory: Memory = PrivateMemory(host="")
     if spec.memory:
         memory = FileMemory(Path(spec.memory))
-    log(name, incarnation, "info", f"process {os.getpid()} begins")
+    lines = Writer("log", tell=lambda text: report("warning", text))
 
     def report(level: str, text: str) -> None:
-        log(name, incarnation, level, text)
+        # Stamped now; written by a thread, for the disk of the log may hang.
+        lines.write(partial(_write, _line(name, incarnation, level, text)))
 
+    lines.start()
+    report("info", f"process {os.getpid()} begins")
     transport = spec.reach.transport(
         name=name, incarnation=incarnation, run=spec.run, log=report
     )
@@ -128,17 +135,37 @@ def main(name: str, incarnation: int, path: str) -> int:
             host=memory.host,
             pid=os.getpid(),
             heartbeat_seconds=heartbeat_seconds(name, job.cluster.shard_copies),
+            patience_seconds=job.cluster.patience,
         )
         member = Member(config, build=lambda: _build(name, job, spec, memory))
         store = SnapshotStore(
             Path(spec.snapshots), report=lambda text: report("warning", text)
         )
         node = Node(member, transport=transport, log=report, store=SharedShelf(store))
+        _end_at_sigterm(node)
         error = node.run()
         if error is not None and not member.told_failure:
             transport.send(SUPERVISOR, Failed(error=error[:8192], culprit_is_job=False))
     report("info" if error is None else "error", f"ends: {error or 'as planned'}")
-    return 0 if error is None else 1
+    status = 0 if error is None else 1
+    if not lines.close():
+        os._exit(status)  # to flush what that thread has begun would take as long
+    return status
+
+
+def _end_at_sigterm(node: Node) -> None:
+    """Let SIGTERM end the role as a supervisor does that is gone: a shard saves first.
+
+    It is what the fork server sends when the supervisor's process was killed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def end(_number: int, _frame: object) -> None:
+        lost = PeerLost(peer=SUPERVISOR, incarnation=0, reason="ended by SIGTERM")
+        node.post(lost)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def import_from(job: Job) -> None:
@@ -147,10 +174,18 @@ def import_from(job: Job) -> None:
 
 
 def log(name: str, incarnation: int, level: str, text: str) -> None:
-    """Write one line to the log of this process, if there is room for it."""
+    """Write one line to the log of this process."""
+    _write(_line(name, incarnation, level, text))
+
+
+def _line(name: str, incarnation: int, level: str, text: str) -> str:
     now = time.time()  # noqa: TID251 -- the time of day, for people
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-    line = f"{clock}.{int(now % 1 * 1000):03d} {name}#{incarnation} {level}: {text}\n"
+    return f"{clock}.{int(now % 1 * 1000):03d} {name}#{incarnation} {level}: {text}\n"
+
+
+def _write(line: str) -> None:
+    """Write one line to the log of this process, if there is room for it."""
     with suppress(OSError):  # a full disk ends no role; the supervisor tells of it
         sys.stdout.write(line)
         sys.stdout.flush()

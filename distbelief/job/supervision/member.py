@@ -9,8 +9,11 @@
       | Failed ------------------>  |   the role within cannot go on
 
 The role within is built as work, since that may take long: model, data. Until it is
-built and introduced, what is sent to it waits here. A member that has not heard of its
-supervisor for a while ends: a job that has lost its head leaves no process behind.
+built and introduced, what is sent to it waits here.
+
+A silent supervisor is not a dead one: it may be paused, or wait for a disk. A member
+waits for it for minutes, and its role works on. Then it ends, for a job that has lost
+its supervisor leaves no process behind; a shard is told (`PeerLost`), and saves first.
 """
 
 from collections import deque
@@ -62,6 +65,10 @@ HEARTBEAT_SECONDS: Final = 0.5
 PAIRED_HEARTBEAT_SECONDS: Final = 0.2
 """Of a shard with another copy, which takes over after a second of silence."""
 
+PATIENCE_SECONDS: Final = 600.0
+SAVE_SECONDS_MAX: Final = 300.0
+"""For the last snapshot of a shard whose supervisor is gone."""
+
 N_EARLY_MAX = 4096
 """Messages kept for a role that is not there yet; whoever loses one sends it again."""
 
@@ -79,7 +86,7 @@ class MemberConfig:
         host: Roles of equal host share memory; "" shares with nobody.
         pid: Of the process.
         heartbeat_seconds: Between two signs of life.
-        silence_seconds_max: Without a word of the supervisor, after which it ends.
+        patience_seconds: Without a word of the supervisor, after which it ends.
     """
 
     name: str
@@ -87,15 +94,20 @@ class MemberConfig:
     host: str = ""
     pid: int = 0
     heartbeat_seconds: Seconds = HEARTBEAT_SECONDS
-    silence_seconds_max: Seconds = 15.0
+    patience_seconds: Seconds = PATIENCE_SECONDS
 
     def __post_init__(self) -> None:
-        if not 0 < self.heartbeat_seconds < self.silence_seconds_max:
+        if not 0 < self.heartbeat_seconds < self.patience_seconds:
             raise ValueError(
-                f"heartbeat_seconds is {self.heartbeat_seconds} and "
-                f"silence_seconds_max {self.silence_seconds_max}; use more than 0, and "
-                "several heartbeats to a silence"
+                f"heartbeat_seconds is {self.heartbeat_seconds} and patience_seconds "
+                f"{self.patience_seconds}; use more than 0, and several heartbeats to "
+                "the patience"
             )
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether the role within has values that nobody else may have."""
+        return self.name.startswith("shard-")
 
 
 def heartbeat_seconds(name: str, shard_copies: int) -> Seconds:
@@ -125,6 +137,7 @@ class Member:
         self._heard_at: Seconds = 0.0
         self._beat_at: Seconds = 0.0  # when the timer is due
         self._told_failure = False
+        self._save_by: Seconds | None = None  # once the supervisor is gone
 
     @property
     def role(self) -> Role | None:
@@ -147,6 +160,8 @@ class Member:
                 return self._built(event, now)
             case Received(sender=sender) if sender == SUPERVISOR:
                 return self._supervised(event, now)
+            case PeerLost(peer=peer) if peer == SUPERVISOR:
+                return self._abandoned(event.reason, now)
             case _:
                 return self._pass_on(event, now)
 
@@ -169,15 +184,35 @@ class Member:
         """Say that this role lives; end if nobody has answered for too long."""
         # Time in which the whole process stood still is nobody's silence.
         self._heard_at += max(0.0, now - self._beat_at)
-        silent = now - self._heard_at
-        if silent > self._config.silence_seconds_max:
-            text = f"no word from the supervisor for {silent:.1f} s: it is gone"
-            return [Halt(error=f"{text}, and nothing is to be left behind")]
         self._beat_at = now + self._config.heartbeat_seconds
         state, counters = self.status()
         beat = Heartbeat(state=state[:128], counters=dict(counters))
         joins = [] if self._peers is not None else [self._join()]
-        return [*joins, _tell(beat), SetTimer(name=TIMER, at=self._beat_at)]
+        timer = SetTimer(name=TIMER, at=self._beat_at)
+        return [*joins, _tell(beat), timer, *self._end_if_silent(now)]
+
+    def _end_if_silent(self, now: Seconds) -> Sequence[Action]:
+        if self._save_by is not None:
+            if now < self._save_by:
+                return []
+            text = f"the last snapshot was not saved in {SAVE_SECONDS_MAX:.0f} s"
+            return [Halt(error=text)]
+        silent = now - self._heard_at
+        if silent <= self._config.patience_seconds:
+            return []
+        text = f"no word from the supervisor for {silent:.1f} s"
+        return self._abandoned(text, now)
+
+    def _abandoned(self, reason: str, now: Seconds) -> Sequence[Action]:
+        """The supervisor is gone: end, a shard once it has saved."""
+        if not (self._runs and self._config.is_shard):
+            return [Halt(error=reason)]
+        if self._save_by is not None:
+            return []
+        self._save_by = now + SAVE_SECONDS_MAX
+        lost = PeerLost(peer=SUPERVISOR, incarnation=0, reason=reason, for_good=True)
+        said = Report(text=f"{reason}: saving, then ending", level="warning")
+        return [said, *self._pass_on(lost, now)]
 
     def _join(self) -> Send:
         config = self._config

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from distbelief.messages import Evaluate, Measured, Save, Saved
-from distbelief.roles import Address, Seconds
+from distbelief.roles import FIRST_LABEL, Address, Seconds
 
 
 REPEAT_SECONDS = 2.0
@@ -195,20 +195,20 @@ class Saves:
     def answered(self, shard: Address, message: Saved, now: Seconds) -> str | None:
         """Note an answer; return what went wrong, if that is news."""
         if message.error is None:
-            self._newest[shard] = _Snapshot(
-                label=message.label, clock=message.clock, at=now
-            )
+            known = self._newest.get(shard)
+            label = message.label or (known.label if known else FIRST_LABEL)
+            self._newest[shard] = _Snapshot(label=label, clock=message.clock, at=now)
         asked = self._round
         if asked is None or message.label != asked.label or shard not in asked.waiting:
             return None
-        known = asked.errors.pop(shard, None)
+        known_error = asked.errors.pop(shard, None)
         if message.error is not None:
             asked.errors[shard] = message.error
             if now - asked.begun_at < asked.retry_seconds:
                 asked.said_at[shard] = now  # `again` waits a moment
-                return None if message.error == known else message.error
+                return None if message.error == known_error else message.error
         asked.waiting.discard(shard)
-        return None if message.error == known else message.error
+        return None if message.error == known_error else message.error
 
     def give_up(self) -> list[Address]:
         """Wait no longer; return who has not answered."""

@@ -102,6 +102,11 @@ class Orders:
         """Does a coordinator decide what the values are?"""
         return not self._is_free
 
+    @property
+    def were_given(self) -> bool:
+        """Has a coordinator driven this shard, in this life?"""
+        return bool(self._epoch)
+
     def counters(self) -> Mapping[str, float]:
         """Return figures for the role's status, if there is a coordinator."""
         if not self._epoch:

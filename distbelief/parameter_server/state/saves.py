@@ -6,13 +6,23 @@ Rules:
 
 * One that is safe is not taken again: whoever asks again for the last is told so.
 * At most `N_SAVES_MAX` wait; whoever asks for more is told that it is too much.
+* Without a supervisor nobody asks: what is in no snapshot is saved once, after those
+  that wait.
 """
 
 from collections import deque
 from typing import Final, final
 
 from distbelief.messages import Saved
-from distbelief.roles import Action, Address, Persisted, Send
+from distbelief.roles import (
+    NEWEST,
+    SUPERVISOR,
+    Action,
+    Address,
+    Persisted,
+    Report,
+    Send,
+)
 
 
 N_SAVES_MAX: Final = 8
@@ -26,10 +36,22 @@ class Saves:
     def __init__(self) -> None:
         self._waiting: deque[tuple[str, Address]] = deque()  # label, who asked for it
         self._last = ""
+        self._clock = 0  # of the newest, or of what this life began with
+        self._saves_rest = False
 
-    @property
-    def next_label(self) -> str | None:
-        """Which is to be taken now, if one is."""
+    def begin_at(self, clock: int) -> None:
+        """What the values are at this clock can be had from where they came from."""
+        self._clock = clock
+
+    def save_rest(self) -> None:
+        """After those that wait save what is in none of them."""
+        self._saves_rest = True
+
+    def begin_next(self, *, clock: int) -> str | None:
+        """Return the label of the one that is taken now, if one is to be."""
+        if self._saves_rest and not self._waiting and clock != self._clock:
+            self._saves_rest = False  # there is no time to try again
+            self._waiting.append((NEWEST, SUPERVISOR))
         return self._waiting[0][0] if self._waiting else None
 
     def ask(self, sender: Address, label: str, *, clock: int) -> list[Action]:
@@ -54,8 +76,16 @@ class Saves:
         """The oldest is safe, or failed."""
         label, requester = self._waiting.popleft()
         if event.error is None:
-            self._last = label
-        return [_saved(requester, label, clock=clock, error=event.error)]
+            self._last, self._clock = label, clock
+        saved = _saved(requester, label, clock=clock, error=event.error)
+        said = [_rest_saved(event, clock=clock)] if label == NEWEST else []
+        return [*said, saved]
+
+
+def _rest_saved(event: Persisted, *, clock: int) -> Report:
+    if event.error is None:
+        return Report(text=f"saved at clock {clock}")
+    return Report(text=f"could not save: {event.error}", level="error")
 
 
 def _saved(

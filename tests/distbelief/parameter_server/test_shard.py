@@ -38,6 +38,8 @@ from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
 from distbelief.parameter_server.state.saves import N_SAVES_MAX
 from distbelief.parameter_server.state.shard_config import ABSENCE_SECONDS_MAX
 from distbelief.roles import (
+    NEWEST,
+    SUPERVISOR,
     Action,
     Address,
     Compute,
@@ -1063,3 +1065,86 @@ def test_sgd_is_what_the_shard_was_told_to_do() -> None:
     alone.hello()
     alone.work(alone.push(1, value=4.0))
     assert (alone.shard._values.vector == -1.0).all()
+
+
+# ------------------------------------------------------------- without a supervisor
+
+GONE = PeerLost(
+    peer=SUPERVISOR, incarnation=0, reason="no word for 600.1 s", for_good=True
+)
+
+
+def labels(actions: Sequence[Action]) -> list[str]:
+    return [a.snapshot.label for a in actions if isinstance(a, Persist)]
+
+
+def test_without_a_supervisor_it_saves_what_is_in_no_snapshot_and_ends() -> None:
+    """It ended without, and 9,773 pushes that it had acknowledged were lost."""
+    alone = Alone()
+    alone.hello()
+    alone.work(alone.push(1))
+    actions = alone.shard.handle(GONE, alone.now)
+    assert labels(actions) == [NEWEST]
+    assert alone.push(2) == []  # not begun: it would not be in the snapshot
+    ends = alone.work(actions)
+    assert ends[-1] == Halt(error="no word for 600.1 s")  # to be started again
+    assert not sent(ends, Finished)
+    (saved,) = sent(ends, Saved)
+    assert (saved.label, saved.clock, saved.error) == (NEWEST, 1, None)
+
+
+def test_a_push_that_is_being_applied_is_in_that_snapshot() -> None:
+    alone = Alone()
+    alone.hello()
+    applying = alone.push(1)
+    assert alone.shard.handle(GONE, alone.now) == []
+    applied = alone.work(applying)
+    assert sent(applied, Acknowledge)
+    assert labels(applied) == [NEWEST]
+
+
+def test_what_is_saved_already_is_not_saved_again() -> None:
+    alone = Alone()
+    assert alone.shard.handle(GONE, 0.0)[-1] == Halt(error="no word for 600.1 s")
+    alone = Alone()
+    alone.hello()
+    alone.work(alone.push(1))
+    save = alone.receive(Save(label="00001"), SUPERVISOR)
+    assert labels(alone.shard.handle(GONE, alone.now)) == []
+    ends = alone.work_all(save)
+    assert labels(ends) == ["00001"]
+    assert ends[-1] == Halt(error="no word for 600.1 s")
+
+
+def test_a_disk_that_is_full_then_is_tried_once() -> None:
+    alone = Alone()
+    alone.hello()
+    alone.work(alone.push(1))
+    alone.shard.handle(GONE, alone.now)
+    full = Persisted(label=NEWEST, error="no space left")
+    ends = alone.shard.handle(full, alone.now)
+    assert Report(text="could not save: no space left", level="error") in ends
+    assert ends[-1] == Halt(error="no word for 600.1 s")
+
+
+def test_a_supervisor_that_is_back_meanwhile_gets_its_own_snapshot() -> None:
+    alone = Alone()
+    alone.hello()
+    alone.work(alone.push(1))
+    saving = alone.shard.handle(GONE, alone.now)
+    alone.receive(Save(label="00008"), SUPERVISOR)
+    ends = alone.work_all(saving)
+    assert labels(ends) == [NEWEST, "00008"]
+    assert [saved.label for saved in sent(ends, Saved)] == [NEWEST, "00008"]
+
+
+def test_told_to_stop_it_ends_as_told_whatever_becomes_of_the_supervisor() -> None:
+    alone = Alone()
+    alone.hello()
+    applying = alone.push(1)
+    alone.receive(Stop(reason="enough"), SUPERVISOR)
+    alone.shard.handle(GONE, alone.now)
+    ends = alone.work_all(applying)
+    assert labels(ends) == []
+    assert sent(ends, Finished)
+    assert ends[-1] == Halt()

@@ -45,6 +45,7 @@ def test_what_is_left_out_has_the_documented_value() -> None:
     job = speech()
     assert (job.cluster.threads, job.cluster.partitions) == (1, 1)
     assert job.cluster.shared_memory
+    assert job.cluster.patience == 600.0
     assert job.evaluation.metric is None  # chosen by the loss
     assert job.evaluation.subset is None
     assert job.evaluation.every == 10.0
@@ -196,6 +197,8 @@ def test_an_unknown_key_names_the_nearest_known_one() -> None:
         # quantities
         ("output.report_every=2", 'report_every = 2 has no unit: write "2 s"'),
         ("output.snapshot_every=2 sec", "has the unknown unit 'sec'"),
+        ("cluster.patience=1 s", "[cluster] patience = 1 s: wants at least 2 s"),
+        ("cluster.patience=600", 'patience = 600 has no unit: write "600 s"'),
         (
             "evaluation.every=0 s",
             '[evaluation] every = "0 s": wants a quantity, above 0',

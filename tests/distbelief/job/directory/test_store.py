@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 from distbelief import files
 from distbelief.errors import LocalProtocolError, StorageError
 from distbelief.job.directory.store import N_KEPT, SnapshotStore
-from distbelief.roles import Snapshot
+from distbelief.roles import FIRST_LABEL, NEWEST, Snapshot
 from distbelief.vectors import Vector
 from tests.distbelief.job.limits import largest_file
 
@@ -53,6 +54,21 @@ def test_the_newest_snapshot_comes_back_bit_for_bit(tmp_path: Path) -> None:
         store.save("shard-0", snapshot(label))
     assert_same(store.newest("shard-0"), snapshot("00002"))
     assert store.newest("shard-1") is None
+    assert told == []
+
+
+def test_a_snapshot_that_nobody_asked_for_takes_the_place_of_the_newest(
+    tmp_path: Path,
+) -> None:
+    """So the next label of the supervisor, who knows nothing of it, is above it."""
+    store, told = store_at(tmp_path)
+    store.save("shard-0", replace(snapshot("00009"), label=NEWEST))
+    assert store.labels("shard-0") == [FIRST_LABEL]
+    for label in ("00001", "00002"):
+        store.save("shard-0", snapshot(label))
+    store.save("shard-0", replace(snapshot("00009"), label=NEWEST))
+    assert_same(store.newest("shard-0"), replace(snapshot("00009"), label="00002"))
+    assert store.labels("shard-0") == [FIRST_LABEL, "00001", "00002"]
     assert told == []
 
 

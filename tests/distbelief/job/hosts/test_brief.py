@@ -7,7 +7,12 @@ import pytest
 
 from distbelief.errors import JobError
 from distbelief.job.configuration.jobfile import job_from_json
-from distbelief.job.hosts.brief import moved_here, read_brief, write_brief
+from distbelief.job.hosts.brief import (
+    moved_here,
+    patience_of,
+    read_brief,
+    write_brief,
+)
 from distbelief.job.processes.process import Spec
 from distbelief.parameter_server.layout.layout import Layout, TensorSpec
 from tests.distbelief.job.jobs import speech
@@ -42,6 +47,13 @@ def test_a_brief_has_the_plan_and_no_path_of_the_supervisors(tmp_path: Path) -> 
     assert brief.spec.initial_file is None
     assert brief.spec.plan is None
     assert not read_brief(write_brief(spec_of(memory=""), plan=None)).shares
+
+
+def test_a_machine_knows_from_the_brief_how_long_to_wait_for_the_supervisor() -> None:
+    assert patience_of(spec_of().job) == 600.0
+    assert patience_of(spec_of("cluster.patience=90 s").job) == 90.0
+    with pytest.raises(JobError, match="sent no job"):
+        patience_of(msgspec.Raw(b"[1"))
 
 
 def test_a_job_looks_for_its_files_where_the_machine_has_them(tmp_path: Path) -> None:

@@ -439,6 +439,30 @@ def test_a_machine_whose_link_is_cut_waits_for_its_job() -> None:
     assert not machine.halted
 
 
+def test_a_machine_waits_for_a_silent_supervisor_as_long_as_the_job_says() -> None:
+    """After 15 s it ended all its roles: the supervisor had only stood still."""
+    town = Town(roster(3))
+    machine = town.come("a", patience=60.0)
+    n_roles = len(machine.processes)
+    assert n_roles
+    town.kill(town.here)
+    town.pass_time(50.0)
+    assert len(machine.processes) == n_roles
+    town.pass_time(15.0)
+    assert machine.processes == {}
+    assert not machine.halted
+
+
+def test_another_supervisor_at_that_place_need_not_wait_for_that() -> None:
+    town = Town(roster(3))
+    machine = town.come("a", patience=600.0)
+    town.kill(town.here)
+    town.pass_time(20.0)
+    town.begin_another(roster(1), config_of(run="another", slots_here=0))
+    town.pass_time(5.0)
+    assert machine.processes == {"replica-0": 1}
+
+
 def test_what_runs_there_ends_with_it() -> None:
     town = Town(roster(3))
     config = HostConfig(label="a", cores=1, memory_bytes=1 << 30, over_seconds=10.0)

@@ -6,8 +6,10 @@ link from their machine is up.
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from distbelief.errors import RemoteProtocolError
 from distbelief.job.configuration.sections import StopTable
 from distbelief.job.hosts.host import Host
 from distbelief.job.hosts.host_config import HostConfig
@@ -56,12 +58,14 @@ STEP = 0.25
 class Site:
     """What a host is told, and whether it likes it."""
 
-    def __init__(self, wrong: str | None = None) -> None:
+    def __init__(self, wrong: str | None = None, *, patience: float) -> None:
         self.brief = b""
         self.wrong = wrong
+        self.patience = patience
 
-    def furnish(self, brief: bytes) -> None:
+    def furnish(self, brief: bytes) -> float:
         self.brief = brief
+        return self.patience
 
     def verdict(self) -> str | None:
         return self.wrong
@@ -92,11 +96,6 @@ class Town:
     def __init__(
         self, roster: Sequence[tuple[str, Kind]], config: HostedConfig | None = None
     ) -> None:
-        stop = StopRules(StopTable(epochs=1e9), n_train=100)
-        self.supervisor = Supervisor(
-            SupervisorConfig(roster=tuple(roster), stop=stop, settled_seconds=1.0)
-        )
-        self.hosted = Hosted(self.supervisor, config or config_of())
         self.now = 100.0
         self.machines: dict[Address, Machine] = {}
         self.lossy = ""  # a document of which no piece arrives
@@ -104,7 +103,7 @@ class Town:
         self.late: deque[tuple[Address, int, Address, Message]] = deque()
         self.mail: deque[tuple[Address, int, Address, Message]] = deque()
         self.wire = Wire(run="t")
-        self.here = self._begin(HERE, self.hosted)
+        self.begin_another(roster, config or config_of())
 
     # --------------------------------------------------------------- for the tests
 
@@ -115,13 +114,25 @@ class Town:
         cores: int = 2,
         wrong: str | None = None,
         config: HostConfig | None = None,
+        patience: float = 15.0,
     ) -> Machine:
-        """A machine joins."""
+        """A machine joins; the job has this patience."""
         config = config or HostConfig(label=name, cores=cores, memory_bytes=1 << 30)
-        host = Host(config, site=Site(wrong))
+        host = Host(config, site=Site(wrong, patience=patience))
         machine = self._begin(Address(f"host-{name}"), host)
         self.pass_time(2.0)
         return machine
+
+    def begin_another(
+        self, roster: Sequence[tuple[str, Kind]], config: HostedConfig
+    ) -> None:
+        """A supervisor begins; at the place of the one before, if there was one."""
+        stop = StopRules(StopTable(epochs=1e9), n_train=100)
+        self.supervisor = Supervisor(
+            SupervisorConfig(roster=tuple(roster), stop=stop, settled_seconds=1.0)
+        )
+        self.hosted = Hosted(self.supervisor, config)
+        self.here = self._begin(HERE, self.hosted)
 
     def leave(self, machine: Machine) -> None:
         """Its user presses Ctrl+C."""
@@ -218,8 +229,9 @@ class Town:
             return
         if machine.is_cut and isinstance(event, Received) and event.sender != USER:
             return
-        for action in machine.role.handle(event, self.now):
-            self._perform(machine, action)
+        with suppress(RemoteProtocolError):  # as the driver does
+            for action in machine.role.handle(event, self.now):
+                self._perform(machine, action)
 
     def _perform(self, machine: Machine, action: Action) -> None:
         match action:
@@ -254,10 +266,14 @@ class Town:
 
 
 def config_of(
-    *, n_hosts: int = 0, hosts_seconds_max: float = 600.0, slots_here: int = 1
+    *,
+    n_hosts: int = 0,
+    hosts_seconds_max: float = 600.0,
+    slots_here: int = 1,
+    run: str = "r",
 ) -> HostedConfig:
     return HostedConfig(
-        run="r",
+        run=run,
         brief=b"b" * 10,
         n_hosts=n_hosts,
         hosts_seconds_max=hosts_seconds_max,

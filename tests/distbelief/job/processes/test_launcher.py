@@ -113,11 +113,16 @@ import os, sys, signal, time
 from distbelief.job.processes import forkserver
 
 def child(name, incarnation, spec):
+    stubborn = name == "stubborn"
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else lambda *_: None)
     print(name, incarnation, spec, sys.stdin.read() == "",
           signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
           "colorsys" in sys.modules, flush=True)
     signal.pause()
+    print("saved", flush=True)
+    return 0
 
+forkserver.SAVE_SECONDS_MAX = 2.0
 forkserver._program = lambda _program: child
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 forkserver.ForkServer(requests=0, reports=1).serve()
@@ -126,7 +131,7 @@ forkserver.ForkServer(requests=0, reports=1).serve()
 
 @pytest.fixture
 def server() -> Iterator["subprocess.Popen[bytes]"]:
-    """A fork server without torch, whose children wait for ever."""
+    """A fork server without torch, whose children wait until they are asked to end."""
     with subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as server:
@@ -197,11 +202,37 @@ def test_children_are_ended_by_name(
 def test_children_end_when_nobody_asks_any_more(
     server: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
+    """They were killed, and what a shard had acknowledged since it saved was lost."""
     pids = [start(server, tmp_path, f"shard-{k}") for k in range(3)]
     assert server.stdin is not None
     server.stdin.close()
     assert server.wait(10.0) == 0
     assert alive(pids) == []
+    for k in range(3):
+        assert (tmp_path / f"shard-{k}.log").read_text().endswith("saved\n")
+
+
+def test_who_does_not_end_when_asked_is_ended_by_force(
+    server: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    pid = start(server, tmp_path, "stubborn")
+    assert server.stdin is not None
+    server.stdin.close()
+    assert server.wait(30.0) == 0
+    assert alive([pid]) == []
+
+
+def test_told_to_leave_the_server_ends_children_at_once(
+    server: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    """The supervisor has seen to all of them before."""
+    pid = start(server, tmp_path, "shard-0")
+    ask(server, forkserver.Leave())
+    assert server.stdin is not None
+    server.stdin.close()
+    assert server.wait(10.0) == 0
+    assert alive([pid]) == []
+    assert "saved" not in (tmp_path / "shard-0.log").read_text()
 
 
 def test_children_end_when_the_server_is_told_to(

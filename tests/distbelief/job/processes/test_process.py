@@ -208,6 +208,42 @@ def test_a_log_without_room_ends_no_role(monkeypatch: pytest.MonkeyPatch) -> Non
     process.log("shard-0", 1, "info", "a word")
 
 
+class Hanging(io.StringIO):
+    """A log on a disk that does not answer until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = threading.Event()
+
+    @override
+    def write(self, text: str) -> int:
+        assert self.answers.wait(60.0)
+        return super().write(text)
+
+
+def test_a_log_on_a_disk_that_hangs_holds_up_no_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The role wrote it in the thread that answers others: it could not even join, or
+    went silent, and was taken for dead."""
+    log = Hanging()
+    monkeypatch.setattr(sys, "stdout", log)
+    shard = Supervised("shard-0", a_job(tmp_path), tmp_path)
+    with shard.running():
+        try:
+            shard.connect()
+            shard.say(Peers(entries=()))
+            shard.say(Save(label="00001"))
+            shard.wait_for(Saved)
+            shard.wait_for(Heartbeat)
+            assert log.getvalue() == ""
+        finally:
+            log.answers.set()
+            shard.say(Stop(reason="enough"))
+        shard.wait_for(Finished)
+    assert "shard-0#2 info: ends: as planned" in log.getvalue()
+
+
 def test_a_child_without_room_for_its_last_words_ends_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,7 +8,13 @@ from distbelief.errors import (
     PeerLostError,
     RemoteProtocolError,
 )
-from distbelief.job.supervision.member import BUILD, TIMER, Member, MemberConfig
+from distbelief.job.supervision.member import (
+    BUILD,
+    SAVE_SECONDS_MAX,
+    TIMER,
+    Member,
+    MemberConfig,
+)
 from distbelief.messages import (
     Alive,
     Begin,
@@ -67,12 +73,22 @@ class Inner:
 class Driver:
     """One member, and what it has asked for."""
 
-    def __init__(self, build: Callable[[], Role] | None = None) -> None:
+    def __init__(
+        self,
+        build: Callable[[], Role] | None = None,
+        *,
+        name: str = "replica-0",
+        patience: Seconds = 15.0,
+    ) -> None:
         self.inner = Inner()
-        self.member = Member(
-            MemberConfig(name="replica-0", endpoint="tcp://here", host="h", pid=7),
-            build=build or (lambda: self.inner),
+        config = MemberConfig(
+            name=name,
+            endpoint="tcp://here",
+            host="h",
+            pid=7,
+            patience_seconds=patience,
         )
+        self.member = Member(config, build=build or (lambda: self.inner))
         self.now = 100.0
         self.actions: list[Action] = []
 
@@ -233,12 +249,75 @@ def test_an_older_word_about_a_peer_is_not_heard(driver: Driver) -> None:
     assert not [a for a in driver.say(peers("shard-0")) if isinstance(a, Connect)]
 
 
+def test_a_silence_of_minutes_is_waited_out() -> None:
+    """After 15 s without a word every role ended: the supervisor had been stopped for
+    25 s, or waited for a disk, and 9,773 acknowledged pushes were lost."""
+    driver = Driver(patience=MemberConfig(name="replica-0").patience_seconds)
+    driver.start()
+    driver.say(Alive())
+    for _ in range(2 * 300):
+        assert not [a for a in driver.beat() if isinstance(a, Halt)]
+
+
+def running(name: str) -> Driver:
+    """Return a role of this name that is built, introduced, and hears nothing more."""
+    driver = Driver(name=name)
+    driver.start()
+    driver.build()
+    driver.say(peers())
+    driver.inner.events.clear()
+    return driver
+
+
+def test_a_shard_is_told_of_the_silence_and_ends_by_itself_once_it_has_saved() -> None:
+    """It ended at once, and with it all that it had acknowledged since it saved."""
+    driver = running("shard-0")
+    for _ in range(30):
+        driver.beat()
+    assert driver.inner.events == []
+    actions = driver.beat()
+    (lost,) = driver.inner.events
+    assert isinstance(lost, PeerLost)
+    assert (lost.peer, lost.for_good) == (SUPERVISOR, True)
+    assert lost.reason == "no word from the supervisor for 15.5 s"
+    for _ in range(10):
+        actions += driver.beat()
+    assert not [a for a in actions if isinstance(a, Halt)]
+    assert driver.inner.events == [lost]  # once
+
+
+def test_a_shard_that_cannot_save_in_time_ends_all_the_same() -> None:
+    driver = running("shard-0")
+    gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="ended by SIGTERM")
+    driver.handle(gone)
+    actions: list[Action] = []
+    while not actions:
+        actions = [a for a in driver.beat() if isinstance(a, Halt)]
+        assert driver.now < 100.0 + SAVE_SECONDS_MAX + 1.0
+    assert actions == [Halt(error="the last snapshot was not saved in 300 s")]
+
+
+@pytest.mark.parametrize("name", ["replica-0", "evaluator", "coordinator"])
+def test_a_role_without_values_ends_when_its_supervisor_is_gone(name: str) -> None:
+    driver = running(name)
+    gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="ended by SIGTERM")
+    assert driver.handle(gone) == [Halt(error="ended by SIGTERM")]
+    assert driver.inner.events == []
+
+
+def test_so_does_a_shard_that_has_not_begun() -> None:
+    driver = Driver(name="shard-0")
+    driver.start()
+    gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="ended by SIGTERM")
+    assert driver.handle(gone) == [Halt(error="ended by SIGTERM")]
+
+
 def test_it_ends_when_the_supervisor_is_gone(driver: Driver) -> None:
     driver.start()
     driver.say(Alive())
     for _ in range(30):
         assert not [a for a in driver.beat() if isinstance(a, Halt)]
-    (halt,) = driver.beat()
+    *_, halt = driver.beat()
     assert isinstance(halt, Halt)
     assert "no word from the supervisor for 15." in (halt.error or "")
 
@@ -322,6 +401,6 @@ def test_told_to_stop_later_it_leaves_that_to_the_role_within(driver: Driver) ->
     assert actions == [Report(text="heard")]
 
 
-def test_a_heartbeat_slower_than_the_silence_is_refused() -> None:
+def test_a_heartbeat_slower_than_the_patience_is_refused() -> None:
     with pytest.raises(ValueError, match="heartbeat_seconds is 20"):
-        MemberConfig(name="x", heartbeat_seconds=20.0)
+        MemberConfig(name="x", heartbeat_seconds=20.0, patience_seconds=15.0)

@@ -28,7 +28,15 @@ from distbelief.messages import (
 )
 from distbelief.parameter_server.rules.update_rules import Adagrad
 from distbelief.parameter_server.state.slots import slots_bytes
-from distbelief.roles import Action, Address, Halt, Send
+from distbelief.roles import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Halt,
+    PeerLost,
+    Persist,
+    Send,
+)
 from distbelief.simulation.memory import HostMemory
 from tests.distbelief.parameter_server.pair import CLIENT, OTHER, TEST, shard_of
 from tests.distbelief.parameter_server.twins import (
@@ -341,6 +349,23 @@ def test_it_leads_once_all_that_it_has_taken_is_applied_and_no_more() -> None:
     assert (copy.counters()["clock"], copy.counters()["leading"]) == (7, 1)
     welcome = only(copy.hello(), Welcome)
     assert (welcome.watermark, welcome.applied) == (2, 2)
+
+
+def test_without_a_supervisor_only_who_leads_saves() -> None:
+    """Both copies keep their snapshots in one place, and the leader has everything."""
+    gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="gone", for_good=True)
+    copy = whole_second()
+    pushed(copy, 5, watermark=1)
+    copy.work_all()
+    assert copy.shard.handle(gone, copy.now)[-1] == Halt(error="gone")
+    copy = whole_second()
+    pushed(copy, 5, watermark=1)
+    copy.work_all()
+    copy.lead(3)
+    copy.work_all()
+    (persist,) = copy.shard.handle(gone, copy.now)
+    assert isinstance(persist, Persist)
+    assert persist.snapshot.facts["clock"] == "6"
 
 
 def test_who_has_never_followed_leads_with_what_it_began_with() -> None:

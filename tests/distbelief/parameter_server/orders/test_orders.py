@@ -38,6 +38,8 @@ from distbelief.roles import (
     Compute,
     Computed,
     Event,
+    Halt,
+    PeerLost,
     Persist,
     Persisted,
     Received,
@@ -311,6 +313,15 @@ def test_no_order_is_begun_after_stop() -> None:
     bench = Bench().begun()
     bench.happen(Received(sender=SUPERVISOR, incarnation=1, message=Stop(reason="")))
     assert bench.order(3, DOUBLE) is None
+
+
+def test_without_a_supervisor_a_driven_shard_saves_no_point_on_trial() -> None:
+    """Only snapshots that the coordinator has asked all shards for fit together."""
+    bench = Bench().begun()
+    bench.order(3, DOUBLE)
+    gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="gone", for_good=True)
+    assert bench.happen(gone)[-1] == Halt(error="gone")
+    assert bench.saved == []
 
 
 def test_answers_of_nobodys_work_are_a_bug() -> None:

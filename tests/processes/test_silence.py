@@ -1,0 +1,129 @@
+"""A supervisor that says nothing for a while costs nothing: real processes, real disk.
+
+In virtual time: `tests/simulation/test_job.py`.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes.commands import Command, alive, poll, train, write_job
+
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.soak,
+    pytest.mark.untraced,
+    pytest.mark.timeout(300),
+]
+
+MEGABYTE = 1 << 20
+
+copies = pytest.mark.parametrize("n_copies", [1, 2])
+
+
+def options(n_copies: int) -> tuple[str, ...]:
+    return (
+        *("--set", f"cluster.shard_copies={n_copies}"),
+        *("--set", "stop.epochs=1000000", "--set", "stop.seconds=40"),
+        *("--set", "output.snapshot_every=5 s"),
+    )
+
+
+def is_whole(command: Command, n_copies: int) -> bool:
+    states = [str(role["state"]) for role in command.roles().values()]
+    return command.is_training() and states.count("second") == 2 * (n_copies - 1)
+
+
+def check(command: Command, n_copies: int, *, applied: dict[str, int]) -> None:
+    """Let the job end; nobody was started again, and nothing is lost."""
+    assert command.wait(seconds=120.0) == 0, command.output
+    assert not alive(command.all_pids())
+    summary = json.loads((command.run / "summary.json").read_text())
+    assert summary["restarts"] == 0, command.output
+    assert summary["pushes_lost"] == 0
+    assert summary["pushes_applied"] >= sum(applied.values())
+    assert "silent" not in command.output
+    assert len(command.all_pids()) == 3 + 2 * n_copies
+    lines = (command.run / "metrics.jsonl").read_text().splitlines()
+    times = [json.loads(line)["time"] for line in lines]
+    assert times == sorted(times)
+    assert times[-1] > 40.0
+
+
+@copies
+def test_a_supervisor_that_was_stopped_finds_its_job_at_work(
+    tmp_path: Path, n_copies: int
+) -> None:
+    """After 15 s all its roles ended unsaved: 9,773 acknowledged pushes were lost."""
+    write_job(tmp_path)
+    with train(tmp_path, *options(n_copies)) as command:
+        poll(lambda: is_whole(command, n_copies))
+        command.signal(signal.SIGSTOP)
+        time.sleep(20.0)
+        before = command.clocks()
+        time.sleep(5.0)
+        applied = command.clocks()
+        command.signal(signal.SIGCONT)
+        assert all(applied[shard] > before[shard] for shard in before)
+        check(command, n_copies, applied=applied)
+
+
+@copies
+def test_ten_stops_in_a_row_are_none_too_many(tmp_path: Path, n_copies: int) -> None:
+    write_job(tmp_path)
+    with train(tmp_path, *options(n_copies)) as command:
+        poll(lambda: is_whole(command, n_copies))
+        for _ in range(10):
+            command.signal(signal.SIGSTOP)
+            time.sleep(2.0)
+            applied = command.clocks()
+            command.signal(signal.SIGCONT)
+            time.sleep(0.3)
+        check(command, n_copies, applied=applied)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk that can be made to hang."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a disk, and make it hang")
+    image, disk = tmp_path / "image", tmp_path / "disk"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 * MEGABYTE)
+    try:
+        run("mkfs.ext4", "-q", str(image))
+        run("mount", "-o", "loop", str(image), str(disk))
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no disk can be mounted here: {error}")
+    try:
+        yield disk
+    finally:
+        run("umount", "--lazy", str(disk))
+
+
+def run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)
+
+
+@copies
+def test_a_run_directory_that_hangs_is_waited_for(disk: Path, n_copies: int) -> None:
+    """Snapshots, too, cannot be written meanwhile; pushes wait for them."""
+    write_job(disk)
+    with train(disk, *options(n_copies)) as command:
+        poll(lambda: is_whole(command, n_copies))
+        poll((command.run / "snapshots" / "shard-1" / "00001.safetensors").is_file)
+        run("fsfreeze", "--freeze", str(disk))
+        try:
+            time.sleep(22.0)
+            applied = command.clocks()
+        finally:
+            run("fsfreeze", "--unfreeze", str(disk))
+        check(command, n_copies, applied=applied)
