@@ -45,6 +45,7 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
     callback: Callback | None = None,
     directory: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
+    from_scratch: bool = False,
     show: bool = False,
     **options: object,
 ) -> MinimizeResult:
@@ -74,6 +75,8 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
             None: nothing is kept.
         resume: Run directory of an earlier call with the same arguments, to go on
             with: from its own last point, so the model may have other values by now.
+        from_scratch: Whether to begin anew in `resume`, where the search began; what
+            was saved there is moved into aside-1 (aside-2, ...), and kept.
         show: Whether to show how it goes, on standard output.
         options: Other keys of [algorithm]: batch_size, history, max_iterations,
             tolerance, l1, l2, portion, warm_start (a dict: Downpour first), ...
@@ -124,7 +127,9 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
             problem.write(directory, resumes=resume is not None)
         del problem  # which may hold copies of the data
         with nullcontext() if told is None else HeldBack(told) as watch:
-            run = train(job, resume=resume, show=show, watch=watch)
+            run = train(
+                job, resume=resume, from_scratch=from_scratch, show=show, watch=watch
+            )
             module = model if isinstance(model, nn.Module) else None
             result = result_of(run, module=module)
         if told is not None:

@@ -66,3 +66,8 @@ class Voice:
     def warn(self, text: str) -> None:
         """Write a warning into the log."""
         self.log("warning", text)
+
+    def alarm(self, text: str) -> None:
+        """Write a warning into the log, and say it."""
+        self.say(text)
+        self.warn(text)

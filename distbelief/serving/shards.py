@@ -112,13 +112,17 @@ def main(path: str) -> int:
 
 
 def serve(
-    request: Request, watch: Callable[[Node, Supervisor, Ready], None]
+    request: Request,
+    watch: Callable[[Node, Supervisor, Ready], None],
+    *,
+    tell: Callable[[str], None] | None = None,
 ) -> str | None:
     """Serve; return what went wrong, if anything did.
 
     Args:
         request: What.
         watch: Runs the node until the server is to end.
+        tell: Tells the user of what is damaged in its directory.
 
     Raises:
         DistBeliefError: it cannot begin.
@@ -126,14 +130,18 @@ def serve(
     FileMemory.sweep()
     memory = FileMemory.make() if request.shared_memory else None
     try:
-        return _serve(request, "" if memory is None else str(memory.directory), watch)
+        place = "" if memory is None else str(memory.directory)
+        return _serve(request, place, watch, tell)
     finally:
         if memory is not None:
             memory.remove_all()
 
 
 def _serve(
-    request: Request, memory: str, watch: Callable[[Node, Supervisor, Ready], None]
+    request: Request,
+    memory: str,
+    watch: Callable[[Node, Supervisor, Ready], None],
+    tell: Callable[[str], None] | None,
 ) -> str | None:
     directory = Path(request.directory)
     token = request.token or secrets.token_hex(16)
@@ -146,7 +154,12 @@ def _serve(
     def log(level: str, text: str) -> None:
         lines.append(f"{level}: {text}")
 
-    legacy = _legacy(request, log)
+    def warn(text: str) -> None:
+        log("warning", text)
+        if tell is not None:
+            tell(text)
+
+    legacy = _legacy(request, warn)
     links = request.reach.transport(
         name=SUPERVISOR,
         incarnation=legacy.incarnation,
@@ -202,10 +215,10 @@ def _own(endpoint: str) -> str:
     return str(Place.parse(endpoint).seen_from(LOOPBACK))
 
 
-def _legacy(request: Request, log: Callable[[str, str], None]) -> Legacy:
+def _legacy(request: Request, warn: Callable[[str], None]) -> Legacy:
     """Return what earlier lives of this server left in its directory."""
     run = RunDirectory(Path(request.directory), lock=None)
-    store = SnapshotStore(run.snapshots, report=lambda text: log("warning", text))
+    store = SnapshotStore(run.snapshots, report=warn)
     legacy = read_legacy(run, store, n_shards=request.n_shards)
     # Figures of replicas: a server has none.
     return replace(legacy, before=Before(clocks=legacy.before.clocks))

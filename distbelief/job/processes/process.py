@@ -130,9 +130,12 @@ def main(name: str, incarnation: int, path: str) -> int:
             heartbeat_seconds=heartbeat_seconds(name, job.cluster.shard_copies),
         )
         member = Member(config, build=lambda: _build(name, job, spec, memory))
-        store = SnapshotStore(
-            Path(spec.snapshots), report=lambda text: report("warning", text)
-        )
+
+        def warn(text: str) -> None:
+            report("warning", text)
+            member.warn(text)
+
+        store = SnapshotStore(Path(spec.snapshots), report=warn)
         node = Node(member, transport=transport, log=report, store=SharedShelf(store))
         error = node.run()
         if error is not None and not member.told_failure:
