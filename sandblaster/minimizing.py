@@ -12,7 +12,6 @@ import os
 import sys
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from torch import nn
 
@@ -24,6 +23,7 @@ from distbelief.job.directory.run_directory import RunDirectory
 from distbelief.job.resuming.resuming import check_same
 from distbelief.job.training import train
 from distbelief.job.watching import HeldBack
+from distbelief.scratch import scratch
 from sandblaster.calling.callback import Callback, CallbackWatch
 from sandblaster.calling.plain import plain
 from sandblaster.calling.problem import Problem, own_problem
@@ -114,7 +114,7 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         if resume is not None:
             directory = resume
         if directory is None:
-            directory = Path(stack.enter_context(TemporaryDirectory())) / "run"
+            directory = stack.enter_context(scratch()) / "run"
         directory = Path(directory)
         job = _job(others | problem.tables(directory), directory)
         if resume is not None:

@@ -21,7 +21,7 @@ from distbelief.job.directory.summary import final_table, summary_text
 from distbelief.job.hosts.hosting import Hosting
 from distbelief.job.life import Detours, Life
 from distbelief.job.processes.launcher import Launcher
-from distbelief.job.processes.signals import EXIT_CODES, ended_by_sigterm
+from distbelief.job.processes.signals import EXIT_CODES, ended_by_signals
 from distbelief.job.resuming.resuming import check_same
 from distbelief.job.watching import HeldBack, Watch
 from distbelief.transport.shared_memory import FileMemory
@@ -63,7 +63,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         StorageError: a directory or shared memory cannot be had.
     """
     console = Console(quiet=not show)
-    with ended_by_sigterm(), ExitStack() as stack:
+    with ended_by_signals(), ExitStack() as stack:
         if watch is not None:
             watch = stack.enter_context(HeldBack(watch))
         # The server's import of torch takes longer than all else here.

@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import select
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -71,6 +72,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         shared_memory: Whether workers of this host may share memory with them.
         snapshot_every: Seconds between snapshots.
         directory: For snapshots and logs.
+        keeps: Whether the directory stays when the server has ended.
         token: Of the run; drawn if it is "".
         reach: From where the server can be reached.
     """
@@ -83,6 +85,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     shared_memory: bool
     snapshot_every: float
     directory: str
+    keeps: bool = True
     token: str = ""
     reach: Reach = Reach()
 
@@ -98,14 +101,18 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 
 def main(path: str) -> int:
     """Serve what the request in this file asks for."""
-    # The terminal sends Ctrl+C to everybody; when to end is our parent's business.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The terminal tells everybody; when to end is our parent's business.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     request = msgspec.json.decode(Path(path).read_bytes(), type=Request)
     try:
         error = serve(request, _watched_by_parent)
     except DistBeliefError as problem:
         _say(Ready(error=str(problem)))
         return 1
+    finally:
+        if not request.keeps:  # its owner may have been killed
+            shutil.rmtree(request.directory, ignore_errors=True)
     if error is not None:
         _say(Ready(error=error))
     return 0

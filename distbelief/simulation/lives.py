@@ -154,12 +154,8 @@ class Lives:
         self.newest[name] = self.known[name, number] = life
         if options.introduce and number > 1:
             self._lead_to_newest(name, number)
-        disk = self._world.disk
-        restored, unrestored = disk.newest(name), None
-        if restored is None and disk.snapshots(name):
-            unrestored = f"no snapshot of {name} is whole"
-        started = Started(incarnation=number, restored=restored, unrestored=unrestored)
-        self._deliver(life, started)
+        restored = self._world.disk.newest(name)
+        self._deliver(life, Started(incarnation=number, restored=restored))
         for event in self._astray.pop(name, ()):
             self._deliver(life, event)
         if self._world.options.introduce:
