@@ -1,24 +1,30 @@
 """Writing files so that nobody ever reads half of one; what the disk says, explained.
 
-A file is written beside its place, forced to the disk, and renamed into it. A process
-that dies half-way leaves the old file as it was, and at most one temporary file.
+A file is written into a directory of its own beside its place, forced to the disk, and
+renamed into its place. A process that dies half-way leaves the old file as it was, and
+its directory, which whoever writes next beside it removes.
 """
 
 import errno
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, final
 
 from safetensors import SafetensorError
 
+from distbelief import scratch
 from distbelief.errors import StorageError
 
 
 TEMPORARY: Final = ".tmp"
-"""End of the names of files that are being written."""
+"""End of the names of directories, and of files, that are being written."""
+
+_DRAFT: Final = ".distbelief-draft-"
 
 _MENDS: Final = {
     errno.ENOSPC: "there is no space left: free some, then go on with --resume",
@@ -86,17 +92,44 @@ def write_by(path: Path, fill: Callable[[Path], object]) -> None:
         except OSError as error:
             raise explained(error, path, doing="write") from error
         return
-    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
     try:
-        fill(temporary)
-        force(temporary)
-        temporary.replace(path)
-        force(path.parent)
+        with _draft_beside(path) as draft:
+            fill(draft)
+            force(draft)
+            draft.replace(path)
+            force(path.parent)
     except OSError as error:
         raise explained(error, path, doing="write") from error
+
+
+@contextmanager
+def _draft_beside(path: Path) -> Iterator[Path]:
+    """Yield where to write what will be renamed to `path`.
+
+    In a directory, which can be locked: what fills the file may replace it.
+    """
+    for left in path.parent.glob(f"{_DRAFT}*{TEMPORARY}"):
+        scratch.remove_if_free(left)
+    folder, held = _locked_draft(path.parent)
+    try:
+        yield folder / "content"
     finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _locked_draft(parent: Path) -> tuple[Path, int | None]:
+    """Make a directory, and lock it; there are disks on which nothing can be locked."""
+    while True:
+        folder = parent / f"{_DRAFT}{secrets.token_hex(8)}{TEMPORARY}"
+        folder.mkdir(mode=0o700)
+        try:
+            return folder, scratch.lock(folder)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # swept before it was locked
+        except OSError:
+            return folder, None
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -106,10 +139,9 @@ def write_private(path: Path, content: bytes) -> None:
         StorageError: it cannot be; the old file is as it was.
     """
 
-    def fill(temporary: Path) -> None:
+    def fill(draft: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        temporary.unlink(missing_ok=True)  # of a process that was killed
-        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+        with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
             file.write(content)
 
     write_by(path, fill)

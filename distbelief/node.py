@@ -25,6 +25,7 @@ from distbelief.errors import (
     DistBeliefError,
     LocalProtocolError,
     RemoteProtocolError,
+    StorageError,
     TransportError,
 )
 from distbelief.roles import (
@@ -72,7 +73,11 @@ class SnapshotStore(Protocol):
         ...
 
     def newest(self, role: Address) -> Snapshot | None:
-        """Return the newest whole snapshot; `None` if there is none."""
+        """Return the newest whole snapshot; `None` if there has never been one.
+
+        Raises:
+            StorageError: there are some, and none can be used.
+        """
         ...
 
 
@@ -246,13 +251,20 @@ class Node:
         self._begun = True
         self._alarm.start()
         self._lanes.start()
+        restored, unrestored = None, None
         try:
             restored = self._store.newest(self._name) if self._store else None
+        except StorageError as error:
+            unrestored = str(error)
         except DistBeliefError as error:
             self._fail(f"{type(error).__name__}: {error}")
             return
-        incarnation = self._transport.incarnation
-        self._deliver(Started(incarnation=incarnation, restored=restored))
+        started = Started(
+            incarnation=self._transport.incarnation,
+            restored=restored,
+            unrestored=unrestored,
+        )
+        self._deliver(started)
 
     def _turn(self, seconds_max: Seconds) -> None:
         """Wait for something to happen, and handle what has; a bounded share of it."""

@@ -85,6 +85,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
 
     incarnation: int  # 1, 2, … : a new one at each start
     restored: Snapshot | None = None  # its newest whole snapshot, if it has any
+    unrestored: str | None = None  # why none of the snapshots that it has can be used
 
 
 class Received(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,9 @@
-"""A folder for a while, that outlives its process for no longer than until the next.
+"""Temporary directories that do not outlive their process for long.
 
-Who makes one holds a lock on it, which ends with the process, however it ends. What
-nobody holds was left by one that had no time to remove it, and whoever makes the next
-folder does so instead. The lock is the kernel's: process ids are used again.
+The process that makes one holds a lock on it, which the kernel drops when the process
+ends, however it ends. What nobody holds was left by a process that had no time to
+remove it, and the next process removes it instead (`sweep`). Process ids would do less:
+they are used again, and mean nothing in another container that sees the same files.
 """
 
 import fcntl
@@ -13,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Self, final
 
 from distbelief.errors import StorageError
 
@@ -21,29 +22,73 @@ from distbelief.errors import StorageError
 _PREFIX: Final = "distbelief-scratch-"
 
 
+@final
+class Scratch:
+    """A new directory that only this user may enter; made by `make`.
+
+    Attributes:
+        path: Where it is.
+        held: Descriptor of its lock. A child process that inherits it holds the
+            directory as well.
+    """
+
+    def __init__(self, path: Path, *, held: int) -> None:
+        self.path = path
+        self.held = held
+
+    @classmethod
+    def make(cls, *, root: Path | None = None, name: str | None = None) -> Self:
+        """Make one, after those that killed processes left are removed.
+
+        Args:
+            root: Where to; by default the directory for temporary files.
+            name: Its name; by default one of its own.
+
+        Raises:
+            StorageError: it cannot be made.
+        """
+        root = Path(tempfile.gettempdir()) if root is None else root
+        if name is None:
+            sweep(f"{_PREFIX}*", root=root)
+            name = f"{_PREFIX}{secrets.token_hex(8)}"
+        path, draft = root / name, root / f".{name}"
+        try:
+            draft.mkdir(mode=0o700)
+            held = lock(draft)
+            draft.rename(path)  # it has its name once it is locked
+        except OSError as error:
+            raise StorageError(f"cannot make {path}: {error.strerror}") from error
+        return cls(path, held=held)
+
+    def remove(self) -> None:
+        """Remove it with all that is in it; nothing happens the second time."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self.held >= 0:
+            os.close(self.held)
+            self.held = -1
+
+
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Yield a new folder that only this user may enter; it is gone at the end.
+    """Yield a new directory that only this user may enter; it is gone at the end.
 
     Raises:
         StorageError: it cannot be made.
     """
-    root = Path(tempfile.gettempdir())
-    for left in root.glob(f"{_PREFIX}*"):
-        remove_if_free(left)
-    name = f"{_PREFIX}{secrets.token_hex(8)}"
-    folder, draft = root / name, root / f".{name}"
+    made = Scratch.make()
     try:
-        draft.mkdir(mode=0o700)
-        held = lock(draft)
-        draft.rename(folder)  # it has its name once it is locked
-    except OSError as error:
-        raise StorageError(f"cannot make {folder}: {error.strerror}") from error
-    try:
-        yield folder
+        yield made.path
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(held)
+        made.remove()
+
+
+def sweep(pattern: str, *, root: Path) -> list[Path]:
+    """Remove what this user has of such names, and no living process holds.
+
+    Returns:
+        What was removed.
+    """
+    return sorted(path for path in root.glob(pattern) if remove_if_free(path))
 
 
 def lock(path: Path) -> int:

@@ -12,7 +12,6 @@ import os
 import sys
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from torch import nn
 
@@ -24,6 +23,7 @@ from distbelief.job.directory.run_directory import RunDirectory
 from distbelief.job.resuming.resuming import check_same
 from distbelief.job.training import train
 from distbelief.job.watching import HeldBack
+from distbelief.scratch import scratch
 from sandblaster.calling.callback import Callback, CallbackWatch
 from sandblaster.calling.plain import plain
 from sandblaster.calling.problem import Problem, own_problem
@@ -45,6 +45,7 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
     callback: Callback | None = None,
     directory: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
+    from_scratch: bool = False,
     show: bool = False,
     **options: object,
 ) -> MinimizeResult:
@@ -74,6 +75,8 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
             None: nothing is kept.
         resume: Run directory of an earlier call with the same arguments, to go on
             with: from its own last point, so the model may have other values by now.
+        from_scratch: Whether to begin anew in `resume`, where the search began; what
+            was saved there is moved into aside-1 (aside-2, ...), and kept.
         show: Whether to show how it goes, on standard output.
         options: Other keys of [algorithm]: batch_size, history, max_iterations,
             tolerance, l1, l2, portion, warm_start (a dict: Downpour first), ...
@@ -111,7 +114,7 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
         if resume is not None:
             directory = resume
         if directory is None:
-            directory = Path(stack.enter_context(TemporaryDirectory())) / "run"
+            directory = stack.enter_context(scratch()) / "run"
         directory = Path(directory)
         job = _job(others | problem.tables(directory), directory)
         if resume is not None:
@@ -124,7 +127,9 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
             problem.write(directory, resumes=resume is not None)
         del problem  # which may hold copies of the data
         with nullcontext() if told is None else HeldBack(told) as watch:
-            run = train(job, resume=resume, show=show, watch=watch)
+            run = train(
+                job, resume=resume, from_scratch=from_scratch, show=show, watch=watch
+            )
             module = model if isinstance(model, nn.Module) else None
             result = result_of(run, module=module)
         if told is not None:

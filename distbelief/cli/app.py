@@ -35,6 +35,7 @@ from distbelief.cli.options import (
     DiffOption,
     ExactlyOption,
     ExplainOption,
+    FromScratchOption,
     InputOption,
     JobArgument,
     JsonOption,
@@ -104,6 +105,7 @@ def train(  # noqa: PLR0913 -- options
     *,
     overrides: SetOption = None,
     resume: ResumeOption = None,
+    from_scratch: FromScratchOption = False,
     listen: ListenOption = None,
     keys: TrainKeysOption = None,
     insecure: InsecureOption = False,
@@ -165,6 +167,7 @@ def train(  # noqa: PLR0913 -- options
             run = training.train(
                 job,
                 resume=resume,
+                from_scratch=from_scratch,
                 show=not as_json,
                 json=as_json,
                 launcher=launcher,

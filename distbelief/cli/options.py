@@ -28,6 +28,15 @@ ResumeOption = Annotated[
         show_default=False,
     ),
 ]
+FromScratchOption = Annotated[
+    bool,
+    typer.Option(
+        "--from-scratch",
+        metavar=" ",
+        help="Begin anew in a directory that holds something already; what was saved "
+        "is kept there, in aside-1.",
+    ),
+]
 RunArgument = Annotated[
     Path | None,
     typer.Argument(

@@ -7,7 +7,12 @@ from typing import Annotated, Final
 import typer
 
 from distbelief.cli.errors import FAILED, told
-from distbelief.cli.options import ModelArgument, SeedOption, TracebackOption
+from distbelief.cli.options import (
+    FromScratchOption,
+    ModelArgument,
+    SeedOption,
+    TracebackOption,
+)
 from distbelief.errors import JobError
 
 
@@ -84,6 +89,7 @@ def serve(  # noqa: PLR0913 -- options
     keys: ServeKeysOption = None,
     insecure: InsecureOption = False,
     directory: DirectoryOption = Path("runs/server"),
+    from_scratch: FromScratchOption = False,
     snapshot_every: SnapshotOption = 30.0,
     seed: SeedOption = 0,
     show_traceback: TracebackOption = False,
@@ -123,7 +129,7 @@ def serve(  # noqa: PLR0913 -- options
             snapshot_every=snapshot_every,
             reach=serving_options.reach(bind, keys=keys, insecure=insecure),
         )
-        error = standing.stand(wanted, directory, tell=_say)
+        error = standing.stand(wanted, directory, tell=_say, from_scratch=from_scratch)
         if error is not None:
             typer.echo(error, err=True)
             raise typer.Exit(FAILED)

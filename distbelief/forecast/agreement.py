@@ -7,10 +7,8 @@ they are to be the same to the last one.
 
 import math
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Final, final
 
 import msgspec
@@ -32,6 +30,7 @@ from distbelief.job.display.view import SupervisorView
 from distbelief.job.processes.launcher import Launcher
 from distbelief.job.training import train
 from distbelief.roles import Address, Seconds
+from distbelief.scratch import scratch
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault, Pause
 
@@ -151,11 +150,11 @@ def real_side(job: Job, *, blows: Sequence[Blow] = (), horizon: Seconds = 1.0) -
 
     attacker = Attacker(lambda _: blows, horizon=horizon)
     with (
-        tempfile.TemporaryDirectory(prefix="distbelief-real-") as folder,
+        scratch() as folder,
         attacker.turns,
     ):
         output = msgspec.structs.replace(
-            _reporting(job).output, directory=str(Path(folder) / "run")
+            _reporting(job).output, directory=str(folder / "run")
         )
         with Launcher() as launcher:
             run = train(

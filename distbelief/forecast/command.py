@@ -22,7 +22,7 @@ from distbelief.forecast.simulating import Forecast, Wish, fulfil
 from distbelief.forecast.staging import Staging
 from distbelief.forecast.waiting import Waiting
 from distbelief.job.configuration.jobfile import load_job
-from distbelief.job.processes.signals import ended_by_sigterm
+from distbelief.job.processes.signals import ended_by_signals
 
 
 WIDTH: Final = 200
@@ -38,7 +38,7 @@ def simulate(wish: Wish, *, as_json: bool) -> bool:
     """
     console = _console()
     aside = Console(stderr=True, highlight=False) if as_json else console
-    with ended_by_sigterm():  # so that temporary files are gone
+    with ended_by_signals():  # so that temporary files are gone
         forecast = fulfil(wish, console=aside)
     if as_json:
         text = forecast_as_json(
@@ -112,7 +112,7 @@ def chaos(
         story = break_really(job, seed=seed, console=aside)
     else:
         with (
-            ended_by_sigterm(),
+            ended_by_signals(),
             Staging() as staging,
             Waiting(aside, n_runs=N_RUNS) as waiting,
         ):

@@ -7,9 +7,9 @@ of work, and writes what it has found to FOLDER/INDEX.json. It begins when all o
 are ready, so that all of them compute at once.
 """
 
+import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +40,7 @@ from distbelief.forecast.stopwatch import (
 from distbelief.job.configuration.jobfile import job_from_json
 from distbelief.job.configuration.sections import Job, StopTable
 from distbelief.roles import SUPERVISOR, Seconds
+from distbelief.scratch import scratch
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.options import ClusterOptions
 
@@ -68,15 +69,17 @@ def measure(job: Job, *, n_processes: int) -> Rates:
     Raises:
         JobError: the job cannot be run.
     """
-    with tempfile.TemporaryDirectory(prefix="distbelief-rates-") as folder:
-        path = Path(folder)
+    with scratch() as path:
         (path / "job.json").write_bytes(_alone(job).to_json())
-        command = [sys.executable, "-m", "distbelief.forecast.measuring", folder]
+        command = [sys.executable, "-m", "distbelief.forecast.measuring", str(path)]
+        # They are killed, and what they have written goes with this folder.
+        environment = {**os.environ, "TMPDIR": str(path)}
         workers = [
             subprocess.Popen(  # noqa: S603 -- our own program
                 [*command, str(index), str(n_processes)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                env=environment,
             )
             for index in range(n_processes)
         ]

@@ -6,10 +6,8 @@ values, the plan. A job that differs from an earlier one only in its cluster (re
 shards) or in how often it fetches and pushes is not tried out again.
 """
 
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Self, final
 
@@ -41,6 +39,7 @@ from distbelief.runtime.task.task import (
     build_dataset,
     prepare,
 )
+from distbelief.scratch import Scratch
 from distbelief.simulation.world import Builder
 
 
@@ -135,7 +134,7 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="distbelief-forecast-")
+        self._folder = Scratch.make()
         self._answers: dict[bytes, tuple[Answer, str]] = {}
         self._datasets: dict[bytes, Dataset] = {}
         self._n_threads = torch.get_num_threads()
@@ -169,7 +168,7 @@ class Staging:
             prepare(job.data.train, table="data.train")
             if job.data.test is not None:
                 prepare(job.data.test, table="data.test")
-            stem = Path(self._folder.name) / f"job-{len(self._answers)}"
+            stem = self._folder.path / f"job-{len(self._answers)}"
             plan = str(stem.with_suffix(".plan.json"))
             question = Question(
                 job=msgspec.Raw(job.to_json()),
@@ -208,7 +207,7 @@ class Staging:
     ) -> None:
         """Remove temporary files."""
         torch.set_num_threads(self._n_threads)
-        self._folder.cleanup()
+        self._folder.remove()
 
 
 def _splits(job: Job) -> tuple[object, ...]:

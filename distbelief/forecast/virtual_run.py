@@ -146,7 +146,7 @@ def _outcome(
         traffic=traffic_of(simulation, kinds={first_word(name) for name in kinds}),
         utilisation=_utilisation(ledger, kinds=kinds, seconds=simulation.now),
         machine_hours=n_machines * seconds / 3600.0,
-        pushes_lost=view.pushes_lost,
+        pushes_lost=view.pushes_lost or 0,  # known, of a new run
         restarts=sum(role.restarts for role in view.roles),
         n_messages=simulation.counts.delivered,
         digest=simulation.trace.digest,

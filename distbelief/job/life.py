@@ -40,7 +40,7 @@ from distbelief.job.processes.process import Spec, import_from
 from distbelief.job.processes.signals import EXIT_CODES, REASONS, caught_signals
 from distbelief.job.processes.trying import CHECK, try_out
 from distbelief.job.resuming.legacy import Legacy
-from distbelief.job.resuming.resuming import take_up
+from distbelief.job.resuming.resuming import begin_anew, take_up
 from distbelief.job.supervision.supervisor import Supervisor
 from distbelief.job.voice import Voice
 from distbelief.job.watching import Watch, Watching, status_of
@@ -83,14 +83,16 @@ class Life:
         memory: FileMemory,
         launcher: Launcher,
         console: Console,
+        from_scratch: bool = False,
     ) -> None:
         self._job = job
         self._run = run
         self._memory = memory
         self._launcher = launcher
+        self._from_scratch = from_scratch
         self._voice = Voice(console, run)
         self._initial_file = run.path / "initial.safetensors"
-        self._store = SnapshotStore(run.snapshots, report=self._voice.warn)
+        self._store = SnapshotStore(run.snapshots, report=self._voice.alarm)
         self._answer = Answer()
         self._legacy = Legacy()
         self._layout: Layout | None = None
@@ -141,12 +143,14 @@ class Life:
         assert self._layout is not None
         assert self._answer.task.train is not None
         is_split = self._answer.n_machines is not None
+        if self._from_scratch:
+            self._voice.announce(begin_anew(self._job, self._run))
         resumed = take_up(
             self._job,
             self._run,
             layout=self._layout,
             train=self._answer.task.train,
-            report=self._voice.warn,
+            report=self._voice.alarm,
             plan=load(self._run.plan_file) if is_split else None,
         )
         self._legacy, self._store = resumed.legacy, resumed.store
@@ -321,8 +325,7 @@ class Life:
         try:
             write()
         except StorageError as error:
-            self._voice.say(str(error))
-            self._voice.warn(str(error))
+            self._voice.alarm(str(error))
             self.exit_code = self.exit_code or 1
 
     def draw(self) -> None:

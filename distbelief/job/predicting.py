@@ -29,7 +29,7 @@ from distbelief.job.configuration.sections import Job
 from distbelief.job.directory.run_directory import RunDirectory
 from distbelief.job.directory.trained import check_trained
 from distbelief.job.processes.process import import_from
-from distbelief.job.processes.signals import ended_by_sigterm
+from distbelief.job.processes.signals import ended_by_signals
 from distbelief.job.rehearsal.hand import graph_of
 from distbelief.job.rehearsal.rehearsal import Rehearsal, rehearse
 from distbelief.job.rehearsal.rehearsing import OUTPUT
@@ -166,7 +166,7 @@ def _split(
     check_trained(module, run.model_file, factory=job.model.factory)
     chunk = plan.batch
     with (
-        ended_by_sigterm(),
+        ended_by_signals(),
         scratch() as folder,
     ):
         given = folder / "inputs.npy"

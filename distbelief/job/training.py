@@ -13,6 +13,7 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
+from distbelief.errors import JobError
 from distbelief.job.configuration.jobfile import Job, load_job
 from distbelief.job.directory.run import Run
 from distbelief.job.directory.run_directory import RunDirectory
@@ -20,7 +21,7 @@ from distbelief.job.directory.summary import final_table, summary_text
 from distbelief.job.hosts.hosting import Hosting
 from distbelief.job.life import Detours, Life
 from distbelief.job.processes.launcher import Launcher
-from distbelief.job.processes.signals import EXIT_CODES, ended_by_sigterm
+from distbelief.job.processes.signals import EXIT_CODES, ended_by_signals
 from distbelief.job.resuming.resuming import check_same
 from distbelief.job.watching import HeldBack, Watch
 from distbelief.transport.shared_memory import FileMemory
@@ -30,6 +31,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     job: Job | str | os.PathLike[str],
     *,
     resume: str | os.PathLike[str] | None = None,
+    from_scratch: bool = False,
     show: bool = True,
     json: bool = False,
     launcher: Launcher | None = None,
@@ -42,6 +44,8 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     Args:
         job: A job, or the path of a job file.
         resume: Run directory of an earlier run of this job, to go on with.
+        from_scratch: Whether to begin anew there instead; what was saved is moved into
+            aside-1 (aside-2, ...) beside it, and kept.
         show: Whether to show how it goes, on standard output.
         json: Whether to print the summary as JSON at the end.
         launcher: One that was started early, closed at the end; by default a new one.
@@ -59,7 +63,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         StorageError: a directory or shared memory cannot be had.
     """
     console = Console(quiet=not show)
-    with ended_by_sigterm(), ExitStack() as stack:
+    with ended_by_signals(), ExitStack() as stack:
         if watch is not None:
             watch = stack.enter_context(HeldBack(watch))
         # The server's import of torch takes longer than all else here.
@@ -70,6 +74,11 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
         FileMemory.sweep()
         memory = FileMemory.make()
         stack.callback(memory.remove_all)
+        if from_scratch and resume is None:
+            raise JobError(
+                "--from-scratch begins a run anew that there is: name its directory, "
+                "as in --resume runs/speech --from-scratch"
+            )
         run, is_new = _open_run(job, resume)
         stack.enter_context(run)
         launcher.serve(
@@ -78,7 +87,14 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
             has_machines=job.cluster.is_split,
         )
         life = stack.enter_context(
-            Life(job, run, memory=memory, launcher=launcher, console=console)
+            Life(
+                job,
+                run,
+                memory=memory,
+                launcher=launcher,
+                console=console,
+                from_scratch=from_scratch,
+            )
         )
         try:
             life.get_ready()

@@ -110,6 +110,11 @@ class Voice:
         """Write a warning into the log."""
         self.log("warning", text)
 
+    def alarm(self, text: str) -> None:
+        """Write a warning into the log, and say it."""
+        self.say(text)
+        self.warn(text)
+
 
 def _drawn(draw: Callable[[], object]) -> None:
     # A file on a full disk, perhaps; by SystemExit rich tells that a pipe's reader has

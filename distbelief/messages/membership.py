@@ -1,5 +1,7 @@
 """Who is a member of a job, what it is doing, and how it ends."""
 
+from typing import Annotated
+
 import msgspec
 
 from distbelief.messages.bounds import AnyMessage, Count, Name, Text
@@ -11,6 +13,7 @@ class Join(AnyMessage, frozen=True):
     endpoint: Name
     host: Name  # roles of equal host share memory
     pid: Count
+    warnings: Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)] = ()
 
 
 class PeerEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ No word passes between shards (DB-5). Rules:
 from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never, final
 
-from distbelief.errors import RemoteProtocolError
+from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.memory import Memory
 from distbelief.messages import (
     Account,
@@ -180,8 +180,10 @@ class ParameterServerShard:
     # ------------------------------------------------------------- life and death
 
     def _start(self, event: Started) -> list[Action]:
+        if event.unrestored is not None and self._standing.leads:
+            raise StorageError(event.unrestored)  # else it would begin anew
         self._service.start(event.incarnation)
-        self._standing.start(event.incarnation)
+        self._standing.start(event.incarnation, unrestored=event.unrestored)
         why_not = self._values.publish(
             self._service.region("values"), incarnation=event.incarnation
         )

@@ -71,6 +71,7 @@ class Standing:
         self._life = 0
         self._lead: Lead | None = None  # that it is to obey
         self._restored_pairing = 0  # of the snapshot
+        self._unrestored: str | None = None  # why there is none that can be used
         self._followed: Address | None = None  # before it led
 
     @property
@@ -104,9 +105,15 @@ class Standing:
 
     # ------------------------------------------------------------------------- work
 
-    def start(self, incarnation: int) -> None:
-        """The life of this copy begins."""
+    def start(self, incarnation: int, *, unrestored: str | None = None) -> None:
+        """The life of this copy begins.
+
+        Args:
+            incarnation: Of it.
+            unrestored: Why none of its snapshots can be used; the other copy may help.
+        """
         self._life = incarnation
+        self._unrestored = unrestored
 
     def restored(self, state: ShardState) -> list[Action]:
         """The values are there."""
@@ -133,11 +140,14 @@ class Standing:
         """Lead, if that is due.
 
         Raises:
-            StorageError: it would begin from a snapshot of a later leader.
+            StorageError: it would begin from a snapshot of a later leader, or anew
+                where all snapshots are damaged.
         """
         following, lead = self._following, self._lead
         if following is None or lead is None or not following.drained:
             return []
+        if not following.follows and self._unrestored is not None:
+            raise StorageError(self._unrestored)
         if not following.follows and lead.pairing <= self._restored_pairing:
             raise StorageError(
                 f"the snapshot of {self._name} is of pairing {self._restored_pairing}, "

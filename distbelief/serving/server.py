@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Final, Self, cast, final
 from urllib.parse import parse_qs, urlencode, urlsplit
@@ -19,6 +18,7 @@ from distbelief.errors import JobError, PeerLostError
 from distbelief.parameter_server.copies.copies import COPIES_MAX
 from distbelief.parameter_server.layout.layout import TensorSpec
 from distbelief.parameter_server.rules.update_rules import UpdateRule
+from distbelief.scratch import Scratch
 from distbelief.serving.shards import Ready
 from distbelief.transport.key_files import DIRECTORY
 from distbelief.transport.keyring import Keyring
@@ -237,7 +237,7 @@ class ParameterServer:
         self._snapshot_every = snapshot_every
         self._start_seconds_max = start_seconds_max
         self._directory = None if directory is None else Path(directory)
-        self._own_directory: TemporaryDirectory[str] | None = None
+        self._own_directory: Scratch | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._address = ""
 
@@ -265,9 +265,11 @@ class ParameterServer:
         """
         if self._process is not None:
             raise JobError("the parameter server is running already")
+        held: tuple[int, ...] = ()
         if self._directory is None:
-            self._own_directory = TemporaryDirectory(prefix="distbelief-server-")
-            directory = Path(self._own_directory.name)
+            self._own_directory = Scratch.make()
+            directory = self._own_directory.path
+            held = (self._own_directory.held,)
         else:
             directory = self._directory
             directory.mkdir(parents=True, exist_ok=True)
@@ -278,6 +280,7 @@ class ParameterServer:
             [sys.executable, "-P", "-m", "distbelief.serving.shards", str(request)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            pass_fds=held,  # so that it is held until both have ended
         )
         try:
             self._address = self._await_address(self._process)
@@ -302,7 +305,7 @@ class ParameterServer:
             if process.returncode < 0:  # ended by force, so it removed nothing
                 FileMemory.sweep()
         if self._own_directory is not None:
-            self._own_directory.cleanup()
+            self._own_directory.remove()
             self._own_directory = None
 
     def __enter__(self) -> Self:
@@ -335,6 +338,7 @@ class ParameterServer:
                 "shared_memory": self._shared_memory,
                 "snapshot_every": self._snapshot_every,
                 "directory": str(directory),
+                "keeps": self._directory is not None,
             }
         )
 

@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import select
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -73,6 +74,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         shared_memory: Whether workers of this host may share memory with them.
         snapshot_every: Seconds between snapshots.
         directory: For snapshots and logs.
+        keeps: Whether the directory stays when the server has ended.
         run: Its name; drawn if it is "".
         reach: From where the server can be reached.
     """
@@ -85,6 +87,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     shared_memory: bool
     snapshot_every: float
     directory: str
+    keeps: bool = True
     run: str = ""
     reach: Reach = Reach()
 
@@ -100,27 +103,35 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 
 def main(path: str) -> int:
     """Serve what the request in this file asks for."""
-    # The terminal sends Ctrl+C to everybody; when to end is our parent's business.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The terminal tells everybody; when to end is our parent's business.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     request = msgspec.json.decode(Path(path).read_bytes(), type=Request)
     try:
         error = serve(request, _watched_by_parent)
     except DistBeliefError as problem:
         _say(Ready(error=str(problem)))
         return 1
+    finally:
+        if not request.keeps:  # its owner may have been killed
+            shutil.rmtree(request.directory, ignore_errors=True)
     if error is not None:
         _say(Ready(error=error))
     return 0
 
 
 def serve(
-    request: Request, watch: Callable[[Node, Supervisor, Ready], None]
+    request: Request,
+    watch: Callable[[Node, Supervisor, Ready], None],
+    *,
+    tell: Callable[[str], None] | None = None,
 ) -> str | None:
     """Serve; return what went wrong, if anything did.
 
     Args:
         request: What.
         watch: Runs the node until the server is to end.
+        tell: Tells the user of what is damaged in its directory.
 
     Raises:
         DistBeliefError: it cannot begin.
@@ -128,13 +139,16 @@ def serve(
     FileMemory.sweep()
     memory = FileMemory.make()  # sockets lie in its directory as well
     try:
-        return _serve(request, memory.directory, watch)
+        return _serve(request, memory.directory, watch, tell)
     finally:
         memory.remove_all()
 
 
 def _serve(
-    request: Request, private: Path, watch: Callable[[Node, Supervisor, Ready], None]
+    request: Request,
+    private: Path,
+    watch: Callable[[Node, Supervisor, Ready], None],
+    tell: Callable[[str], None] | None,
 ) -> str | None:
     directory = Path(request.directory)
     run = request.run or secrets.token_hex(16)
@@ -151,7 +165,12 @@ def _serve(
     def log(level: str, text: str) -> None:
         disk.write(partial(lines.append, f"{level}: {text}"))
 
-    legacy = _legacy(request, log)
+    def warn(text: str) -> None:
+        log("warning", text)
+        if tell is not None:
+            tell(text)
+
+    legacy = _legacy(request, warn)
     links = reach.transport(
         name=SUPERVISOR,
         incarnation=legacy.incarnation,
@@ -209,10 +228,10 @@ def _own(endpoint: str) -> str:
     return str(Place.parse(endpoint).seen_from(LOOPBACK))
 
 
-def _legacy(request: Request, log: Callable[[str, str], None]) -> Legacy:
+def _legacy(request: Request, warn: Callable[[str], None]) -> Legacy:
     """Return what earlier lives of this server left in its directory."""
     run = RunDirectory(Path(request.directory), lock=None)
-    store = SnapshotStore(run.snapshots, report=lambda text: log("warning", text))
+    store = SnapshotStore(run.snapshots, report=warn)
     legacy = read_legacy(run, store, n_shards=request.n_shards)
     # Figures of replicas: a server has none.
     return replace(legacy, before=Before(clocks=legacy.before.clocks))

@@ -6,6 +6,7 @@
       snapshots/          to go on from
       *.log               of the supervisor and every shard
       lock                held while it runs
+      aside-N/            what it held before it began anew (--from-scratch)
 
 The same directory again means: go on. Then the parameters come from its snapshots, the
 address is the one before (if its port is), and what is served must be the same.
@@ -72,8 +73,16 @@ class Wanted:
     reach: Reach
 
 
-def stand(wanted: Wanted, directory: Path, *, tell: Tell) -> str | None:
+def stand(
+    wanted: Wanted, directory: Path, *, tell: Tell, from_scratch: bool = False
+) -> str | None:
     """Serve until Ctrl+C or SIGTERM; return what went wrong, if anything did.
+
+    Args:
+        wanted: What.
+        directory: Where it is kept.
+        tell: Tells the user.
+        from_scratch: Whether to begin anew, and put aside what the directory holds.
 
     Raises:
         JobError: what is wanted cannot be, or is not what this directory holds.
@@ -84,8 +93,8 @@ def stand(wanted: Wanted, directory: Path, *, tell: Tell) -> str | None:
     if wanted.reach.keys is not None:
         wanted.reach.keys.guard(log=lambda _level, _text: None)  # can it be made?
     with _taken(directory) as run:
-        request = _request(wanted, run, tell=tell)
-        return serve(request, _Terminal(request, tell=tell).watch)
+        request = _request(wanted, run, tell=tell, from_scratch=from_scratch)
+        return serve(request, _Terminal(request, tell=tell).watch, tell=tell)
 
 
 def _taken(directory: Path) -> RunDirectory:
@@ -104,7 +113,9 @@ def _taken(directory: Path) -> RunDirectory:
     return RunDirectory.take(directory)
 
 
-def _request(wanted: Wanted, run: RunDirectory, *, tell: Tell) -> Request:
+def _request(
+    wanted: Wanted, run: RunDirectory, *, tell: Tell, from_scratch: bool
+) -> Request:
     """Return what is to be served: as before, if there was anything before."""
     parameters = list(wanted.model.parameters())
     specs = tuple(parameter_specs(parameters))
@@ -122,7 +133,12 @@ def _request(wanted: Wanted, run: RunDirectory, *, tell: Tell) -> Request:
         reach=wanted.reach.pinned(),
     )
     file = run.path / "request.json"
-    if file.is_file():
+    is_first = not file.is_file()
+    if from_scratch and not is_first:
+        place = run.put_aside(initial, run.snapshots)
+        tell(f"begins anew; what was saved before is in {place}")
+        is_first = True  # with a token of its own: nobody goes on with what was
+    if not is_first:
         before = _read(file)
         _check_same(request, before, directory=run.path)
         request = _gone_on(request, before)

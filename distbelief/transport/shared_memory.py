@@ -30,7 +30,7 @@ import numpy as np
 
 from distbelief.errors import LocalProtocolError, MemoryGoneError, StorageError
 from distbelief.memory import Region
-from distbelief.scratch import lock, remove_if_free
+from distbelief.scratch import Scratch, remove_if_free, sweep
 from distbelief.vectors import Vector
 
 
@@ -52,7 +52,7 @@ class FileMemory:
         self.directory = directory
         self._regions: dict[str, Region] = {}
         self._locks: dict[str, int] = {}  # file descriptors of the regions created here
-        self._directory_lock = -1
+        self._made: Scratch | None = None
 
     @classmethod
     def make(cls, *, root: Path | None = None) -> Self:
@@ -65,17 +65,9 @@ class FileMemory:
             StorageError: it cannot be made.
         """
         name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-        directory = (root or _default_root()) / name
-        draft = directory.with_name(f".{name}")
-        memory = cls(directory)
-        try:
-            draft.mkdir(mode=0o700)
-            memory._directory_lock = lock(draft)
-            draft.rename(directory)
-        except OSError as error:
-            raise StorageError(
-                f"cannot make {directory} for shared memory: {error.strerror}"
-            ) from None
+        made = Scratch.make(root=root or _default_root(), name=name)
+        memory = cls(made.path)
+        memory._made = made
         return memory
 
     @property
@@ -177,19 +169,15 @@ class FileMemory:
     def remove_all(self) -> None:
         """Remove the run's directory with all that is in it, whoever made it."""
         self.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
-        if self._directory_lock >= 0:
-            os.close(self._directory_lock)
-            self._directory_lock = -1
+        if self._made is None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        else:
+            self._made.remove()
 
     @staticmethod
     def sweep(*, root: Path | None = None) -> list[Path]:
         """Remove this user's directories that crashed runs left; return their paths."""
-        return sorted(
-            path
-            for path in (root or _default_root()).glob(f"{_PREFIX}[0-9]*-*")
-            if path.is_dir() and remove_if_free(path)
-        )
+        return sweep(f"{_PREFIX}[0-9]*-*", root=root or _default_root())
 
     def _no_room(self, n_bytes: int, error: OSError) -> str:
         status = os.statvfs(self.directory)

@@ -20,7 +20,7 @@ Rules:
 from collections.abc import Mapping, Sequence
 from typing import Final, assert_never, final
 
-from distbelief.errors import DistBeliefError, RemoteProtocolError
+from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
 from distbelief.messages import (
     Account,
     Begin,
@@ -193,6 +193,8 @@ class Coordinator:
     # ------------------------------------------------------------------------ events
 
     def _start(self, event: Started) -> None:
+        if event.unrestored is not None:
+            raise StorageError(event.unrestored)
         self._incarnation = event.incarnation
         journal = Journal(event.restored, goal=self._config.goal)
         self._journal = journal

@@ -1,9 +1,13 @@
+import errno
+import fcntl
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from distbelief import files
+from distbelief import files, scratch
 from distbelief.errors import StorageError
 from distbelief.files import LineFile
 from tests.distbelief.job.limits import largest_file
@@ -62,3 +66,73 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 
     with pytest.raises(StorageError, match=f"cannot write {pipe}: there is no space"):
         files.write_by(pipe, fail)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from distbelief import files
+
+def fill(draft):
+    draft.write_bytes(bytes(1000))
+    print(flush=True)
+    sys.stdin.read()
+
+files.write_by(Path(sys.argv[1]), fill)
+"""
+
+
+def test_drafts_of_the_killed_go_with_the_next_file_and_those_of_the_living_stay(
+    tmp_path: Path,
+) -> None:
+    """A shard that was killed while it saved left a whole snapshot for good."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path / "a")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        (draft,) = tmp_path.iterdir()
+        (tmp_path / "mine.tmp").touch()
+        files.write(tmp_path / "b", b"")
+        assert {path.name for path in tmp_path.iterdir()} == {
+            draft.name,
+            "mine.tmp",
+            "b",
+        }
+        writer.kill()
+    files.write(tmp_path / "c", b"")
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.tmp", "b", "c"}
+
+
+def test_a_disk_on_which_nothing_can_be_locked_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_file: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    files.write(tmp_path / "a", b"content")
+    assert (tmp_path / "a").read_bytes() == b"content"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_draft_that_is_swept_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process writes beside it, between the making and the lock."""
+    swept: list[Path] = []
+
+    def late(path: Path) -> int:
+        if not swept:
+            swept.append(path)
+            assert scratch.remove_if_free(path)
+        return lock(path)
+
+    lock = scratch.lock
+    monkeypatch.setattr(files.scratch, "lock", late)
+    files.write(tmp_path / "a", b"content")
+    assert len(swept) == 1
+    assert (tmp_path / "a").read_bytes() == b"content"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -434,10 +434,20 @@ def test_without_a_store_nothing_is_restored_and_saving_says_so(build: Build) ->
     ]
 
 
-def test_a_store_that_cannot_be_read_ends_the_role(build: Build) -> None:
-    shelf = Shelf(newest_error=StorageError("snapshots/ is gone"))
+def test_a_role_is_told_that_its_snapshots_cannot_be_used(build: Build) -> None:
+    """It decides what follows: of two copies of a shard the other one may help."""
+    shelf = Shelf(newest_error=StorageError("no snapshot of me is whole"))
+    node, role = build(lambda _event, _now: [Halt()], store=shelf)
+    node.run()
+    assert role.events == [
+        Started(incarnation=4, unrestored="no snapshot of me is whole")
+    ]
+
+
+def test_a_store_that_fails_otherwise_ends_the_role(build: Build) -> None:
+    shelf = Shelf(newest_error=JobError("me cannot name a file"))
     node, role = build(lambda _event, _now: [], store=shelf)
-    assert node.run() == "StorageError: snapshots/ is gone"
+    assert node.run() == "JobError: me cannot name a file"
     assert role.events == []
 
 

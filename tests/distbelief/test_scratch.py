@@ -1,15 +1,17 @@
 """Folders for a while: gone at the end, or else with the next."""
 
+import os
 import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from distbelief.errors import StorageError
-from distbelief.scratch import scratch
+from distbelief.scratch import Scratch, scratch, sweep
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +71,44 @@ def test_where_there_is_no_room_for_one_the_error_says_so(
         scratch(),
     ):
         pass
+
+
+def test_a_child_that_inherits_the_lock_holds_the_folder_too(place: Path) -> None:
+    """The owner of a `ParameterServer` is killed while its shards still save there."""
+    made = Scratch.make()
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        pass_fds=[made.held],
+    ) as child:
+        os.close(made.held)  # as if this process had been killed
+        assert sweep("distbelief-*", root=place) == []
+        child.communicate()
+    assert sweep("distbelief-*", root=place) == [made.path]
+    assert list(place.iterdir()) == []
+
+
+def test_what_belongs_to_others_or_leads_elsewhere_is_left(place: Path) -> None:
+    other = place / "distbelief-of-another-user"
+    other.mkdir()
+    try:
+        os.chown(other, os.geteuid() + 1, -1)
+    except PermissionError:
+        other.rmdir()  # only root may give a directory away
+    target = place / "thesis"
+    target.mkdir()
+    (place / "distbelief-link").symlink_to(target)
+    before = sorted(place.iterdir())
+    assert sweep("distbelief-*", root=place) == []
+    assert sorted(place.iterdir()) == before
+
+
+def test_two_that_sweep_at_once_remove_each_folder_once(place: Path) -> None:
+    left = [place / f"distbelief-{k}" for k in range(50)]
+    for folder in left:
+        folder.mkdir()
+        (folder / "weights").touch()
+    with ThreadPoolExecutor(2) as pool:
+        swept = list(pool.map(lambda _: sweep("distbelief-*", root=place), range(2)))
+    assert set(swept[0]) | set(swept[1]) == set(left)
+    assert list(place.iterdir()) == []

@@ -205,7 +205,7 @@ def break_really(job: Job, *, seed: int, console: Console) -> Story:
         undisturbed_seconds=None,
         seconds=summary.seconds,
         pushes_applied=summary.pushes_applied,
-        pushes_lost=summary.pushes_lost,
+        pushes_lost=summary.pushes_lost or 0,  # known, of a new run
         pushes_refused=summary.pushes_refused,
         messages_lost=detour.n_dropped,
         restarts=restarts_of(view),

@@ -198,7 +198,7 @@ def _story(
         undisturbed_seconds=undisturbed.seconds,
         seconds=view.seconds,
         pushes_applied=view.pushes_applied,
-        pushes_lost=view.pushes_lost,
+        pushes_lost=view.pushes_lost or 0,  # known, of a new run
         pushes_refused=view.pushes_refused,
         messages_lost=simulation.counts.lost,
         restarts=restarts_of(view),

@@ -5,10 +5,11 @@ coordinator drives hold parts of one point: only snapshots of one label fit toge
 round that was cut short leaves some that nobody can use.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from distbelief import files
+from distbelief.errors import StorageError
 from distbelief.job.directory.store import SnapshotStore
 
 
@@ -33,7 +34,7 @@ def set_aside(store: SnapshotStore, shards: Sequence[str]) -> tuple[str, ...]:
         What the user should know of that: a sentence, or none.
 
     Raises:
-        StorageError: a file cannot be renamed.
+        StorageError: a file cannot be renamed, or there is nothing to go on from.
     """
     agreed = agreed_label(store, shards)
     lacking = {name: _newer(store, name, agreed) for name in shards}
@@ -41,11 +42,15 @@ def set_aside(store: SnapshotStore, shards: Sequence[str]) -> tuple[str, ...]:
     if not newer:
         return ()
     newest = max(newer, key=lambda label: (len(label), label))
-    without = [
-        name
-        for name, labels in lacking.items()
-        if newest not in labels or not store.is_whole(name, newest)
-    ]
+    faults = {name: store.fault(name, newest) for name in shards}
+    without = ", ".join(
+        f"{store.path(name, newest)} ({why})" for name, why in faults.items() if why
+    )
+    if agreed is None and not _is_first_round(store, lacking):
+        raise StorageError(
+            f"there is no snapshot in {store.directory} that all shards have whole; "
+            f"of the newest: {without}"
+        )
     for name, labels in lacking.items():
         for label in labels:
             path = store.path(name, label)
@@ -54,16 +59,25 @@ def set_aside(store: SnapshotStore, shards: Sequence[str]) -> tuple[str, ...]:
             except OSError as error:
                 raise files.explained(error, path, doing="rename") from error
     found = (
-        "there is no other that all have, so the run begins anew"
+        "it was the first, so the run begins anew"
         if agreed is None
         else f"the run goes on from {agreed}, the newest that all have"
     )
     told = (
-        f"snapshot {newest} of {', '.join(without)} is not there, or damaged, and "
-        f"those of the others are of no use without: {found}; what is newer stays in "
-        f"{store.directory}, as *{SET_ASIDE}"
+        f"snapshot {newest} is not whole: {without}, and those of the other shards are "
+        f"of no use without: {found}; what is newer stays in {store.directory}, as "
+        f"*{SET_ASIDE}"
     )
     return (told,)
+
+
+def _is_first_round(store: SnapshotStore, labels: Mapping[str, Sequence[str]]) -> bool:
+    """Return whether a kill in the first round left these, and nothing is damaged."""
+    return all(
+        label.isdigit() and int(label) == 1 and store.is_whole(name, label)
+        for name, of_one in labels.items()
+        for label in of_one
+    )
 
 
 def _newer(store: SnapshotStore, name: str, agreed: str | None) -> list[str]:

@@ -22,7 +22,8 @@ class Run:
     Attributes:
         directory: Where everything lies.
         summary: Its figures.
-        exit_code: 0 done, 1 failed, 130 stopped by Ctrl+C, 143 by SIGTERM.
+        exit_code: 0 done, 1 failed, 130 stopped by Ctrl+C, 143 by SIGTERM, 129 by
+            SIGHUP.
         job: As it ran.
     """
 

@@ -10,6 +10,7 @@
     logs/ROLE.log       what each role reported
     model.safetensors   the trained model
     summary.json        final figures
+    aside-N/            what was saved before it began anew (--from-scratch)
 
 Rules:
 
@@ -207,6 +208,34 @@ class RunDirectory:
             StorageError: it cannot be; the old file is as it was.
         """
         files.write(file, content.encode() if isinstance(content, str) else content)
+
+    def put_aside(self, *paths: Path) -> Path:
+        """Move these, if they exist, into a new directory `aside-N`; return it.
+
+        An empty directory takes the place of `snapshots`.
+
+        Raises:
+            StorageError: they cannot be moved.
+        """
+        try:
+            for number in range(1, SIBLINGS_MAX):
+                place = self.path / f"aside-{number}"
+                with suppress(FileExistsError):
+                    place.mkdir()
+                    break
+            else:
+                raise StorageError(
+                    f"{self.path} has {SIBLINGS_MAX} aside-*: remove some"
+                )
+            for path in paths:
+                if path.exists():
+                    path.rename(place / path.name)
+            self.snapshots.mkdir(exist_ok=True)
+            files.force(place)
+            files.force(self.path)
+        except OSError as error:
+            raise files.explained(error, self.path, doing="move files in") from error
+        return place
 
     def write_status(self, status: Status) -> None:
         """Replace status.json; readers see the old one or the new one.

@@ -7,12 +7,15 @@ metadata. Rules:
   then renamed (`files`). If that fails, the older ones stay as they were.
 * It carries a checksum of all it holds. What does not agree with it (cut short, changed
   on the disk, not of this format) is reported and passed over, but never deleted.
+* A role that has snapshots, none of them whole, does not begin anew: that is an error.
+  So is a file that cannot be read: it need not be damaged.
 * The last `N_KEPT` whole ones of a role are kept; labels sort by age.
 
 The checksum is a CRC-32: it is to catch damage, not malice, and takes a third of the
 time of SHA-256 while the shard's pushes wait.
 """
 
+import errno
 import json
 import re
 import zlib
@@ -20,6 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, final
 
+import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -35,6 +39,7 @@ N_KEPT: Final = 3
 _SUFFIX: Final = ".safetensors"
 _CHECKSUM: Final = "distbelief.crc32"
 _NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_HEADER_BYTES_MAX: Final = 1 << 20
 
 
 @final
@@ -78,34 +83,74 @@ class SnapshotStore:
         self._drop_old(role)
 
     def newest(self, role: str) -> Snapshot | None:
-        """Return the newest whole snapshot of this role; None if there is none."""
+        """Return the newest whole snapshot of this role; None if it has none at all.
+
+        Raises:
+            StorageError: it has some, and all are damaged; or one cannot be read.
+        """
+        damaged: list[tuple[Path, str]] = []
         for label in reversed(self.labels(role)):
             path = self.path(role, label)
             try:
-                return _load(path, label)
-            except (OSError, SafetensorError, StorageError) as error:
+                snapshot = _load(path, label)
+            except FileNotFoundError:  # just now, to make room for a newer one
+                continue
+            except _DamagedError as error:
+                damaged.append((path, str(error)))
+                continue
+            for other, why in damaged:
                 self._report(
-                    f"snapshot {path} is damaged and passed over ({error}); it is left "
-                    "where it is"
+                    f"snapshot {other} is damaged and passed over ({why}); "
+                    f"{path.name} is used instead{_cost(other, snapshot)}, and the "
+                    "damaged one left where it is"
                 )
+            return snapshot
+        if damaged:
+            shown = ", ".join(f"{path} ({why})" for path, why in damaged)
+            raise StorageError(f"no snapshot of {role} is whole: {shown}")
+        return None
+
+    def fault(self, role: str, label: str) -> str | None:
+        """Return what is wrong with the snapshot of this label; None: it is whole.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        try:
+            _load(self.path(role, label), label)
+        except FileNotFoundError:
+            return "it is not there"
+        except _DamagedError as error:
+            return str(error)
         return None
 
     def is_whole(self, role: str, label: str) -> bool:
-        """Return whether the snapshot of this label is whole."""
-        path = self.path(role, label)
-        try:
-            _load(path, label)
-        except (OSError, SafetensorError, StorageError):
-            return False
-        return True
+        """Return whether the snapshot of this label is whole.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        return self.fault(role, label) is None
 
     def labels(self, role: str) -> list[str]:
-        """Return the labels of this role, damaged snapshots' too, oldest first."""
+        """Return the labels of this role, damaged snapshots' too, oldest first.
+
+        Raises:
+            StorageError: the directory cannot be read.
+        """
         directory = self.path(role, "any").parent
-        if not directory.is_dir():
+        try:
+            paths = list(directory.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise _unreadable(directory, error) from error
         return sorted(
-            (path.stem for path in directory.iterdir() if path.suffix == _SUFFIX),
+            (
+                path.stem
+                for path in paths
+                if path.suffix == _SUFFIX and _NAME.fullmatch(path.stem)
+            ),
             key=_age,
         )
 
@@ -133,20 +178,72 @@ def _save(path: Path, arrays: Mapping[str, Vector], facts: Mapping[str, str]) ->
         raise files.of_safetensors(error) from error
 
 
+class _DamagedError(StorageError):
+    """What a file holds is not what was saved."""
+
+
 def _load(path: Path, label: str) -> Snapshot:
-    """Return the snapshot in this file, checked against its checksum."""
-    with safe_open(path, framework="numpy") as file:
-        facts: dict[str, str] = dict(file.metadata() or {})
-        arrays: dict[str, Vector] = {
-            name: file.get_tensor(name)
-            for name in file.keys()  # noqa: SIM118
-        }
+    """Return the snapshot in this file, checked against its checksum.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        _DamagedError: it is damaged.
+        StorageError: it cannot be read; whether it is damaged, nobody can say.
+    """
+    try:
+        with path.open("rb"):  # safetensors says "no such file", whatever the reason
+            pass
+        with safe_open(path, framework="numpy") as file:
+            facts: dict[str, str] = dict(file.metadata() or {})
+            arrays: dict[str, Vector] = {
+                name: file.get_tensor(name)
+                for name in file.keys()  # noqa: SIM118
+            }
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno == errno.EIO:  # the disk has lost it
+            raise _DamagedError(error.strerror) from error
+        raise _unreadable(path, error) from error
+    except SafetensorError as error:
+        raise _DamagedError(str(error)) from error
     written = facts.pop(_CHECKSUM, None)
     if written is None:
-        raise StorageError("it has no checksum")
+        raise _DamagedError("it has no checksum")
     if _checksum(label, arrays, facts) != {_CHECKSUM: written}:
-        raise StorageError("its checksum is another")
+        raise _DamagedError("its checksum is another")
     return Snapshot(label=label, arrays=arrays, facts=facts)
+
+
+def _unreadable(path: Path, error: OSError) -> StorageError:
+    why = error.strerror or str(error)
+    return StorageError(f"cannot read {path}: {why}; it need not be damaged")
+
+
+def _cost(damaged: Path, used: Snapshot) -> str:
+    """Return how many pushes an older snapshot is behind, if both tell their clocks."""
+    clock, older = _clock_in(damaged), used.facts.get("clock", "")
+    if clock is None or not older.isdecimal() or clock <= int(older):
+        return ""
+    return f", {clock - int(older):,} pushes older"
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """What is read of the header of a damaged snapshot."""
+
+    metadata: dict[str, str] = msgspec.field(name="__metadata__", default={})
+
+
+def _clock_in(path: Path) -> int | None:
+    """Return the clock that the header of a damaged snapshot tells, if it does."""
+    try:
+        with path.open("rb") as file:
+            n_bytes = int.from_bytes(file.read(8), "little")
+            text = file.read(min(n_bytes, _HEADER_BYTES_MAX))
+        clock = msgspec.json.decode(text, type=_Header).metadata.get("clock", "")
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return int(clock) if clock.isdecimal() and len(clock) <= 18 else None
 
 
 def _opens(path: Path) -> bool:

@@ -92,7 +92,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         staleness_max: In pushes.
         pushes_applied: By all shards.
         pushes_refused: By all shards.
-        pushes_lost: Acknowledged, then gone with a shard.
+        pushes_lost: Acknowledged, then gone with a shard; null: unknown, for the
+            status file of an earlier life was damaged.
         restarts: Of all roles together.
         bytes_in: Received by all shards.
         bytes_out: Sent by all shards.
@@ -134,7 +135,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: float | None
     pushes_applied: int
     pushes_refused: int
-    pushes_lost: int
+    pushes_lost: int | None
     restarts: int
     bytes_in: int
     bytes_out: int
@@ -350,7 +351,9 @@ def _end(summary: Summary) -> str:
         parts.append(f"staleness {staleness}")
     parts += words.named(summary.figures)
     driven = bool(summary.figures)  # by a coordinator, which sees to its sums
-    if (summary.pushes_applied or summary.pushes_lost) and not driven:
+    if summary.pushes_lost is None and not driven:
+        parts.append("pushes lost: unknown")
+    elif (summary.pushes_applied or summary.pushes_lost) and not driven:
         least = "at least " if summary.pushes_lost else ""
         parts.append(f"{least}{summary.pushes_lost:,} pushes lost")
     if summary.pushes_refused:

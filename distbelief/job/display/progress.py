@@ -8,6 +8,7 @@ for the time of day beside a message; the driver says when to draw.
 
 import datetime as dt
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self, final
 
@@ -90,10 +91,11 @@ class Progress:
 
     def stop(self) -> None:
         """End; the screen vanishes, what was told stays."""
-        if self._live is not None:
-            self._live.update(Text(), refresh=True)
-            self._live.stop()
-            self._live = None
+        live, self._live = self._live, None
+        if live is not None:
+            with suppress(OSError):  # the terminal may be gone
+                live.update(Text(), refresh=True)
+                live.stop()
 
     def print(self, content: RenderableType) -> None:
         """Print something that stays, above the screen if there is one."""

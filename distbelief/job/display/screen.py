@@ -158,7 +158,9 @@ def _figures(view: SupervisorView, width: int) -> list[Text]:
         parts.append(
             f"in {words.size(view.bytes_in)}, out {words.size(view.bytes_out)}"
         )
-    if view.pushes_lost:
+    if view.pushes_lost is None:
+        parts.append("pushes lost: unknown")
+    elif view.pushes_lost:
         parts.append(f"{view.pushes_lost:,} pushes lost")
     parts += words.named(view.figures)
     lines: list[str] = []

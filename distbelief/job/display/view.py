@@ -98,7 +98,8 @@ class SupervisorView:
         bytes_out: Sent by all shards.
         pushes_applied: By all shards.
         pushes_refused: By all shards: too late, of an older life, or malformed.
-        pushes_lost: Acknowledged, and gone with a shard that had to be restarted.
+        pushes_lost: Acknowledged, and gone with a shard that had to be restarted; None:
+            unknown, for the status file of an earlier life was damaged.
         figures: What else the algorithm counts, by name.
         roles: One entry per role, in roster order.
         hosts: Machines that have joined, those that are gone, too.
@@ -130,7 +131,7 @@ class SupervisorView:
     bytes_out: int = 0
     pushes_applied: int = 0
     pushes_refused: int = 0
-    pushes_lost: int = 0
+    pushes_lost: int | None = 0
     figures: dict[str, float] = field(default_factory=dict)
     roles: tuple[RoleView, ...] = ()
     hosts: tuple[HostView, ...] = ()

@@ -12,8 +12,8 @@
 One JSON object a line. Rules:
 
 * It has one thread, and never computes: what it forks is a clean copy.
-* A child writes to its own log, reads nothing, and does not see Ctrl+C, which the
-  terminal sends to everybody: ending the job is the supervisor's business.
+* A child writes to its own log, reads nothing, and does not see Ctrl+C or SIGHUP, which
+  the terminal sends to everybody: ending the job is the supervisor's business.
 * Nobody is left behind: a child ends with this process (where the kernel offers that:
   Linux), and this process, having ended its children, with the one that writes to it.
 * If that one has died, children are asked to end (SIGTERM): shards save what only they
@@ -147,8 +147,10 @@ Report = Begun | Ended
 
 def main() -> None:
     """Serve until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    ours = {signal.SIGINT, signal.SIGHUP, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ours)
     parent = int(sys.argv[1])
     end_with_parent(parent, signal.SIGTERM)  # which `serve` takes as a request to end
     _import(MODULES)

@@ -97,8 +97,9 @@ class Launcher:
         environment = {**os.environ} | dict.fromkeys(THREAD_VARIABLES, "1")
         # `-P`: a file queue.py of the user's must not be taken for Python's own.
         command = [sys.executable, "-P", "-m", forkserver.__name__, str(os.getpid())]
-        # Ctrl+C must not reach it before it can ignore that; ours waits for a moment.
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        # Ctrl+C must not reach it before it can ignore that; here it waits.
+        ours = {signal.SIGINT, signal.SIGHUP, signal.SIGTERM}
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
         try:
             self._server = subprocess.Popen(  # noqa: S603 -- ourselves
                 command,

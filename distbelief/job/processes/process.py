@@ -138,9 +138,12 @@ def main(name: str, incarnation: int, path: str) -> int:
             patience_seconds=job.cluster.patience,
         )
         member = Member(config, build=lambda: _build(name, job, spec, memory))
-        store = SnapshotStore(
-            Path(spec.snapshots), report=lambda text: report("warning", text)
-        )
+
+        def warn(text: str) -> None:
+            report("warning", text)
+            member.warn(text)
+
+        store = SnapshotStore(Path(spec.snapshots), report=warn)
         node = Node(member, transport=transport, log=report, store=SharedShelf(store))
         _end_at_sigterm(node)
         error = node.run()

@@ -1,6 +1,14 @@
-"""Ctrl+C and SIGTERM: caught while a job runs, so that it ends in good order."""
+"""Ctrl+C, SIGTERM and SIGHUP: caught while a job runs, so that it ends in good order.
 
+SIGHUP comes when the terminal is closed. From then on each write to it is an error, so
+standard input, output and error are led elsewhere. Whoever ignores SIGHUP (nohup) goes
+on doing so.
+"""
+
+import errno
+import os
 import signal
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,8 +16,16 @@ from types import FrameType
 from typing import Final, NoReturn, final
 
 
-EXIT_CODES: Final = {signal.SIGINT: 130, signal.SIGTERM: 143}  # 128 + the signal
-REASONS: Final = {signal.SIGINT: "Ctrl+C", signal.SIGTERM: "terminated (SIGTERM)"}
+EXIT_CODES: Final = {  # 128 + the signal
+    signal.SIGINT: 130,
+    signal.SIGTERM: 143,
+    signal.SIGHUP: 129,
+}
+REASONS: Final = {
+    signal.SIGINT: "Ctrl+C",
+    signal.SIGTERM: "terminated (SIGTERM)",
+    signal.SIGHUP: "the terminal was closed (SIGHUP)",
+}
 
 
 @final
@@ -22,8 +38,25 @@ class Caught:
 
     def catch(self, number: int, _frame: FrameType | None) -> None:
         """Note a signal, and tell of it."""
+        is_first = self.number is None
         self.number = self.number or signal.Signals(number)
+        if number == signal.SIGHUP:
+            leave_terminal()
+            if not is_first:
+                return  # shell and kernel both send it: that is no second request
         self.tell(signal.Signals(number))
+
+
+def leave_terminal() -> None:
+    """Let nothing read from, or write to, a terminal that is gone."""
+    for descriptor in (0, 1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                null = os.open(os.devnull, os.O_RDWR)
+                os.dup2(null, descriptor)
+                os.close(null)
 
 
 def _ignore(_number: signal.Signals) -> None:
@@ -31,35 +64,50 @@ def _ignore(_number: signal.Signals) -> None:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, while nobody else handles it."""
+    """A signal that ends this, while nobody else handles it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = signal.Signals(number)
 
 
-def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise _Terminated
+def _terminate(number: int, _frame: FrameType | None) -> NoReturn:
+    if number == signal.SIGHUP:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it may come twice
+        leave_terminal()
+    raise _Terminated(number)
 
 
 @contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end this in good order, as Ctrl+C does: nothing is left behind."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
-        yield
-        return
-    signal.signal(signal.SIGTERM, _terminate)
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end this in good order, as Ctrl+C does."""
+    taken = _untaken() if _is_main_thread() else []
+    for number in taken:
+        signal.signal(number, _terminate)
     try:
         yield
-    except _Terminated:
-        raise SystemExit(EXIT_CODES[signal.SIGTERM]) from None
+    except _Terminated as ending:
+        raise SystemExit(EXIT_CODES[ending.number]) from None
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in taken:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # a closed terminal
+                signal.signal(number, signal.SIG_DFL)
+
+
+def _untaken() -> list[signal.Signals]:
+    """Return which of them would end this process at once."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    return [n for n in numbers if signal.getsignal(n) is signal.SIG_DFL]
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
     """Have the same handlers afterwards, whatever a library thinks that we need."""
-    if threading.current_thread() is not threading.main_thread():
+    if not _is_main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in EXIT_CODES}
@@ -72,14 +120,21 @@ def handlers_kept() -> Iterator[None]:
 
 @contextmanager
 def caught_signals() -> Iterator[Caught]:
-    """Catch Ctrl+C and SIGTERM, if this is the thread that can."""
+    """Catch Ctrl+C, SIGTERM and SIGHUP, if this is the thread that can."""
     caught = Caught()
-    if threading.current_thread() is not threading.main_thread():
+    if not _is_main_thread():
         yield caught
         return
-    before = {number: signal.signal(number, caught.catch) for number in EXIT_CODES}
+    numbers = [
+        number
+        for number in EXIT_CODES
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    before = {number: signal.signal(number, caught.catch) for number in numbers}
     try:
         yield caught
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            is_closed = number == caught.number == signal.SIGHUP
+            # What is still to be written is not to be ended by another one.
+            signal.signal(number, signal.SIG_IGN if is_closed else handler)

@@ -22,7 +22,7 @@ from distbelief.errors import JobError
 from distbelief.graph.kinds.embedding import Embedding
 from distbelief.graph.kinds.whole import Whole
 from distbelief.graph.layer import LayerGraph
-from distbelief.job.processes.signals import ended_by_sigterm
+from distbelief.job.processes.signals import ended_by_signals
 from distbelief.job.rehearsal.rehearsal import Rehearsal, Seen, rehearse
 from distbelief.job.rehearsal.rehearsing import OUTPUT, gradient_file
 from distbelief.job.rehearsal.verified import Agreement, Link, Verified
@@ -70,7 +70,7 @@ def verify(
     spec = ModelSpec(factory=factory)
     inputs, targets = _batch(graph, sample, batch=plan.batch, loss=loss)
     with (
-        ended_by_sigterm(),
+        ended_by_signals(),
         scratch() as folder,
     ):
         # As the machines compute, whatever the model is made in.

@@ -97,7 +97,8 @@ def newest_cut(run: RunDirectory) -> tuple[Path, Cut | None]:
 
     Raises:
         JobFileError: the run's job file, of which an old run's cut is known, is wrong.
-        StorageError: the file that tells of it is damaged, or cannot be true.
+        StorageError: the file that tells of it is damaged, or cannot be true; or all
+            that was saved is gone.
     """
     made = max(_directories(run.snapshots), default=None)
     directory = run.snapshots if made is None else made[1]
@@ -105,6 +106,11 @@ def newest_cut(run: RunDirectory) -> tuple[Path, Cut | None]:
     try:
         content = file.read_bytes()
     except FileNotFoundError:
+        if run.job_file.is_file() and not any(directory.glob("*/*.safetensors")):
+            raise StorageError(
+                f"{directory} holds nothing of this run, which has begun: put it back, "
+                "or begin anew with --from-scratch (from_scratch=True)"
+            ) from None
         return directory, _cut_of_job(run)
     except OSError as error:
         raise files.explained(error, file, doing="read") from error

@@ -7,17 +7,24 @@ least that any shard knows of it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import msgspec
 
 from distbelief.errors import StorageError
-from distbelief.job.directory.run_directory import RunDirectory
+from distbelief.job.directory.run_directory import RunDirectory, Status
 from distbelief.job.directory.store import SnapshotStore
 from distbelief.job.display.view import SupervisorView
 from distbelief.job.supervision.figures import Before
 from distbelief.parameter_server.copies.copies import shard_of
 from distbelief.roles import Snapshot
 from distbelief.runtime.machine.machine_names import member_name, place_of
+
+
+MEND: Final = (
+    "Mend that (permissions, or files from a backup), or begin anew: --from-scratch "
+    "(from_scratch=True) keeps these files aside"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +38,7 @@ class Legacy:
         restored: Shards that have a snapshot, with its label.
         missing: Shards that have none.
         trained: Whether any push is in any of the snapshots.
+        told: What the user should know of it, a line each.
     """
 
     before: Before = field(default_factory=Before)
@@ -39,6 +47,10 @@ class Legacy:
     restored: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     trained: bool = False
+    told: tuple[str, ...] = ()
+
+
+_SECOND: Final = 2  # label of the second round of snapshots
 
 
 class _Client(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,16 +74,24 @@ def read_legacy(
         store: The snapshots of its shards.
         n_shards: How many these are.
         coordinator: The role that drives them, if one does: it counts the samples.
+
+    Raises:
+        StorageError: a role has snapshots, or had some, and none can be gone on from.
     """
     incarnation, label = _of_coordinator(store, coordinator), 1
     restored: dict[str, str] = {}
     missing: list[str] = []
+    lost: list[str] = []  # what is wrong, of each shard that cannot go on
     clocks: dict[str, int] = {}
     clients: list[dict[str, _Client]] = []  # of each snapshot
     for name in (f"shard-{k}" for k in range(n_shards)):
-        numbers = [int(text) for text in store.labels(name) if text.isdigit()]
-        label = max([label, *(number + 1 for number in numbers)])
-        snapshot = store.newest(name)
+        try:
+            numbers = [int(text) for text in store.labels(name) if text.isdigit()]
+            label = max([label, *(number + 1 for number in numbers)])
+            snapshot = store.newest(name)
+        except StorageError as error:
+            lost.append(str(error))
+            continue
         if snapshot is None:
             missing.append(name)
             continue
@@ -81,6 +101,10 @@ def read_legacy(
         lives = [client.incarnation for client in clients[-1].values()]
         lives.append(int(snapshot.facts.get("incarnation", "0")))
         incarnation = max([incarnation, *(life + 1 for life in lives)])
+    if label > _SECOND:  # a kill in the first round leaves some shards without one
+        lost += [f"{name} has no snapshot in {store.directory}" for name in missing]
+    if lost:
+        raise StorageError(f"{'; '.join(lost)}. {MEND}")
     known = [{name: c.samples for name, c in of_one.items()} for of_one in clients]
     replicas = {_replica(name) for of_one in known for name in of_one}
     samples = {
@@ -89,20 +113,31 @@ def read_legacy(
     }
     if coordinator is not None:
         samples = {coordinator: 0 if missing else _samples_seen(run)}
+    before, told = _before(run, samples, clocks, n_shards=n_shards)
     return Legacy(
-        before=_before(run, samples, clocks, n_shards=n_shards),
+        before=before,
         incarnation=incarnation,
         label=label,
         restored=restored,
         missing=tuple(missing),
         trained=any(n for of_one in known for n in of_one.values())
         or (coordinator is not None and bool(restored)),
+        told=told,
     )
 
 
 def _of_coordinator(store: SnapshotStore, coordinator: str | None) -> int:
     """Return a life above all that a coordinator has written of."""
-    snapshot = None if coordinator is None else store.newest(coordinator)
+    if coordinator is None:
+        return 1
+    try:
+        snapshot = store.newest(coordinator)
+    except StorageError as error:
+        directory = store.directory / coordinator
+        raise StorageError(
+            f"{error}. {MEND}. Or move {directory} away: then the run goes on from "
+            "the values of its shards, and the method begins anew there"
+        ) from None
     return 1 if snapshot is None else 1 + int(snapshot.facts.get("incarnation", "0"))
 
 
@@ -124,28 +159,39 @@ def _before(
     clocks: Mapping[str, int],
     *,
     n_shards: int,
-) -> Before:
+) -> tuple[Before, tuple[str, ...]]:
     """Return the figures; losses and metric only if the snapshots answer for them.
+
+    Also what the user should know of them.
 
     Where one is missing, or they are not of all samples that had been counted, no shard
     holds the values that were measured.
     """
+    status: Status | None = None
+    told: tuple[str, ...] = ()
     try:
         status = run.read_status()
-    except StorageError:
-        status = None  # it holds figures only: what to go on with is in the snapshots
+    except StorageError as error:
+        told = (
+            f"{error}; time, steps and lost pushes of the lives before are unknown",
+        )
     if status is None:
-        return Before(samples=samples, clocks=clocks)
+        # It holds figures only: what to go on with is in the snapshots.
+        lost = None if clocks else 0
+        return Before(samples=samples, clocks=clocks, pushes_lost=lost), told
     view = status.view
     if len(clocks) < n_shards or view.samples != sum(samples.values()):
         view = replace(view, loss=None, metric=None, held_out_loss=None)
-    return Before(
+    lost = view.pushes_lost
+    if lost is not None:
+        lost += _newly_lost(view, clocks, n_shards=n_shards)
+    before = Before(
         seconds=view.seconds,
         training_seconds=view.training_seconds,
         step=view.step,
         samples=samples,
         clocks=clocks,
-        pushes_lost=view.pushes_lost + _newly_lost(view, clocks, n_shards=n_shards),
+        pushes_lost=lost,
         pushes_refused=view.pushes_refused,
         bytes_in=view.bytes_in,
         bytes_out=view.bytes_out,
@@ -157,6 +203,7 @@ def _before(
         best_metric_seconds=view.best_metric_seconds,
         history=view.history,
     )
+    return before, ()
 
 
 def _newly_lost(

@@ -9,7 +9,7 @@ they did.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, final
 
@@ -32,7 +32,7 @@ from distbelief.job.resuming.cuts import (
     newest_cut,
     write_cut,
 )
-from distbelief.job.resuming.legacy import Legacy, read_legacy
+from distbelief.job.resuming.legacy import MEND, Legacy, read_legacy
 from distbelief.job.resuming.recutting import Recutting
 from distbelief.parameter_server.layout.layout import Layout
 from distbelief.parameter_server.rules.update_rules import UpdateRule
@@ -113,10 +113,9 @@ def take_up(
     was = was or now
     store = SnapshotStore(directory, report=report)
     coordinator = coordinator_of(job)
-    told: tuple[str, ...] = ()
-    if coordinator is not None:
-        told = set_aside(store, [f"shard-{k}" for k in range(was.n_shards)])
+    told = () if coordinator is None else _set_aside(store, was)
     legacy = read_legacy(run, store, n_shards=was.n_shards, coordinator=coordinator)
+    told += legacy.told
     if legacy.trained:
         _check_data(job, run, was=was.train, now=train)
     if coordinator is not None and was.n_shards == now.n_shards:
@@ -126,7 +125,8 @@ def take_up(
             change = _Change(
                 job=job, run=run, was=was, now=now, n_samples=train.n_samples
             )
-            return change.recut(legacy, store, layout=layout, report=report)
+            resumed = change.recut(legacy, store, layout=layout, report=report)
+            return replace(resumed, told=told + resumed.told)
         # Of what was never saved, anything can be made.
         legacy = read_legacy(run, store, n_shards=now.n_shards, coordinator=coordinator)
     write_cut(directory, now)
@@ -139,6 +139,28 @@ def take_up(
         )
         told = (*told, line)
     return Resumed(legacy=legacy, store=store, told=told)
+
+
+def begin_anew(job: Job, run: RunDirectory) -> str:
+    """Put aside what a run has saved; return what the user should know of that.
+
+    Raises:
+        StorageError: it cannot be moved.
+    """
+    # Snapshots last: a run that has any left has not begun anew.
+    place = run.put_aside(run.status_file, run.metrics_file, run.snapshots)
+    cluster = job.cluster
+    cut = Cut(n_shards=cluster.shards, n_replicas=cluster.replicas)
+    write_cut(run.snapshots, cut)
+    return f"begins anew; what was saved before is in {place}"
+
+
+def _set_aside(store: SnapshotStore, was: Cut) -> tuple[str, ...]:
+    """Set aside the snapshots that do not belong to what all shards have."""
+    try:
+        return set_aside(store, [f"shard-{k}" for k in range(was.n_shards)])
+    except StorageError as error:
+        raise StorageError(f"{error}. {MEND}") from error
 
 
 @final

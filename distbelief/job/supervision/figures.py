@@ -31,7 +31,8 @@ class Before:
         step: Steps of all replicas together.
         samples: Of each replica, in the values of all shards.
         clocks: Of each shard's newest snapshot: the pushes in its values.
-        pushes_lost: At least so many were in a shard's values, and are no more.
+        pushes_lost: At least so many were in a shard's values, and are no more; None:
+            that is unknown.
         pushes_refused: By all shards.
         bytes_in: Received by all shards.
         bytes_out: Sent by all shards.
@@ -49,7 +50,7 @@ class Before:
     step: int = 0
     samples: Mapping[str, int] = field(default_factory=dict)
     clocks: Mapping[str, int] = field(default_factory=dict)
-    pushes_lost: int = 0
+    pushes_lost: int | None = 0
     pushes_refused: int = 0
     bytes_in: int = 0
     bytes_out: int = 0

@@ -83,10 +83,25 @@ class Lives:
             )
             # Who leads is settled first: clients wait to hear of that.
             leads = self._pairs.joined(record, now)
-            actions = [connect, *self._tell_others(record, now)]
+            actions = [
+                connect,
+                *self._warnings(record, message, now),
+                *self._tell_others(record, now),
+            ]
         else:
             leads = []
         return [*actions, *self._introduce(record, now), *leads]
+
+    def _warnings(
+        self, record: RoleRecord, message: Join, now: Seconds
+    ) -> list[Action]:
+        """Tell what a new life has found; of a first one it was told beforehand."""
+        if not record.restarts:
+            return []
+        return [
+            self._figures.tell(f"{record.label}: {text}", now, "warning")
+            for text in message.warnings
+        ]
 
     def beaten(
         self, record: RoleRecord, message: Heartbeat, now: Seconds

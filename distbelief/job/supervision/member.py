@@ -72,6 +72,9 @@ SAVE_SECONDS_MAX: Final = 300.0
 N_EARLY_MAX = 4096
 """Messages kept for a role that is not there yet; whoever loses one sends it again."""
 
+N_WARNINGS_MAX: Final = 8
+"""Told when it joins."""
+
 _TEXT_MAX = 8192
 """Characters of an error told to the supervisor."""
 
@@ -138,6 +141,11 @@ class Member:
         self._beat_at: Seconds = 0.0  # when the timer is due
         self._told_failure = False
         self._save_by: Seconds | None = None  # once the supervisor is gone
+        self._warnings: list[str] = []
+
+    def warn(self, text: str) -> None:
+        """Let the supervisor be told of this, as soon as this member joins."""
+        self._warnings.append(text[:_TEXT_MAX])
 
     @property
     def role(self) -> Role | None:
@@ -216,7 +224,13 @@ class Member:
 
     def _join(self) -> Send:
         config = self._config
-        return _tell(Join(endpoint=config.endpoint, host=config.host, pid=config.pid))
+        join = Join(
+            endpoint=config.endpoint,
+            host=config.host,
+            pid=config.pid,
+            warnings=tuple(self._warnings[:N_WARNINGS_MAX]),
+        )
+        return _tell(join)
 
     def _supervised(self, event: Received, now: Seconds) -> Sequence[Action]:
         self._heard_at = max(self._heard_at, now)

@@ -131,7 +131,7 @@ def view_of(books: Books, *, phase: Phase, now: Seconds) -> SupervisorView:
         bytes_out=before.bytes_out + total(clients, "bytes_in"),
         pushes_applied=pairs.pushes_applied,
         pushes_refused=before.pushes_refused + total(shards, "pushes_refused"),
-        pushes_lost=before.pushes_lost + lost,
+        pushes_lost=None if before.pushes_lost is None else before.pushes_lost + lost,
         figures=figures_of(books),
         roles=tuple(
             role_view(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from rich.console import Console
@@ -32,7 +33,7 @@ from distbelief.roles import (
     Seconds,
     Send,
 )
-from distbelief.transport.zmq_transport import TransportOptions, ZmqTransport
+from tests.links import link
 
 
 PATIENCE_SECONDS = 30.0
@@ -95,14 +96,8 @@ class Desk:
             voice=self.voice,
             watch=None,
         )
-        self._transport = stack.enter_context(
-            ZmqTransport(
-                name=SUPERVISOR,
-                incarnation=1,
-                token="run",
-                options=TransportOptions(linger_seconds=0),
-            )
-        )
+        sockets = Path(stack.enter_context(TemporaryDirectory()))
+        self._transport = stack.enter_context(link(SUPERVISOR, sockets))
         self._transport.connect(SUPERVISOR, 1, self._transport.endpoint)
 
     def answer(self, *, until: Callable[[], None]) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distbelief.errors import StorageError
 from distbelief.job.configuration.sections import StopTable
 from distbelief.job.configuration.verdicts import Verdict, done
 from distbelief.job.directory.agreement import SET_ASIDE, agreed_label, set_aside
@@ -228,7 +229,8 @@ def test_only_snapshots_of_one_round_fit_together(tmp_path: Path) -> None:
     assert agreed_label(store, shards) == "00002"
     store.path("shard-1", "00002").write_bytes(b"cut short")
     (told,) = set_aside(store, shards)
-    assert told.startswith("snapshot 00003 of shard-1 is not there, or damaged")
+    lacks = store.path("shard-1", "00003")
+    assert told.startswith(f"snapshot 00003 is not whole: {lacks} (it is not there)")
     assert "the run goes on from 00001, the newest that all have" in told
     assert store.labels("shard-0") == store.labels("shard-1") == ["00001"]
     left = store.path("shard-0", "00003")
@@ -236,17 +238,37 @@ def test_only_snapshots_of_one_round_fit_together(tmp_path: Path) -> None:
     assert set_aside(store, shards) == ()
 
 
-def test_it_is_told_that_a_run_begins_anew_without_a_shards_snapshots(
+def test_without_one_shards_snapshots_those_of_the_others_are_not_put_away(
     tmp_path: Path,
 ) -> None:
-    """A directory was deleted: the others' were put away, without a word."""
+    """A directory was deleted: the run began anew, and put the others' away."""
     store = SnapshotStore(tmp_path, report=print)
     for label in ("00001", "00002"):
         save(store, "shard-0", label)
+    with pytest.raises(StorageError) as caught:
+        set_aside(store, ["shard-0", "shard-1"])
+    lacks = store.path("shard-1", "00002")
+    assert f"{lacks} (it is not there)" in str(caught.value)
+    assert store.labels("shard-0") == ["00001", "00002"]
+
+
+def test_a_first_round_that_a_kill_cut_short_begins_anew(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path, report=print)
+    save(store, "shard-0", "00001")
     (told,) = set_aside(store, ["shard-0", "shard-1"])
-    assert told.startswith("snapshot 00002 of shard-1 is not there")
-    assert "the run begins anew" in told
+    assert "it was the first, so the run begins anew" in told
     assert not store.labels("shard-0")
+
+
+def test_a_first_round_that_is_damaged_does_not(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path, report=print)
+    for shard in ("shard-0", "shard-1"):
+        save(store, shard, "00001")
+    damaged = store.path("shard-1", "00001")
+    damaged.write_bytes(b"")
+    with pytest.raises(StorageError, match=f"{damaged} .*header too small"):
+        set_aside(store, ["shard-0", "shard-1"])
+    assert store.labels("shard-0") == store.labels("shard-1") == ["00001"]
 
 
 def test_a_run_goes_on_above_all_lives_of_its_coordinator(tmp_path: Path) -> None:

@@ -306,6 +306,16 @@ def test_initial_values_of_the_wrong_size_name_both_sizes() -> None:
         alone.work(alone.started)
 
 
+def test_where_all_snapshots_are_damaged_a_restarted_shard_does_not_begin_anew() -> (
+    None
+):
+    """It came back with its initial values, and the job went on training those."""
+    shard = shard_of(LAYOUT, PrivateMemory())
+    started = Started(incarnation=2, unrestored="no snapshot of shard-0 is whole")
+    with pytest.raises(StorageError, match="no snapshot of shard-0 is whole"):
+        shard.handle(started, 0.0)
+
+
 def test_work_that_fails_ends_the_role() -> None:
     alone = Alone(ready=False)
     error = StorageError("disk on fire")

@@ -51,6 +51,7 @@ class OneCopy:
         layout: Layout = LAYOUT,
         rule: UpdateRule = PLUS_ONE,
         restored: Snapshot | None = None,
+        unrestored: str | None = None,
         life: int = 1,
         ready: bool = True,
     ) -> None:
@@ -67,9 +68,8 @@ class OneCopy:
         )
         zeros = partial(np.zeros, layout.shard_size(0))
         self.shard = ParameterServerShard(config, memory=self.memory, initialise=zeros)
-        self._note(
-            self.shard.handle(Started(incarnation=life, restored=restored), self.now)
-        )
+        started = Started(incarnation=life, restored=restored, unrestored=unrestored)
+        self._note(self.shard.handle(started, self.now))
         if ready:
             self.work()
 

@@ -33,7 +33,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """What was to be served, without serving it."""
     requests: list[Request] = []
 
-    def serve(request: Request, _watch: object) -> None:
+    def serve(request: Request, _watch: object, *, tell: object) -> None:
+        assert tell is not None
         requests.append(request)
 
     monkeypatch.setattr(standing, "serve", serve)
@@ -109,6 +110,44 @@ def test_nobody_else_may_read_the_secret_whatever_becomes_of_the_directory(
     assert modes == [0o600]
     assert file.stat().st_mode & 0o777 == 0o600
     assert len(served) == 2
+
+
+def test_from_scratch_it_begins_anew_and_keeps_what_was(
+    tmp_path: Path, served: list[Request]
+) -> None:
+    directory = tmp_path / "server"
+    stand(wanted(), directory, tell=pytest.fail)
+    saved = directory / "snapshots" / "shard-0" / "00007.safetensors"
+    saved.parent.mkdir(parents=True)
+    saved.write_bytes(b"damaged")
+    initial = (directory / "initial.safetensors").read_bytes()
+    said: list[str] = []
+    other = wanted(model=nn.Linear(4, 2))
+    stand(other, directory, tell=said.append, from_scratch=True)
+    aside = directory / "aside-1"
+    assert said == [f"begins anew; what was saved before is in {aside}"]
+    kept = aside / "snapshots" / "shard-0" / "00007.safetensors"
+    assert kept.read_bytes() == b"damaged"
+    assert (aside / "initial.safetensors").read_bytes() == initial
+    assert not saved.exists()
+    before, now = served
+    assert before.token != now.token  # so that no worker goes on with what was
+
+
+def test_a_server_of_which_all_is_damaged_does_not_begin_anew(
+    tmp_path: Path, served: list[Request]
+) -> None:
+    """It did, with no word but in its log."""
+    stand(wanted(), tmp_path, tell=pytest.fail)
+    (request,) = served
+    for k in range(2):
+        saved = tmp_path / "snapshots" / f"shard-{k}" / "00007.safetensors"
+        saved.parent.mkdir(parents=True)
+        saved.write_bytes(b"")
+    with pytest.raises(StorageError) as caught:
+        shards.serve(request, pytest.fail)
+    assert f"no snapshot of shard-0 is whole: {saved.parents[1]}" in str(caught.value)
+    assert "--from-scratch" in str(caught.value)
 
 
 @pytest.mark.parametrize(

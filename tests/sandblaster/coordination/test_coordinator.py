@@ -5,7 +5,12 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError
+from distbelief.errors import (
+    DistBeliefError,
+    PeerLostError,
+    RemoteProtocolError,
+    StorageError,
+)
 from distbelief.messages import (
     Account,
     Alive,
@@ -362,3 +367,15 @@ def test_who_ends_where_it_began_has_a_loss_all_the_same() -> None:
     run = Run(Sandblast(method=GradientDescent(gradient_tolerance=1e9)))
     run.play()
     assert run.coordinator.status()[1]["loss"] == run.ledger.losses[-1] > 0.0
+
+
+def test_where_its_whole_journal_is_damaged_it_does_not_begin_anew() -> None:
+    coordinator = Coordinator(
+        CONFIG,
+        method=GradientDescent(),
+        n_examples=10,
+        shards=SHARDS,
+    )
+    started = Started(incarnation=2, unrestored="no snapshot of coordinator is whole")
+    with pytest.raises(StorageError, match="no snapshot of coordinator is whole"):
+        coordinator.handle(started, 0.0)

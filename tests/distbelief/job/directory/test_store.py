@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,8 +159,9 @@ def test_a_snapshot_moved_to_another_label_is_not_trusted(tmp_path: Path) -> Non
     store, told = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
     store.path("shard-0", "00001").rename(store.path("shard-0", "00009"))
-    assert store.newest("shard-0") is None
-    assert "its checksum is another" in told[0]
+    with pytest.raises(StorageError, match="its checksum is another"):
+        store.newest("shard-0")
+    assert told == []
 
 
 def test_a_safetensors_file_of_somebody_else_is_passed_over(tmp_path: Path) -> None:
@@ -169,6 +171,77 @@ def test_a_safetensors_file_of_somebody_else_is_passed_over(tmp_path: Path) -> N
     save_file(other, store.path("shard-0", "00002"))
     assert_same(store.newest("shard-0"), snapshot("00001"))
     assert "it has no checksum" in told[0]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("harm", [flip, cut, empty])
+def test_where_all_are_damaged_that_is_an_error_that_names_them(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    """The newest was None, as if nothing was ever saved, and the run began anew."""
+    store, told = store_at(tmp_path)
+    for label in ("00001", "00002"):
+        store.save("shard-0", snapshot(label))
+    for label in ("00001", "00002"):
+        harm(store.path("shard-0", label))
+    with pytest.raises(StorageError) as caught:
+        store.newest("shard-0")
+    text = str(caught.value)
+    assert text.startswith("no snapshot of shard-0 is whole: ")
+    assert all(f"{store.path('shard-0', f'0000{n}')} (" in text for n in (1, 2))
+    assert told == []
+
+
+def test_it_is_told_which_older_one_is_used_and_what_that_costs(tmp_path: Path) -> None:
+    store, told = store_at(tmp_path)
+    for label in ("00007", "00009"):
+        store.save("shard-0", snapshot(label))  # their clocks are their numbers
+    damaged = store.path("shard-0", "00009")
+    flip(damaged)
+    store.newest("shard-0")
+    (line,) = told
+    assert line == (
+        f"snapshot {damaged} is damaged and passed over (its checksum is another); "
+        "00007.safetensors is used instead, 2 pushes older, and the damaged one left "
+        "where it is"
+    )
+
+
+def test_what_cannot_be_read_is_not_called_damaged_and_not_passed_over(
+    tmp_path: Path,
+) -> None:
+    """It was: after a backup put back by another user, the run went back in time."""
+    store, told = store_at(tmp_path)
+    store.save("shard-0", snapshot("00001"))
+    unreadable = store.path("shard-0", "00002")
+    unreadable.mkdir()  # may be read by nobody, not even by root
+    with pytest.raises(StorageError, match=f"cannot read {unreadable}: Is a directory"):
+        store.newest("shard-0")
+    with pytest.raises(StorageError, match="it need not be damaged"):
+        store.is_whole("shard-0", "00002")
+    assert told == []
+
+
+def test_a_file_that_no_snapshot_can_be_is_left_alone(tmp_path: Path) -> None:
+    store, told = store_at(tmp_path)
+    store.save("shard-0", snapshot("00001"))
+    path = store.path("shard-0", "00001")
+    path.with_name("00001 (copy).safetensors").write_bytes(path.read_bytes())
+    assert_same(store.newest("shard-0"), snapshot("00001"))
+    assert told == []
 
 
 def test_without_room_the_old_snapshots_stay_and_the_path_is_named(

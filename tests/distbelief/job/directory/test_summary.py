@@ -1,5 +1,6 @@
 import io
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,14 @@ Downpour, 2 replicas x 2 shards, Adagrad                      speech-demo, 710 s
 Downpour + Adagrad  8 m 11 s  4,800,000     10,000             39.8 %           2.34           2.21
 ended: 1 epoch trained; 8 m 00 s of training, 11 s before; staleness mean 0.9, p95 2; at least 2
 pushes lost; 1 restart; everything in runs/speech-demo"""  # noqa: E501
+
+
+def test_losses_that_nobody_knows_are_not_called_none() -> None:
+    """After a damaged status.json a resumed run ended with "0 pushes lost"."""
+    summary = a_summary(replace(VIEW, pushes_lost=None))
+    assert summary.pushes_lost is None
+    text = " ".join(shown(summary, width=200))
+    assert "pushes lost: unknown" in text
 
 
 def test_a_figure_that_was_not_measured_has_no_column() -> None:

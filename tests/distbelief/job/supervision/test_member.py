@@ -149,6 +149,13 @@ def test_it_joins_and_says_that_it_lives_while_it_is_being_built(
     assert SetTimer(name=TIMER, at=100.5) in driver.actions
 
 
+def test_what_it_warns_of_is_told_as_it_joins(driver: Driver) -> None:
+    driver.member.warn("snapshot 00005 is damaged")
+    join, _ = messages(driver.start())
+    assert isinstance(join, Join)
+    assert join.warnings == ("snapshot 00005 is damaged",)
+
+
 def test_it_joins_again_until_it_is_introduced(driver: Driver) -> None:
     driver.start()
     assert isinstance(messages(driver.beat())[0], Join)

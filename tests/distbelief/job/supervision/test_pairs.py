@@ -64,6 +64,7 @@ def beat(desk: Desk, *names: str, **counters: float) -> list[Action]:
 def counts(desk: Desk) -> tuple[int, int]:
     """Return how many pushes are applied, and how many lost."""
     view = desk.supervisor.view(desk.now)
+    assert view.pushes_lost is not None
     return view.pushes_applied, view.pushes_lost
 
 

@@ -328,6 +328,7 @@ def test_a_figure_that_is_no_count_is_not_counted(figure: float) -> None:
 def pushes(desk: Desk) -> tuple[int, int]:
     """Return how many are applied, and how many lost."""
     view = desk.supervisor.view(desk.now)
+    assert view.pushes_lost is not None
     return view.pushes_applied, view.pushes_lost
 
 
@@ -758,3 +759,17 @@ def test_a_config_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         SupervisorConfig(**{"roster": ROSTER, "stop": None} | options)  # type: ignore[arg-type]
+
+
+def test_what_a_restarted_shard_found_damaged_is_told_once() -> None:
+    """It stood in the shard's own log, and the screen said nothing."""
+    desk = Desk()
+    desk.join()
+    warning = "snapshot 00005 is damaged and passed over"
+    found = Join(endpoint="elsewhere", host="h", pid=2, warnings=(warning,))
+    desk.hear("shard-1", found)  # of a first life it was told beforehand
+    assert not [text for text in desk.told if warning in text]
+    desk.die("shard-1")
+    for _ in range(2):
+        desk.hear("shard-1", found)
+    assert [text for text in desk.told if warning in text] == [f"shard 1: {warning}"]

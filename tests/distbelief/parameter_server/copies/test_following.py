@@ -390,6 +390,15 @@ def test_a_snapshot_of_a_later_pairing_is_not_led_with() -> None:
         copy.lead(7)
 
 
+def test_where_all_snapshots_are_damaged_a_copy_follows_but_does_not_lead() -> None:
+    """One whose leader lives needs none; without one it would begin anew."""
+    copy = OneCopy(B, unrestored="no snapshot of shard-0 is whole")
+    follow(copy)
+    copy = OneCopy(B, unrestored="no snapshot of shard-0 is whole")
+    with pytest.raises(StorageError, match="no snapshot of shard-0 is whole"):
+        copy.lead(3)
+
+
 def test_who_is_not_whole_cannot_lead_and_its_life_is_over() -> None:
     copy = OneCopy(B)
     follow(copy)
