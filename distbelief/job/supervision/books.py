@@ -48,7 +48,11 @@ class Books:
             pairs=Pairs(
                 members, first=config.first_incarnation, clocks=config.before.clocks
             ),
-            figures=Figures(metric_name=config.metric_name, before=config.before),
+            figures=Figures(
+                metric_name=config.metric_name,
+                higher_is_better=config.higher_is_better,
+                before=config.before,
+            ),
             evaluations=Evaluations(every=config.evaluate_every),
             saves=Saves(every=config.snapshot_every, first=config.first_label),
             ending=Ending(),

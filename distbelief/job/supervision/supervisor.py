@@ -311,10 +311,9 @@ class Supervisor:
             raise RemoteProtocolError(
                 f"{record.name} sent Measured, but does not evaluate"
             )
-        request = self._evaluations.answered(message)
-        if request is None:
+        if self._evaluations.answered(message) is None:
             return
-        self._figures.measured(message, now, whole=request.whole)
+        self._figures.measured(message, now)
         if self._ending.stage is Stage.RUN:
             self._record(now)
             self._phases.end_if_due(now)
