@@ -50,6 +50,7 @@ def supervisor_config(
         ),
         metric_name=answer.metric_name,
         higher_is_better=answer.higher_is_better,
+        batch_size=job.batch_size,
         warm_start_steps=getattr(job.algorithm, "warm_start_steps", 0),
         evaluate_every=job.evaluation.every,
         snapshot_every=job.output.snapshot_every,

@@ -94,6 +94,14 @@ class Figures:
         """Of all replicas together."""
         return sum(self._samples.values())
 
+    def samples_of(self, name: str) -> int:
+        """Of this replica, as far as it has reported."""
+        return self._samples.get(name, 0)
+
+    def has_trained(self, name: str, samples: int) -> None:
+        """A report of this replica is lost; it has trained so many samples."""
+        self._samples[name] = samples
+
     @property
     def samples_per_second(self) -> float | None:
         """Over the last few seconds."""
