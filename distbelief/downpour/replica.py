@@ -94,6 +94,7 @@ class ModelReplica:
         )
         self._tally = Tally(config)
         self._begun = not await_begin
+        self._samples_allowed: int | None = None  # no step begins then
         self._placed = False  # does it know where in the data to begin?
         self._stopped_by: Address | None = None
         self._ended = False
@@ -138,7 +139,10 @@ class ModelReplica:
 
     def status(self) -> tuple[str, Mapping[str, float]]:
         """Return what it is doing, and: the client's counters, and its own."""
-        return self._state(), {**self._client.counters(), **self._tally.figures()}
+        counters = {**self._client.counters(), **self._tally.figures()}
+        if self._samples_allowed is not None:
+            counters["samples_allowed"] = float(self._samples_allowed)
+        return self._state(), counters
 
     def _state(self) -> str:
         if self._attempt is not None:
@@ -150,13 +154,15 @@ class ModelReplica:
             return f"waiting for {waited}"
         if self._is_over:
             return "finishing"
+        if self._is_held:
+            return "waiting for more samples"
         return "fetching" if self._begun else "waiting for begin"
 
     # ---------------------------------------------------------------------- events
 
     def _receive(self, sender: Address, message: Message) -> None:
         if isinstance(message, Begin):
-            self._begun = True
+            self._begun, self._samples_allowed = True, message.samples
         elif isinstance(message, Stop):
             self._stopped_by = sender
         else:
@@ -192,6 +198,12 @@ class ModelReplica:
             return True
         return self._config.is_over_at(self._step, position=self._tally.position)
 
+    @property
+    def _is_held(self) -> bool:
+        """Whether it has trained all that it may so far."""
+        allowed = self._samples_allowed
+        return allowed is not None and self._placed and self._tally.position >= allowed
+
     def _advance(self, now: Seconds) -> Sequence[Action]:
         """Begin what can begin; the compute lane has one step or push at a time."""
         busy = self._attempt is not None or self._staging or self._torn_wait
@@ -220,6 +232,8 @@ class ModelReplica:
 
     def _take_step(self, now: Seconds) -> Sequence[Action]:
         """Take the next step, or do whatever it still lacks."""
+        if self._is_held:
+            return self._tally.progress(now)  # the supervisor may wait for it
         actions = [*self._reader.read_ahead(), *self._fetch(now)]
         fetches = self._config.fetches_at(self._step)
         fetched = self._fetching and self._client.fetch_complete

@@ -74,6 +74,7 @@ class Training:
         self._accrued = trainer.accrued
         self._tally = Tally(config)
         self._begun = not await_begin
+        self._samples_allowed: int | None = None
         self._pushed = 0  # samples of what was pushed last
         self._clock = 0
         self._begun_at: Seconds = 0.0
@@ -244,7 +245,8 @@ class Training:
         """Obey the supervisor, if this machine leads."""
         match message:
             case Begin():
-                return leader.begin(now)
+                self._samples_allowed = message.samples
+                return leader.begin(now, samples=message.samples)
             case Stop():
                 return leader.stop(now)
             case Evaluate():
@@ -259,7 +261,7 @@ class Training:
         progress = self._telling.report(
             leader,
             now,
-            final=final,
+            final=final or leader.is_held,
             computing=self._tally.seconds_computing,
             elapsed=now - self._begun_at,
         )
@@ -275,4 +277,7 @@ class Training:
 
     def figures(self) -> Mapping[str, float]:
         """Return counters."""
-        return self._tally.figures()
+        figures = self._tally.figures()
+        if self._samples_allowed is not None:
+            figures["samples_allowed"] = float(self._samples_allowed)
+        return figures

@@ -44,7 +44,12 @@ class Alive(AnyMessage, frozen=True):
 
 
 class Begin(AnyMessage, frozen=True):
-    """Supervisor -> replica: train (a warm start releases replicas one by one)."""
+    """Supervisor -> replica: train (a warm start releases replicas one by one).
+
+    Said again with another bound before the replica gets there; the newest counts.
+    """
+
+    samples: Count | None = None  # in all your lives: begin no step then; None: no end
 
 
 class Stop(AnyMessage, frozen=True):

@@ -11,9 +11,17 @@ from distbelief.messages import Acknowledge
 from distbelief.parameter_server.copies.copies import shard_of
 from distbelief.roles import FIRST_LABEL, SUPERVISOR, Address, Send
 from distbelief.simulation.disk import Disk
-from distbelief.simulation.faults import DiskFull, Drop, Kill, Pause, random_faults
+from distbelief.simulation.faults import (
+    Delay,
+    DiskFull,
+    Drop,
+    Fault,
+    Kill,
+    Pause,
+    random_faults,
+)
 from distbelief.simulation.world import Happening
-from tests.simulation.jobs import EXAMPLES, TASK, JobCluster, seeds
+from tests.simulation.jobs import EXAMPLES, STEP_SECONDS, TASK, JobCluster, seeds
 
 
 LONG = StopTable(seconds=1e6)
@@ -88,6 +96,72 @@ def test_replicas_that_have_taken_all_their_steps_end_the_job() -> None:
     assert job.view.stop_reason == "every replica has taken all its steps"
     assert job.view.step == 12
     assert job.restarts("replica-0") == 0
+
+
+# --------------------------------------------------------------------- how far it goes
+
+
+REPLICAS = (Address("replica-0"), Address("replica-1"), Address("replica-2"))
+SLOW_WORDS = [
+    Delay(probability=1.0, seconds_max=1.0, between=(SUPERVISOR, name))
+    for name in REPLICAS
+]
+SLOW_SUPERVISOR = [
+    Pause(at=float(second), role=SUPERVISOR, seconds=0.9) for second in range(1, 60)
+]
+
+
+@pytest.mark.parametrize("faults", [[], SLOW_WORDS, SLOW_SUPERVISOR])
+@pytest.mark.parametrize("n_replicas", [1, 3])
+def test_no_more_samples_are_trained_than_the_job_asks_for(
+    n_replicas: int, faults: list[Fault]
+) -> None:
+    """What the supervisor learnt late it stopped late: up to 16 % too many."""
+    job = JobCluster(
+        stop=StopTable(epochs=20),
+        n_replicas=n_replicas,
+        faults=faults,
+        warm_start_steps=3,
+        evaluate_every=100.0,
+    )
+    assert job.run() is None
+    assert job.view.stop_reason == "20 epochs done"
+    assert 1200 <= job.view.samples < 1200 + 4 * n_replicas
+    # Nor does anybody wait for words of the supervisor: a step takes 0.05 s.
+    assert job.view.training_seconds < 1.3 * 300 * STEP_SECONDS / n_replicas + 4.0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Drop(probability=0.5, between=(SUPERVISOR, REPLICAS[0])),
+        Kill(at=3.0, role=REPLICAS[1]),
+        Kill(at=5.5, role=REPLICAS[1]),
+        Pause(at=5.0, role=REPLICAS[1], seconds=5.0),
+        Pause(at=5.0, role=REPLICAS[1], seconds=100.0),
+    ],
+    ids=["words lost", "killed", "killed late", "away for a while", "gone"],
+)
+def test_what_a_lost_replica_was_to_train_the_others_train(fault: Fault) -> None:
+    """Nobody waits for ever, and hardly anything is trained twice."""
+    job = JobCluster(stop=StopTable(epochs=20), n_replicas=3, faults=[fault])
+    assert job.run() is None
+    assert job.view.stop_reason == "20 epochs done"
+    # A replica that comes back may train what was given to the others meanwhile.
+    assert 1200 <= job.view.samples < 1200 + 3 * 4 + 2 * 80
+    assert job.view.training_seconds < 20.0
+
+
+def test_a_replica_that_is_late_has_something_left_to_train() -> None:
+    """It waited for a machine while the others trained."""
+    job = JobCluster(
+        stop=StopTable(epochs=20),
+        n_replicas=2,
+        faults=[Kill(at=1.2, role=REPLICAS[1]), Kill(at=2.5, role=REPLICAS[1])],
+    )
+    assert job.run() is None
+    assert job.samples("replica-1") > 100
+    assert 1200 <= job.view.samples < 1200 + 2 * 4
 
 
 # ---------------------------------------------------------------------------- faults

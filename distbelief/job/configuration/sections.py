@@ -133,7 +133,8 @@ class EvaluationTable(
     Attributes:
         metric: "accuracy", another known name, or an import path; None chooses by the
             loss ("accuracy" for "cross_entropy"), and for one of your own by the
-            targets ("accuracy" for whole numbers, else "mse").
+            targets ("accuracy" for whole numbers, else "mse"). Of a function of your
+            own higher is better, unless it has an attribute higher_is_better = False.
         subset: Held-out samples of a usual evaluation; None means all. The last one
             of a job always takes all.
         every: Seconds between evaluations; "10 s" in the file.
@@ -155,7 +156,8 @@ class StopTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         epochs: Passes over the training data, by all replicas together.
         samples: Samples trained on, by all replicas together.
         seconds: Time of training; "10 min" in the file, or a number of seconds.
-        accuracy: The held-out metric reaches this share, 0 to 1.
+        accuracy: The held-out metric reaches this, 0 to 1: falls to it, where lower is
+            better.
         loss: The held-out loss (without [data.test]: of training) falls to this.
     """
 

@@ -85,8 +85,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         held_out_loss: At the end, over all held-out samples.
         metric_name: What `metric` is.
         metric: At the end, over all held-out samples.
-        best_metric: The best one on the way (of the usual subset).
-        best_metric_seconds: When.
+        best_metric: The best of all evaluations, the last one included; those before
+            it may be of a subset of the held-out samples.
+        best_metric_seconds: When that was measured.
         staleness_mean: In pushes.
         staleness_p95: In pushes.
         staleness_max: In pushes.

@@ -93,7 +93,8 @@ class SupervisorView:
         metric_name: "accuracy", ...
         metric: Held out, last measured.
         held_out_loss: Held out, last measured.
-        best_metric: Best held-out metric so far, and when.
+        best_metric: Best held-out metric of all evaluations so far.
+        best_metric_seconds: When that was measured.
         bytes_in: Received by all shards.
         bytes_out: Sent by all shards.
         pushes_applied: By all shards.

@@ -27,6 +27,7 @@ from distbelief.runtime.task.capturing import capture_for
 from distbelief.runtime.task.checks import check, check_data, check_evaluation
 from distbelief.runtime.task.imports import place
 from distbelief.runtime.task.local_model import LocalModel
+from distbelief.runtime.task.losses import higher_is_better
 from distbelief.runtime.task.recording import recorded_initials
 from distbelief.runtime.task.samples import Sample, sample_of
 from distbelief.runtime.task.task import build_dataset, build_model, metric_name
@@ -63,6 +64,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         initials: How each is drawn, if the shards draw.
         initial_file: Where the initial values are, if they do not.
         metric_name: By which the model is judged.
+        higher_is_better: Of that metric.
         task: Figures for the summary.
         n_machines: Of each replica, by whose plan they are split; None if they are not.
         sample: What the data are like, for that plan.
@@ -75,6 +77,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     initials: dict[str, Initial] = {}
     initial_file: str | None = None
     metric_name: str = "accuracy"
+    higher_is_better: bool = True
     task: TaskFacts = TaskFacts()
     n_machines: int | None = None
     sample: Sample | None = None
@@ -189,13 +192,15 @@ def _found(job: Job, question: Question, model: LocalModel) -> Answer:
         test = DataFacts.of(held_out)
         sample = sample_of(held_out, table="data.test")
     trained = [t for t in model.named_tensors().values() if t.requires_grad]
+    metric = metric_name(task, sample)
     is_double = any(tensor.dtype == torch.float64 for tensor in trained)
     return Answer(
         tensors=tuple(model.specs()),
         dtype="float64" if is_double else "float32",
         initials=initials,
         initial_file=initial_file,
-        metric_name=metric_name(task, sample),
+        metric_name=metric,
+        higher_is_better=task.test is None or higher_is_better(metric),
         task=TaskFacts(
             n_parameters=model.n_parameters,
             train=DataFacts.of(build_dataset(task.train)),

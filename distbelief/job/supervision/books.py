@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Self, final
 
+from distbelief.job.supervision.allowances import Allowances
 from distbelief.job.supervision.ending import Ending
 from distbelief.job.supervision.figures import Figures
 from distbelief.job.supervision.membership import Membership
@@ -24,6 +25,7 @@ class Books:
         evaluations: Requests to the evaluator.
         saves: Rounds of snapshots.
         ending: How far the job has ended.
+        allowances: How far each replica may train.
     """
 
     config: SupervisorConfig
@@ -33,6 +35,7 @@ class Books:
     evaluations: Evaluations
     saves: Saves
     ending: Ending
+    allowances: Allowances
 
     @classmethod
     def open(cls, config: SupervisorConfig) -> Self:
@@ -42,14 +45,22 @@ class Books:
             incarnation=config.first_incarnation,
             admits_guests=config.admits_guests,
         )
+        figures = Figures(
+            metric_name=config.metric_name,
+            higher_is_better=config.higher_is_better,
+            before=config.before,
+        )
         return cls(
             config=config,
             members=members,
             pairs=Pairs(
                 members, first=config.first_incarnation, clocks=config.before.clocks
             ),
-            figures=Figures(metric_name=config.metric_name, before=config.before),
+            figures=figures,
             evaluations=Evaluations(every=config.evaluate_every),
             saves=Saves(every=config.snapshot_every, first=config.first_label),
             ending=Ending(),
+            allowances=Allowances(
+                members, figures, stop=config.stop, batch_size=config.batch_size
+            ),
         )

@@ -41,7 +41,7 @@ class Before:
         metric: Held out, last measured.
         held_out_loss: Likewise.
         best_metric: Best held-out metric so far.
-        best_metric_seconds: When.
+        best_metric_seconds: When that was measured.
         history: The curve.
     """
 
@@ -67,8 +67,11 @@ class Before:
 class Figures:
     """What is known of the job as a whole."""
 
-    def __init__(self, *, metric_name: str, before: Before) -> None:
+    def __init__(
+        self, *, metric_name: str, higher_is_better: bool, before: Before
+    ) -> None:
         self.metric_name = metric_name
+        self._higher_is_better = higher_is_better
         self.before = before
         self.started_at: Seconds = 0.0
         self.training_since: Seconds | None = None
@@ -91,6 +94,14 @@ class Figures:
     def samples(self) -> int:
         """Of all replicas together."""
         return sum(self._samples.values())
+
+    def samples_of(self, name: str) -> int:
+        """Of this replica, as far as it has reported."""
+        return self._samples.get(name, 0)
+
+    def has_trained(self, name: str, samples: int) -> None:
+        """A report of this replica is lost; it has trained so many samples."""
+        self._samples[name] = samples
 
     @property
     def samples_per_second(self) -> float | None:
@@ -143,20 +154,14 @@ class Figures:
         record.rate.add(now, message.samples)
         self._rate.add(now, self.samples)
 
-    def measured(self, message: Measured, now: Seconds, *, whole: bool) -> None:
-        """The evaluator has measured; the best is one of the usual subset."""
+    def measured(self, message: Measured, now: Seconds) -> None:
+        """The evaluator has measured, the usual subset or all held-out samples."""
         self.metric, self.held_out_loss = message.metric, message.loss
-        best = self.best_metric
-        if whole and best is not None:
+        if not math.isfinite(message.metric):
             return
-        # Which way a metric of the user's is better, nobody has said.
-        if words.is_share(self.metric_name):
-            better = best is None or message.metric > best
-        else:
-            better = self.metric_name == "mse" and (
-                best is None or message.metric < best
-            )
-        if better:
+        best = self.best_metric
+        gain = 0.0 if best is None else message.metric - best
+        if best is None or (gain > 0 if self._higher_is_better else gain < 0):
             self.best_metric = message.metric
             self.best_metric_seconds = self.seconds(now)
 

@@ -33,6 +33,7 @@ class StopRules:
         table: As in the job file.
         n_train: Training samples, for epochs.
         metric_name: What `accuracy` is compared with.
+        higher_is_better: Of that metric; else it is to fall to `accuracy`.
         has_test: Whether `loss` means the held-out one.
     """
 
@@ -42,10 +43,12 @@ class StopRules:
         *,
         n_train: int,
         metric_name: str = "accuracy",
+        higher_is_better: bool = True,
         has_test: bool = True,
     ) -> None:
         self._table = table
         self._metric_name = metric_name
+        self._higher_is_better = higher_is_better
         self._has_test = has_test
         limits = [] if table.samples is None else [table.samples]
         if table.epochs is not None:
@@ -62,7 +65,7 @@ class StopRules:
             return f"{total:,} samples done"
         if table.seconds is not None and reached.seconds >= table.seconds:
             return f"{words.duration(table.seconds)} of training are over"
-        if _at_least(reached.metric, table.accuracy):
+        if self._is_good(reached.metric):
             value = words.metric(reached.metric, self._metric_name)
             return f"held-out {self._metric_name} {value} reached"
         loss = reached.held_out_loss if self._has_test else reached.loss
@@ -70,6 +73,12 @@ class StopRules:
             kind = "held-out" if self._has_test else "training"
             return f"{kind} loss {words.figure(loss)} reached"
         return None
+
+    def _is_good(self, metric: float | None) -> bool:
+        goal = self._table.accuracy
+        if metric is None or goal is None:
+            return False
+        return metric >= goal if self._higher_is_better else metric <= goal
 
     def progress(self, reached: Reached) -> float | None:
         """Return the share of the job that is done, 0 to 1, if samples or time tell."""
@@ -89,7 +98,3 @@ class StopRules:
         if self._table.seconds is not None and reached.seconds:
             times.append(self._table.seconds - reached.seconds)
         return max(min(times), 0.0) if times else None
-
-
-def _at_least(value: float | None, bound: float | None) -> bool:
-    return value is not None and bound is not None and value >= bound

@@ -6,6 +6,8 @@
 
 It never sees a parameter. Rules:
 
+* No replica trains beyond its bound, where [stop] has a number of samples
+  (`allowances`).
 * Replicas begin when all shards are there; all but the first only after
   `warm_start_steps` steps of that one (Dean et al. 2012, section 4.1).
 * A dead replica is restarted, and after too many deaths left out, while the others
@@ -39,7 +41,6 @@ from distbelief.job.supervision.supervisor_config import SupervisorConfig
 from distbelief.job.supervision.viewing import view_of
 from distbelief.messages import (
     Alone,
-    Begin,
     Failed,
     Finished,
     Heartbeat,
@@ -270,7 +271,7 @@ class Supervisor:
     ) -> list[Action]:
         match message:
             case Progress():
-                self._progressed(record, message, now)
+                return self._progressed(record, message, now)
             case Measured():
                 self._measured(record, message, now)
             case Saved():
@@ -288,8 +289,8 @@ class Supervisor:
         messages: list[Message | None] = []
         if record.stopped:
             messages.append(self._closing.stop_message())
-        elif record.begun and not record.progressed:
-            messages.append(Begin())
+        elif record.begun:
+            messages.append(self._books.allowances.again(record))
         leads = record.kind == "shard" and self._pairs.leads(record)
         if leads or record.kind == "coordinator":
             messages.append(self._saves.again(record.shard, now))
@@ -297,22 +298,27 @@ class Supervisor:
             messages.append(self._evaluations.again(now))
         return [Send(receiver=record.name, message=m) for m in messages if m]
 
-    def _progressed(self, record: RoleRecord, message: Progress, now: Seconds) -> None:
+    def _progressed(
+        self, record: RoleRecord, message: Progress, now: Seconds
+    ) -> list[Action]:
         if record.kind not in {"replica", "coordinator"}:
             raise RemoteProtocolError(
                 f"{record.name} sent Progress, but does not train"
             )
         self._phases.progressed(record, message, now)
+        begin = None
+        if self._ending.stage is Stage.RUN:
+            begin = self._books.allowances.after_progress(record)
+        return [Send(receiver=record.name, message=begin)] if begin else []
 
     def _measured(self, record: RoleRecord, message: Measured, now: Seconds) -> None:
         if record.kind != "evaluator":
             raise RemoteProtocolError(
                 f"{record.name} sent Measured, but does not evaluate"
             )
-        request = self._evaluations.answered(message)
-        if request is None:
+        if self._evaluations.answered(message) is None:
             return
-        self._figures.measured(message, now, whole=request.whole)
+        self._figures.measured(message, now)
         if self._ending.stage is Stage.RUN:
             self._record(now)
             self._phases.end_if_due(now)

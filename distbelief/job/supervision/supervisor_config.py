@@ -19,6 +19,8 @@ class SupervisorConfig:
         stop: When the job is over; None: when told to (a standing parameter server).
         admits_guests: Whether roles that somebody else started may join.
         metric_name: Of the held-out figure.
+        higher_is_better: Of that figure.
+        batch_size: Samples of a step of one replica.
         warm_start_steps: Steps of replica 0 before the other replicas begin.
         evaluate_every: Seconds between evaluations.
         snapshot_every: Seconds between snapshots.
@@ -46,6 +48,8 @@ class SupervisorConfig:
     stop: StopRules | None
     admits_guests: bool = False
     metric_name: str = "accuracy"
+    higher_is_better: bool = True
+    batch_size: int = 1
     warm_start_steps: int = 0
     evaluate_every: Seconds = 10.0
     snapshot_every: Seconds = 30.0

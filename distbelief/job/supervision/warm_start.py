@@ -6,8 +6,9 @@ replicas makes more of them usable (Dean et al. 2012, section 4.1).
 
 from typing import final
 
+from distbelief.job.supervision.allowances import Allowances
 from distbelief.job.supervision.membership import Membership, RoleRecord
-from distbelief.messages import Begin, Progress
+from distbelief.messages import Progress
 from distbelief.roles import Action, Send
 
 
@@ -17,11 +18,15 @@ class WarmStart:
 
     Args:
         members: Of the job.
+        allowances: How far they may train.
         n_steps: Of replica 0, in all its lives, before the others begin.
     """
 
-    def __init__(self, members: Membership, *, n_steps: int) -> None:
+    def __init__(
+        self, members: Membership, allowances: Allowances, *, n_steps: int
+    ) -> None:
         self._members = members
+        self._allowances = allowances
         self._n_left = n_steps
 
     @property
@@ -44,5 +49,6 @@ class WarmStart:
             if record.introduced_at is None or record.begun or not record.is_alive:
                 continue
             record.begun = True
-            actions.append(Send(receiver=record.name, message=Begin()))
+            begin = self._allowances.begin(record)
+            actions.append(Send(receiver=record.name, message=begin))
         return actions

@@ -77,13 +77,23 @@ class TrainingCourse:
 
     def n_steps(self, start: int, stop: int) -> int:
         """Return how many steps there are from one position to another."""
-        position, n = start, 0
-        while position < stop:
-            left = self._n_samples - position % self._n_samples
-            is_long = left == self._batch_size + 1 and self._batch_size > 1
-            position += left if is_long else min(left, self._batch_size)
-            n += 1
-        return n
+        left = self._n_samples - start % self._n_samples
+        if stop - start <= left:
+            return self._n_within(left, stop - start)
+        n_passes, rest = divmod(stop - start - left, self._n_samples)
+        n_whole = self._n_within(self._n_samples, self._n_samples)
+        return (
+            self._n_within(left, left)
+            + n_passes * n_whole
+            + self._n_within(self._n_samples, rest)
+        )
+
+    def _n_within(self, left: int, n_samples: int) -> int:
+        """Return the steps of so many samples, where a pass has `left` of them."""
+        size = self._batch_size
+        is_long = left % size == 1 and left > size > 1  # the last batch takes one more
+        n_left = left // size if is_long else -(-left // size)
+        return min(-(-max(n_samples, 0) // size), n_left)
 
 
 @final

@@ -75,6 +75,7 @@ class Leader:
         self._first: int | None = None  # position of the first life
         self.life = 0
         self._may_step = False
+        self._samples_max: int | None = None  # no step begins then
         self._stopping = False
         self._frozen: int | None = None  # no steps of this life beyond
         self._running = False  # all have gathered, and been told where to begin
@@ -130,9 +131,12 @@ class Leader:
         self._ended &= self._gone
         return self._gather()
 
-    def begin(self, now: Seconds) -> Outgoing:
-        """Let steps be taken, if all are there."""
-        self._may_step = True
+    def begin(self, now: Seconds, *, samples: int | None = None) -> Outgoing:
+        """Let steps be taken, if all are there; none once there are so many samples."""
+        granted = self.granted
+        self._may_step, self._samples_max = True, samples
+        if self._running:
+            return self._proceed() if self.granted > granted else []
         return self._go_on(now)
 
     def stop(self, now: Seconds) -> Outgoing:
@@ -265,7 +269,18 @@ class Leader:
             limits.append(max(self._steps_max - self._before, 0))
         if self._frozen is not None:
             limits.append(self._frozen)
+        if self._samples_max is not None and self._n_steps is not None:
+            limits.append(self._n_steps(self._position, self._samples_max))
         return min(limits)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all have taken the steps that they may so far."""
+        return (
+            self._samples_max is not None
+            and self._running
+            and self.steps >= self.granted
+        )
 
     @property
     def is_last(self) -> bool:

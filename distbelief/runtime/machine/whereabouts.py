@@ -30,6 +30,8 @@ class Whereabouts:
         own = self._own
         if lane and lane != CHAIN:
             return lane.removeprefix("machine:")
+        if own.leader is not None and own.leader.is_held:
+            return "waiting for more samples"
         machine = self._awaited(lane)
         if machine is not None and machine != own.machine:
             return f"waiting for {own.names[machine]}"

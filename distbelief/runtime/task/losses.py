@@ -121,6 +121,17 @@ def metric_function(name: str) -> Metric:
     return found
 
 
+def higher_is_better(metric: str) -> bool:
+    """Return which way this metric, by name or import path, is better.
+
+    A function of one's own may have an attribute `higher_is_better`, as torchmetrics'
+    have; without it higher is better.
+    """
+    if metric == "mse":
+        return False
+    return getattr(metric_function(metric), "higher_is_better", True) is not False
+
+
 def usual_metric(loss: str, *, labels: bool = True) -> str:
     """Return the metric that goes with a loss: its targets say which.
 

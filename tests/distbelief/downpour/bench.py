@@ -241,6 +241,13 @@ class Bench:
             self.compute()
         raise AssertionError(f"it never halted: {self.replica.status()}")
 
+    def run_while_it_can(self) -> None:
+        """Let everything happen until it waits for the supervisor."""
+        self.deliver()
+        while self.computes:
+            self.compute()
+            self.deliver()
+
     def has_halted(self) -> bool:
         """Return whether it has ended."""
         return self._halted

@@ -121,6 +121,25 @@ def test_work_is_priced() -> None:
     assert read.cost.n_bytes == 2 * 4 * (4 * 4 + 8)
 
 
+def test_no_step_begins_beyond_the_samples_that_are_allowed() -> None:
+    """It trained on until Stop came, however late that was."""
+    bench = Bench(await_begin=True).start()
+    bench.tell(Begin(samples=7))
+    bench.run_while_it_can()
+    assert bench.replica.counters.steps == 2  # a batch of 4 begins at 4, none at 8
+    assert bench.state == "waiting for more samples"
+    last = bench.told[-1]
+    assert isinstance(last, Progress)  # at once: the supervisor waits for it
+    assert last.samples == 8
+    assert bench.replica.status()[1]["samples_allowed"] == 7
+    bench.tell(Begin(samples=9))
+    bench.run_while_it_can()
+    assert bench.replica.counters.steps == 3
+    bench.tell(Stop(reason="that is all"))
+    bench.run_while_it_can()
+    assert isinstance(bench.told[-1], Finished)
+
+
 # ---------------------------------------------------------------------- what is pushed
 
 

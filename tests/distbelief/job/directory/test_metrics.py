@@ -1,6 +1,8 @@
 import math
 from pathlib import Path
 
+import matplotlib.image
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
@@ -126,6 +128,39 @@ def test_a_curve_is_drawn_without_a_display(tmp_path: Path) -> None:
 
 def test_without_a_metric_only_the_loss_is_drawn(tmp_path: Path) -> None:
     assert draw_curve(tmp_path / "curve.png", [measurement(1)], title="demo")
+
+
+def drawn(tmp_path: Path, *lines: Measurement) -> np.ndarray[tuple[int, ...], np.dtype]:
+    """Return the pixels of the curve: (height, width, 4) from 0 to 1."""
+    path = tmp_path / "curve.png"
+    assert draw_curve(path, lines, title="demo")
+    return matplotlib.image.imread(path)
+
+
+def test_a_single_evaluation_is_a_point_that_can_be_seen(tmp_path: Path) -> None:
+    """A line through one point has no ink: the panel looked empty."""
+    lines = [
+        Measurement(time=t, step=1, samples=64, loss=3.0 - t, metric=metric)
+        for t, metric in ((1.0, None), (2.0, 0.5))
+    ]
+    pixels = drawn(tmp_path, *lines)
+    lower = pixels[pixels.shape[0] // 2 :]
+    colourful = np.ptp(lower[..., :3], axis=-1) > 0.2
+    assert colourful.sum() > 20
+
+
+def test_a_panel_without_any_number_says_so(tmp_path: Path) -> None:
+    lines = [
+        Measurement(time=t, step=1, samples=64, loss=3.0 - t, metric=math.nan)
+        for t in (1.0, 2.0)
+    ]
+    pixels = drawn(tmp_path, *lines)
+    height, width, _ = pixels.shape
+    middle = pixels[
+        int(0.65 * height) : int(0.75 * height), width // 3 : 2 * width // 3
+    ]
+    dark = middle[..., :3].max(axis=-1) < 0.4
+    assert dark.sum() > 50  # words
 
 
 def test_nothing_measured_is_nothing_drawn(tmp_path: Path) -> None:

@@ -57,6 +57,14 @@ def test_no_rule_is_met_before_its_time(table: StopTable, reached: Reached) -> N
     assert rules(table).reason(reached) is None
 
 
+def test_a_metric_that_is_better_if_lower_ends_the_job_when_it_has_fallen() -> None:
+    """A job with metric "mse" ended at its first evaluation, the worst of all."""
+    table = StopTable(accuracy=0.5)
+    falling = StopRules(table, n_train=9, metric_name="mse", higher_is_better=False)
+    assert falling.reason(Reached(samples=1, seconds=1, metric=3.0)) is None
+    assert falling.reason(Reached(samples=1, seconds=1, metric=0.4)) is not None
+
+
 def test_without_held_out_data_loss_means_that_of_training() -> None:
     reached = Reached(samples=1, seconds=1, loss=0.4)
     reason = rules(StopTable(loss=0.5), has_test=False).reason(reached)

@@ -210,7 +210,13 @@ def test_begin_is_said_again_until_it_is_done(desk: Desk) -> None:
     desk.join()
     assert sent(desk.beat("replica-0", "waiting for begin"), Begin) == ["replica-0"]
     desk.progress("replica-0")
-    assert sent(desk.beat("replica-0"), Begin) == []
+    bound = next(
+        action.message.samples
+        for action in desk.beat("replica-0")
+        if isinstance(action, Send) and isinstance(action.message, Begin)
+    )
+    assert bound is not None
+    assert sent(desk.beat("replica-0", samples_allowed=bound), Begin) == []
 
 
 def test_words_of_strangers_and_former_lives_are_not_heard(desk: Desk) -> None:
@@ -283,6 +289,51 @@ def test_an_unanswered_request_is_repeated_and_an_answered_one_is_not(
     assert sent(desk.pass_time(5.0, beats=EVERYBODY), Evaluate) == []
     view = desk.supervisor.view(desk.now)
     assert (view.metric, view.held_out_loss, view.best_metric) == (0.75, 0.5, 0.75)
+
+
+def measured(config: SupervisorConfig, *metrics: float) -> Desk:
+    """Return a job that ends; these were measured, the last of all held-out samples."""
+    desk = Desk(config)
+    desk.join()
+    desk.progress()
+    for request, metric in enumerate(metrics, 1):
+        if request == len(metrics):
+            desk.progress("replica-0", step=100)  # the job ends
+            for replica in ("replica-0", "replica-1"):
+                desk.hear(replica, Finished(counters={}))
+        else:
+            desk.pass_time(11.0, beats=EVERYBODY)
+        answer = Measured(
+            request=request, loss=0.5, metric=metric, n_samples=10, clock=3.0
+        )
+        desk.hear("evaluator", answer)
+    return desk
+
+
+@pytest.mark.parametrize(
+    ("higher_is_better", "metrics", "best"),
+    [
+        (True, (0.5, 0.75, 0.9), 0.9),
+        (True, (0.5, 0.75, 0.6), 0.75),
+        (False, (3.0, 2.0, 1.0), 1.0),
+        (False, (3.0, 0.5, 1.0), 0.5),
+        (True, (float("nan"), 0.5, 0.25), 0.5),
+        (True, (0.9,), 0.9),
+    ],
+)
+def test_the_best_metric_is_the_best_of_all_that_were_measured(
+    metrics: tuple[float, ...], best: float, *, higher_is_better: bool
+) -> None:
+    """The last evaluation never counted, nor did any of a metric of the user's own."""
+    config = SupervisorConfig(
+        roster=ROSTER,
+        stop=StopRules(StopTable(samples=1000), n_train=100),
+        metric_name="mine:figure",
+        higher_is_better=higher_is_better,
+    )
+    desk = measured(config, *metrics)
+    view = desk.supervisor.view(desk.now)
+    assert (view.metric, view.best_metric) == (metrics[-1], best)
 
 
 def test_a_snapshot_that_fails_is_told_and_the_job_goes_on(desk: Desk) -> None:

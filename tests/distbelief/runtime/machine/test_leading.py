@@ -321,3 +321,18 @@ def test_losses_are_added_in_the_order_of_machines_whoever_was_first() -> None:
         losses.append(leader.life_done().loss)
         assert leader.square == 0.0
     assert losses[0] == losses[1]
+
+
+def test_no_more_steps_are_granted_than_samples_are_allowed() -> None:
+    leader = Leader(1, plan="p", n_steps=lambda a, b: -((a - b) // 4))
+    leader.start(1, 0.0)
+    leader.hear(0, 1, gathered(LIFE, samples=8), 0.0)
+    assert same(leader.begin(0.0, samples=14), (0, proceed(LIFE, 2, position=8)))
+    leader.hear(0, 1, stepped(LIFE, 1), 0.0)
+    assert (leader.granted, leader.is_held) == (2, False)
+    leader.hear(0, 1, stepped(LIFE, 2), 0.0)
+    assert (leader.granted, leader.is_held) == (2, True)
+    out = leader.begin(0.0, samples=30)
+    assert same(out, (0, proceed(LIFE, 4, position=8, agreed=2)))
+    assert not leader.is_held
+    assert leader.begin(0.0, samples=31) == []  # nobody may be three steps ahead

@@ -9,6 +9,7 @@ from typing_extensions import override
 from distbelief.errors import JobError
 from distbelief.runtime.task import trial
 from distbelief.runtime.task.checks import check
+from distbelief.runtime.task.losses import higher_is_better
 from distbelief.runtime.task.samples import Sample
 from distbelief.runtime.task.task import (
     DataSpec,
@@ -19,7 +20,7 @@ from distbelief.runtime.task.task import (
     build_model,
     metric_name,
 )
-from tests.distbelief.runtime.examples import HERE
+from tests.distbelief.runtime.examples import HERE, mean_output
 
 
 def task(  # each argument is one thing to get wrong
@@ -416,3 +417,14 @@ def test_top5_counts_labels_among_the_five_largest() -> None:
 def test_mse_is_the_mean_of_squares() -> None:
     mse = build_metric(task(metric="mse"))
     assert float(mse(torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [1.0]]))) == 2.5
+
+
+def test_which_way_a_metric_is_better_its_function_may_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = f"{HERE}:mean_output"
+    assert higher_is_better("accuracy")
+    assert not higher_is_better("mse")
+    assert higher_is_better(own)
+    monkeypatch.setattr(mean_output, "higher_is_better", False, raising=False)
+    assert not higher_is_better(own)
