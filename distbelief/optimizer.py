@@ -12,6 +12,7 @@
 Any number of loops, in any number of processes, may use one server, each with a model
 of the same shapes. The call `step()` of Algorithm 1.1 (Dean et al. 2012): accrue the
 gradient, push every n_push steps, fetch every n_fetch steps, step locally in between.
+A fetch loses no local step: those that are not pushed yet are taken again.
 
 The role runs only inside these calls: there is no thread. What arrives meanwhile waits
 in the socket.
@@ -53,10 +54,14 @@ class DownpourSGD(torch.optim.Optimizer):
         server: `ParameterServer.address`, or the line that `distbelief serve` prints.
         n_fetch: Steps between fetches.
         n_push: Steps between pushes.
-        learning_rate: Of this worker's own steps between fetches (the server's rule
-            has its own); needed if n_fetch > 1.
-        blocking: Wait until each push is applied before the next fetch: one worker
-            then trains exactly as plain sequential SGD does.
+        learning_rate: Of this worker's own steps between fetches and pushes (the
+            server's rule has its own); needed if n_fetch > 1. If only n_push > 1, a
+            worker without it takes no steps of its own and only sums gradients.
+        blocking: Wait until each push is applied before the next fetch, as is done
+            anyhow if n_fetch or n_push is above 1: one worker then trains as plain
+            sequential SGD does, if the server's rule is SGD of the same rate.
+        overwrite_local_steps: A fetch overwrites the local steps whose gradients are
+            not pushed yet, as in the paper, and waits only if `blocking`.
         timeout_seconds: How long a step may wait for the server.
         keys: Directory of this machine's keys, for a server whose address has a key;
             by default the one that `distbelief keys` uses.
@@ -75,6 +80,7 @@ class DownpourSGD(torch.optim.Optimizer):
         n_push: int = 1,
         learning_rate: float | None = None,
         blocking: bool = False,
+        overwrite_local_steps: bool = False,
         timeout_seconds: float = 60.0,
         keys: str | Path | None = None,
     ) -> None:
@@ -91,7 +97,10 @@ class DownpourSGD(torch.optim.Optimizer):
             chain.from_iterable(group["params"] for group in self.param_groups)
         )
         self._n_fetch, self._n_push = n_fetch, n_push
-        self._blocking, self._timeout_seconds = blocking, timeout_seconds
+        self._timeout_seconds = timeout_seconds
+        is_seldom = n_fetch > 1 or n_push > 1
+        self._keeps_local_steps = is_seldom and not overwrite_local_steps
+        self._awaits_pushes = blocking or self._keeps_local_steps
         self._n_steps = 0
         self._n_accrued = 0
         self._is_finished = True  # nothing has happened that the server lacks
@@ -213,10 +222,17 @@ class DownpourSGD(torch.optim.Optimizer):
         self._n_accrued += 1
 
     def _step_locally(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["learning_rate"])
+        for parameter, rate in zip(self._parameters, self._rates(), strict=True):
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad, alpha=-rate)
+
+    def _rates(self) -> list[float]:
+        """Return the rate of this worker's own steps, by parameter."""
+        return [
+            group["learning_rate"]
+            for group in self.param_groups
+            for _ in group["params"]
+        ]
 
     def _push(self) -> None:
         session = self._session
@@ -239,7 +255,7 @@ class DownpourSGD(torch.optim.Optimizer):
     def _fetch(self) -> None:
         session, client = self._session, self._session.client
         self._wait(lambda: client.ready, "a welcome")
-        if self._blocking:
+        if self._awaits_pushes:
             self._wait(lambda: client.unacknowledged == 0, "an acknowledgement")
         session.command(Computed(name=FETCH), self._timeout_seconds)
         while True:
@@ -249,8 +265,18 @@ class DownpourSGD(torch.optim.Optimizer):
                 Computed(name=INSTALLED, result=outcome), self._timeout_seconds
             )
             if not outcome.torn:
-                return
+                break
             session.node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)
+
+        if self._keeps_local_steps:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        """Take the local steps again that are not pushed yet."""
+        for index, rate in enumerate(self._rates()):
+            accrued = self._accrued[index]
+            if accrued is not None and rate:
+                self._session.values[index].add_(accrued, alpha=-rate)
 
     def _wait(self, until: Callable[[], bool], what: str) -> None:
         self._session.wait(until, what, self._timeout_seconds)

@@ -16,6 +16,7 @@ class DownpourConfig:
         n_fetch: Steps between fetches.
         n_push: Steps between pushes.
         blocking: Fetch only once every push is applied.
+        overwrite_local_steps: A fetch overwrites local steps that are not pushed yet.
         learning_rate: Of the shards' rule, for messages and local steps.
         local_learning_rate: Of local steps; None: `learning_rate`.
         schedule: Of the shards' rule; local steps follow it.
@@ -31,6 +32,7 @@ class DownpourConfig:
     n_fetch: int = 1
     n_push: int = 1
     blocking: bool = False
+    overwrite_local_steps: bool = False
     learning_rate: float = 0.0
     local_learning_rate: float | None = None
     schedule: Schedule = field(default_factory=Constant)
@@ -63,6 +65,26 @@ class DownpourConfig:
         """A bad gradient must not spoil a sum, or the local copy of the parameters."""
         return self.n_fetch > 1 or self.n_push > 1
 
+    @property
+    def keeps_local_steps(self) -> bool:
+        """A fetch loses no local step; with n_fetch = n_push = 1 there is none."""
+        return self.checks_every_gradient and not self.overwrite_local_steps
+
+    @property
+    def awaits_pushes(self) -> bool:
+        """A fetch begins once every push is applied.
+
+        Otherwise nobody knows whether the fetched parameters contain a push that is
+        under way, and so whether its local steps are to be taken again.
+        """
+        return self.blocking or self.keeps_local_steps
+
+    def may_fetch_during(self, step: int) -> bool:
+        """Return whether the next fetch may begin while this step is computed."""
+        if self.blocking:
+            return False
+        return not (self.keeps_local_steps and self.pushes_at(step))
+
     def fetches_at(self, step: int) -> bool:
         """Return whether this step begins with a fetch: 0, n_fetch, ... (DB-6)."""
         return step % self.n_fetch == 0
@@ -78,14 +100,18 @@ class DownpourConfig:
         return self.max_steps is not None and step >= self.max_steps
 
     def local_rate(self, step: int, *, clock: int) -> float | None:
-        """Return the rate of this step's local step; None if a fetch overwrites it.
+        """Return the rate of this step's local step; None if a fetch follows.
+
+        That fetch overwrites it, or takes it again with all that is not pushed yet.
 
         Args:
             step: The step.
             clock: Of the parameters in use.
         """
-        if self.fetches_at(step + 1):
-            return None
+        return None if self.fetches_at(step + 1) else self.rate(clock)
+
+    def rate(self, clock: int) -> float:
+        """Return the rate of local steps from parameters of this clock."""
         rate = self.local_learning_rate
         if rate is None:
             rate = self.learning_rate

@@ -20,12 +20,12 @@ import torch
 from distbelief.downpour.accruing import Accrued
 from distbelief.downpour.config import DownpourConfig
 from distbelief.downpour.norms import bad_sample, clip, is_finite, sum_of_squares
-from distbelief.parameter_server.client.client import Staged
+from distbelief.parameter_server.client.client import Installed, Staged
 from distbelief.parameter_server.client.staging import Draft
 from distbelief.roles import Cost
 from distbelief.runtime.execution.execution import Found, Put
 from distbelief.runtime.machine.course import Chosen
-from distbelief.runtime.machine.duty import Vote
+from distbelief.runtime.machine.duty import Install, Vote
 from distbelief.runtime.machine.portions import Portion
 
 
@@ -112,6 +112,49 @@ class PartTrainer:
         self._trained = trained
         self._counts = counts
         self._votes = n_machines > 1
+        self._sent: dict[int, torch.Tensor] = {}  # averages that shards have otherwise
+        self._gains: dict[int, torch.Tensor] | None = None  # of these, in a fetch
+
+    def drop(self) -> None:
+        """Forget what is not pushed: a life begins where the shards have it."""
+        self.accrued.drop()
+        self._sent.clear()
+        self._gains = None
+
+    def staged(self, staged: Staged) -> None:
+        """Begin to accrue anew: what there was is pushed, or is not finite."""
+        self.accrued.drop()
+        if staged.finite:
+            self._sent.clear()
+
+    def installing(self, work: Install, *, rate: float) -> Install:
+        """Return the work of an install that puts back what is not pushed yet.
+
+        Args:
+            work: Of the install.
+            rate: Of the local steps, which are taken again.
+        """
+
+        def install() -> Installed:
+            if self._gains is None:  # else an install was torn: values are a mixture
+                self._gains = {
+                    item: self.values[item] - sent for item, sent in self._sent.items()
+                }
+            installed = work()
+            if not installed.torn:
+                self._put_back(rate)
+            return installed
+
+        return install
+
+    def _put_back(self, rate: float) -> None:
+        gains, self._gains = self._gains or {}, None
+        for item, gain in gains.items():
+            self._sent[item].copy_(self.values[item])
+            self.values[item].add_(gain)
+        for value, accrued in zip(self.values, self.accrued.sums, strict=True):
+            if accrued is not None and rate:
+                value.add_(accrued, alpha=-rate)
 
     def close(self, step: Step, found: Found) -> Vote | Closed:
         """Say what this machine has of a step; alone, go on at once."""
@@ -153,6 +196,8 @@ class PartTrainer:
             return Closed(is_finite=False, staged=step.staged, blame=_blame(sample))
         if is_finite(step.after):
             for item, value in step.after.items():
+                if item not in self._sent and self._config.keeps_local_steps:
+                    self._sent[item] = self.values[item].clone()
                 self.values[item].copy_(value)
         if step.staged is None and step.counts:
             clip(step.gradients, square, norm_max=self._config.clip_norm)

@@ -6,6 +6,10 @@
     gradients pushed     g0                g1 + g2                  DB-7: raw, summed
     local step                             (x)      x               DB-9
 
+A fetch loses no local step: those whose gradients are not pushed yet are taken again
+from the parameters fetched. With `overwrite_local_steps` they are lost, as in the
+paper.
+
 Paper to code: alpha `local_learning_rate`, n_fetch `n_fetch`, n_push `n_push`, accrued
 gradients `LocalModel.accrued`.
 
@@ -13,8 +17,9 @@ Three things run side by side, weakly synchronised (DB-10): the compute lane tak
 steps, the data lane reads the batch of the next one, and the client's messages carry
 fetches and pushes. What was fetched is copied into the model just before the step that
 it is for, so from shared memory the newest values are used; block messages are asked
-for while the step before is computed. With `blocking` a fetch begins only when every
-push is applied: one replica then is sequential SGD (DB-11).
+for while the step before is computed. With `blocking`, or where there are local steps
+to keep, a fetch begins only when every push is applied: one replica then is sequential
+SGD (DB-11).
 
 A step waits if no slot is free for the push before it: at most two pushes of a replica
 are under way. After the last step one more push carries what has accrued since.
@@ -267,7 +272,7 @@ class ModelReplica:
         """Begin the fetch of the next step, unless it is under way or must wait."""
         if self._fetching or not self._config.fetches_at(self._step):
             return []
-        if self._config.blocking and self._client.unacknowledged:
+        if self._config.awaits_pushes and self._client.unacknowledged:
             return []
         self._fetching = True
         return self._client.begin_fetch(now)
@@ -275,7 +280,11 @@ class ModelReplica:
     def _fetch_ahead(self, now: Seconds) -> Sequence[Action]:
         """Begin the fetch of the step after the present one (DB-10)."""
         config, after = self._config, self._step + 1
-        if config.blocking or self._fetching or self._stopped_by is not None:
+        if self._fetching or self._stopped_by is not None:
+            return []
+        if not config.may_fetch_during(self._step):
+            return []
+        if config.awaits_pushes and self._client.unacknowledged:
             return []
         present = self._reader.next
         position = self._tally.position + (present.n_samples if present else 0)
@@ -286,12 +295,15 @@ class ModelReplica:
         return self._client.begin_fetch(now)
 
     def _install(self, attempt: Attempt) -> Compute:
-        model = self._trainer.model
+        model, config = self._trainer.model, self._config
         work = self._client.install(model.values)
+        rate = config.rate(self._clock) if config.keeps_local_steps else None
+        # Copied; and if local steps are taken again: gradients, values, values again.
+        n_copies = 5 if rate and self._n_accrued else 2
         return Compute(
             name="replica:install",
-            work=partial(self._trainer.install, work, attempt),
-            cost=Cost(n_bytes=2.0 * model.n_bytes),
+            work=partial(self._trainer.install, work, attempt, rate=rate),
+            cost=Cost(n_bytes=float(n_copies * model.n_bytes)),
             remaining=lambda: self._client.readable_share,
         )
 

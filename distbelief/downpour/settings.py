@@ -21,11 +21,16 @@ class DownpourSettings(
         n_fetch: Steps between fetches (in all experiments of the paper: 1).
         n_push: Steps between pushes (in all experiments of the paper: 1).
         blocking: Fetch only once every push is applied: with one replica, plain SGD.
+            If n_fetch or n_push is above 1, fetches wait for pushes anyhow.
+        overwrite_local_steps: A fetch overwrites the local steps whose gradients are
+            not pushed yet, as the paper has it. By default they are taken again from
+            the parameters fetched.
         warm_start_steps: Steps of replica 0 alone, before the supervisor releases the
             others.
-        local_learning_rate: Of a replica's own steps between fetches, before the
-            rule's schedule. By default the rule's; to be stated if n_fetch > 1 and the
-            rule is adaptive.
+        local_learning_rate: Of a replica's own steps between fetches and pushes,
+            before the rule's schedule. By default the rule's. With an adaptive rule it
+            must be given if n_fetch > 1; if only n_push > 1, a replica without it takes
+            no steps of its own and only sums gradients.
         clip_norm: Upper bound of each mini-batch gradient's 2-norm; None: no bound.
         max_steps: Steps after which each replica ends by itself; None: told to.
         non_finite_limit: Gradients in a row with NaN or Inf, each skipped and named,
@@ -39,6 +44,7 @@ class DownpourSettings(
     n_fetch: int = 1
     n_push: int = 1
     blocking: bool = False
+    overwrite_local_steps: bool = False
     warm_start_steps: int = 0
     local_learning_rate: float | None = None
     clip_norm: float | None = None
@@ -76,13 +82,17 @@ class DownpourSettings(
 
     def of_replica(self) -> DownpourConfig:
         """Return what a replica needs to know of it."""
+        local = self.local_learning_rate
+        if local is None and self.rule.adaptive:
+            local = 0.0
         return DownpourConfig(
             batch_size=self.batch_size,
             n_fetch=self.n_fetch,
             n_push=self.n_push,
             blocking=self.blocking,
+            overwrite_local_steps=self.overwrite_local_steps,
             learning_rate=self.rule.learning_rate,
-            local_learning_rate=self.local_learning_rate,
+            local_learning_rate=local,
             schedule=self.rule.schedule,
             clip_norm=self.clip_norm,
             max_steps=self.max_steps,

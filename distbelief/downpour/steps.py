@@ -4,9 +4,10 @@ The role (`replica`) decides when; this is the work itself, which may take long 
 touches the model. One step, in the words of Algorithm 1.1 of Dean et al. 2012:
 
     step    g := gradient of the mini-batch
-            parameters := parameters - alpha * g      unless a fetch overwrites them
+            parameters := parameters - alpha * g      unless a fetch follows
             accrued := accrued + g
     push    slots := accrued; accrued := 0            the role then sends the slots
+    fetch   parameters := the shards' - alpha * accrued
 """
 
 from collections.abc import Callable
@@ -113,10 +114,23 @@ class Trainer:
         inputs, targets = read_batch(self._dataset, [int(i) for i in indices])
         return Batch(position=position, indices=indices, inputs=inputs, targets=targets)
 
-    def install(self, work: Callable[[], Installed], attempt: Attempt) -> Installed:
-        """Copy what was fetched into the model; tell the attempt if it was torn."""
+    def install(
+        self, work: Callable[[], Installed], attempt: Attempt, *, rate: float | None
+    ) -> Installed:
+        """Copy what was fetched into the model; tell the attempt if it was torn.
+
+        Args:
+            work: Copies.
+            attempt: At the step that this fetch is for.
+            rate: Of the local steps that are not pushed yet, which are taken again;
+                None: they are overwritten.
+        """
+        if rate is not None:
+            self.model.before_fetch()
         installed = work()
         attempt.is_torn = bool(installed.torn)
+        if rate is not None and not attempt.is_torn:
+            self.model.after_fetch(rate)
         return installed
 
     def step(
@@ -150,6 +164,8 @@ class Trainer:
         """
         staged = stage()
         self.model.drop_accrued()
+        if staged.finite:
+            self.model.averages_are_sent()
         return staged
 
     def _gradient(self, batch: Batch) -> float:

@@ -37,7 +37,7 @@ from distbelief.roles import (
 )
 from distbelief.runtime.execution.execution import Found, Put
 from distbelief.runtime.machine.course import Chosen
-from distbelief.runtime.machine.duty import Vote
+from distbelief.runtime.machine.duty import Install, Vote
 from distbelief.runtime.machine.leading import Leader, Outgoing
 from distbelief.runtime.machine.portions import Portion
 
@@ -99,7 +99,10 @@ class Training:
 
     def may_fetch(self, *, ahead: bool) -> bool:
         """Return whether a fetch may begin now (DB-11)."""
-        return not (self._config.blocking and (ahead or self._client.unacknowledged))
+        config, step = self._config, self._step
+        if ahead and step is not None and not config.may_fetch_during(step.number):
+            return False
+        return not (config.awaits_pushes and self._client.unacknowledged)
 
     @property
     def is_due(self) -> bool:
@@ -121,12 +124,18 @@ class Training:
         step, self._step = self._step, None
         if step is not None and step.draft is not None:
             self._client.abandon()
-        self._accrued.drop()
+        self._trainer.drop()
         self._push_due = False
 
     def fetches_at(self, step: int) -> bool:
         """Return whether this step begins with a fetch (DB-6)."""
         return self._config.fetches_at(step)
+
+    def installing(self, work: Install) -> Install:
+        """Return the work of an install; it loses no local step."""
+        if not self._config.keeps_local_steps:
+            return work
+        return self._trainer.installing(work, rate=self._config.rate(self._clock))
 
     def fetched(self, seconds: Seconds) -> bool:
         """A fetch was installed."""
@@ -220,7 +229,7 @@ class Training:
         assert isinstance(result, Staged), result
         self._staging = False
         n_gradients, stop = self._accrued.n_gradients, self._accrued.stop
-        self._accrued.drop()
+        self._trainer.staged(result)
         return self._staged(result, n_gradients=n_gradients, stop=stop, now=now)
 
     def _staged(

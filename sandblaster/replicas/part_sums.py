@@ -24,7 +24,7 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.roles import Action, Computed, Cost, Report, Seconds
 from distbelief.runtime.execution.execution import Found, Put
 from distbelief.runtime.machine.course import Chosen
-from distbelief.runtime.machine.duty import Vote
+from distbelief.runtime.machine.duty import Install, Vote
 from distbelief.runtime.machine.leading import Leader, Outgoing
 from distbelief.runtime.machine.portions import Portion
 from sandblaster.replicas.foreman import Foreman
@@ -153,6 +153,10 @@ class PartSums:
     def fetches_at(self, step: int) -> bool:
         """Return whether this step begins with a fetch: once for an evaluation."""
         return step == 0 and self._course.order is not None and self._installed is None
+
+    def installing(self, work: Install) -> Install:
+        """Return the work of an install as it is."""
+        return work
 
     def fetched(self, seconds: Seconds) -> bool:
         """A fetch was installed; return whether it is of the evaluation (DB-16)."""

@@ -205,6 +205,7 @@ def downpour(  # the options of one job
     n_fetch: int = 1,
     n_push: int = 1,
     blocking: bool = False,
+    overwrite_local_steps: bool = False,
     max_steps: int | None = 10,
     local_learning_rate: float | None = None,
     loss: str = "cross_entropy",
@@ -216,6 +217,7 @@ def downpour(  # the options of one job
         n_fetch=n_fetch,
         n_push=n_push,
         blocking=blocking,
+        overwrite_local_steps=overwrite_local_steps,
         max_steps=max_steps,
         local_learning_rate=local_learning_rate,
     )
@@ -316,8 +318,74 @@ def test_algorithm_1_1_is_followed_to_the_bit(
     n_fetch: int, n_push: int, host: str
 ) -> None:
     """DB-6 to DB-9: when, what sum, from zero again, and the steps in between."""
-    job = downpour(n_fetch=n_fetch, n_push=n_push, blocking=True, max_steps=11)
+    job = downpour(
+        n_fetch=n_fetch,
+        n_push=n_push,
+        blocking=True,
+        overwrite_local_steps=True,
+        max_steps=11,
+    )
     cluster = Cluster(LEARNING, job, host=host)
+    cluster.run()
+    assert same(cluster.values(), plain(job, task=LEARNING))
+
+
+@both_data_paths
+@pytest.mark.parametrize("n_push", [1, 2, 5, 10])
+@pytest.mark.parametrize("n_fetch", [1, 2, 5, 10])
+def test_one_replica_alone_is_sequential_sgd_however_seldom_it_fetches_and_pushes(
+    n_fetch: int, n_push: int, host: str
+) -> None:
+    """A fetch overwrote the local steps whose gradients were not pushed yet.
+
+    With n_fetch = n_push = 10, nine of ten gradients were computed for nothing. Only
+    n_fetch = n_push = 1 needs `blocking`, for there a fetch does not wait for pushes.
+    """
+    job = downpour(
+        n_fetch=n_fetch,
+        n_push=n_push,
+        blocking=n_fetch == n_push == 1,
+        max_steps=31,
+    )
+    cluster = Cluster(LEARNING, job, host=host, n_shards=2)
+    cluster.run()
+    everything_at_once = msgspec.structs.replace(job, n_fetch=1, n_push=1)
+    expected = plain(everything_at_once, task=LEARNING)
+    for name, value in cluster.values().items():
+        if n_push == 1:  # sums of one gradient: the same additions in the same order
+            assert torch.equal(value, expected[name])
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-6)
+
+
+def normal_net(*, width: int = 40) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(width, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 2)
+    )
+
+
+@pytest.mark.parametrize(("n_fetch", "n_push"), [(1, 4), (4, 4), (2, 3)])
+def test_a_fetch_loses_nothing_of_running_averages(n_fetch: int, n_push: int) -> None:
+    """It put back what the shards had: of four steps one counted."""
+    task = msgspec.structs.replace(
+        LEARNING, model=ModelSpec(factory=f"{HERE}:normal_net", initial="seed")
+    )
+    found = []
+    for job in (
+        downpour(blocking=True, max_steps=13),
+        downpour(n_fetch=n_fetch, n_push=n_push, max_steps=13),
+    ):
+        cluster = Cluster(task, job)
+        cluster.run()
+        found.append(cluster.values())
+    assert found[1]["1.num_batches_tracked"].item() == 13
+    for name, value in found[1].items():
+        torch.testing.assert_close(value, found[0][name], rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_rate_of_its_own_a_replica_only_sums_gradients() -> None:
+    """An adaptive rule's step is not the replica's to take: n_push = 3 sums three."""
+    job = downpour(rule=Adagrad(learning_rate=0.05), n_push=3, max_steps=10)
+    cluster = Cluster(LEARNING, job)
     cluster.run()
     assert same(cluster.values(), plain(job, task=LEARNING))
 
@@ -343,7 +411,7 @@ def test_local_steps_have_their_own_rate() -> None:
 @pytest.mark.parametrize("n_shards", [2, 5])
 def test_the_number_of_shards_changes_no_bit(rule: UpdateRule, n_shards: int) -> None:
     """DB-5 and DB-13: for one order of updates."""
-    job = downpour(rule=rule, blocking=True, n_push=2)
+    job = downpour(rule=rule, blocking=True, overwrite_local_steps=True, n_push=2)
     cluster = Cluster(LEARNING, job, n_shards=n_shards)
     cluster.run()
     assert same(cluster.values(), plain(job, task=LEARNING))

@@ -15,6 +15,7 @@ from distbelief.roles import Action, Computed, Seconds
 from distbelief.runtime.execution.execution import Found, Put
 from distbelief.runtime.execution.operations import Dataflow
 from distbelief.runtime.machine.course import Chosen
+from distbelief.runtime.machine.duty import Install
 from distbelief.runtime.machine.leading import Leader, Outgoing
 from distbelief.runtime.machine.portions import Portion
 
@@ -141,6 +142,10 @@ class Rehearsing:
         """Never fetch: all values are here."""
         del step
         return False
+
+    def installing(self, work: Install) -> Install:
+        """Return the work of an install as it is."""
+        return work
 
     def fetched(self, seconds: Seconds) -> bool:
         """Never called."""

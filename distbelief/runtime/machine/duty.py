@@ -7,11 +7,16 @@ from typing import Protocol, final
 import torch
 
 from distbelief.messages import Begin, Evaluate, Stop
+from distbelief.parameter_server.client.client import Installed
 from distbelief.roles import Action, Computed, Cost, Seconds
 from distbelief.runtime.execution.execution import Found, Put
 from distbelief.runtime.machine.course import Chosen
 from distbelief.runtime.machine.leading import Leader, Outgoing
 from distbelief.runtime.machine.portions import Portion
+
+
+Install = Callable[[], Installed]
+"""Copies what was fetched into a duty's tensors, in the compute lane."""
 
 
 @final
@@ -66,6 +71,10 @@ class Duty(Protocol):
 
     def fetches_at(self, step: int) -> bool:
         """Return whether this step begins with a fetch."""
+        ...
+
+    def installing(self, work: Install) -> Install:
+        """Return the work of an install, and what it is to do before and after it."""
         ...
 
     def fetched(self, seconds: Seconds) -> bool:

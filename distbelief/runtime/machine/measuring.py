@@ -21,6 +21,7 @@ from distbelief.parameter_server.client.client import ParameterClient
 from distbelief.roles import SUPERVISOR, Action, Computed, Seconds, Send
 from distbelief.runtime.execution.execution import Found, Put
 from distbelief.runtime.machine.course import Chosen, MeasuringCourse
+from distbelief.runtime.machine.duty import Install
 from distbelief.runtime.machine.leading import Leader, Outgoing
 from distbelief.runtime.machine.portions import Portion
 
@@ -128,6 +129,10 @@ class Measuring:
     def fetches_at(self, step: int) -> bool:
         """Return whether this step begins with a fetch: the first does."""
         return step == 0
+
+    def installing(self, work: Install) -> Install:
+        """Return the work of an install as it is."""
+        return work
 
     def fetched(self, seconds: Seconds) -> bool:
         """A fetch was installed."""

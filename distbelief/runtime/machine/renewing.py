@@ -68,7 +68,7 @@ class Renewing:
         self._installing = (self._life, step)
         work = Compute(
             name=INSTALL,
-            work=self._client.install(values),
+            work=self._duty.installing(self._client.install(values)),
             cost=Cost(n_bytes=2.0 * sum(value.nbytes for value in values)),
             remaining=lambda: self._client.readable_share,
         )

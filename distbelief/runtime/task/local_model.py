@@ -10,7 +10,7 @@ require no grad, and buffers, are "buffers" to the shards: averaged, not updated
 Buffers that the module itself does not save (persistent=False) are none of ours.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -61,6 +61,13 @@ class LocalModel:
             index for index, tensor in enumerate(self._tensors) if tensor.requires_grad
         ]
         self._buffers = _owners_of_buffers(module)
+        self._averages = [
+            index
+            for index, tensor in enumerate(self._tensors)
+            if not isinstance(tensor, nn.Parameter) and tensor.dtype != torch.bool
+        ]
+        self._sent: dict[int, torch.Tensor] = {}  # averages, as shards have them
+        self._gains: dict[int, torch.Tensor] | None = None  # beyond that, in a fetch
         self.accrued: list[torch.Tensor | None] = [None] * len(self._tensors)
         self.n_parameters = sum(self.values[index].numel() for index in self._trained)
 
@@ -146,14 +153,7 @@ class LocalModel:
 
     def step(self, rate: float) -> None:
         """Step by -rate times the gradient."""
-        pairs = [
-            (value, gradient)
-            for value, gradient in zip(self.values, self.gradients, strict=True)
-            if gradient is not None
-        ]
-        if pairs:
-            values, gradients = zip(*pairs, strict=True)
-            torch._foreach_add_(list(values), list(gradients), alpha=-rate)
+        self._step_by(self.gradients, rate)
 
     def accrue(self) -> None:
         """Add the gradient to `accrued`; the first since a drop is taken as it is."""
@@ -169,6 +169,40 @@ class LocalModel:
     def drop_accrued(self) -> None:
         """Begin to accrue anew: what there was is pushed, or not wanted."""
         self.accrued[:] = [None] * len(self.accrued)
+
+    def before_fetch(self) -> None:
+        """Note what averages have gained that is not pushed yet."""
+        if self._gains is None:  # else an install was torn: values are a mixture
+            self._gains = {
+                index: self.values[index] - sent for index, sent in self._sent.items()
+            }
+
+    def after_fetch(self, rate: float) -> None:
+        """Put back what is not pushed yet: steps of -rate times `accrued`, and gains.
+
+        A gain that is not finite comes of a sample that was skipped, and is dropped.
+        """
+        gains, self._gains = self._gains or {}, None
+        self._sent = {index: self.values[index].clone() for index in self._averages}
+        for index, gain in gains.items():
+            if bool(gain.isfinite().all()):
+                self.values[index].add_(gain)
+        self._step_by(self.accrued, rate)
+
+    def averages_are_sent(self) -> None:
+        """Note that the shards have the averages as they are now."""
+        for index, sent in self._sent.items():
+            sent.copy_(self.values[index])
+
+    def _step_by(self, gradients: Sequence[torch.Tensor | None], rate: float) -> None:
+        pairs = [
+            (value, gradient)
+            for value, gradient in zip(self.values, gradients, strict=True)
+            if gradient is not None
+        ]
+        if pairs and rate:
+            values, moves = zip(*pairs, strict=True)
+            torch._foreach_add_(list(values), list(moves), alpha=-rate)
 
     def measure(
         self,

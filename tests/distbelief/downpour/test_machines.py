@@ -46,6 +46,7 @@ from tests.simulation.test_downpour import LEARNING, downpour, plain
 
 HERE = "tests.distbelief.downpour.test_machines"
 EXAMPLES = "tests.distbelief.runtime.examples"
+SIMULATED = "tests.simulation.test_downpour"
 
 
 # ------------------------------------------------------- one replica: Algorithm 1.1
@@ -108,7 +109,13 @@ def test_one_replica_with_blocking_calls_is_sequential_sgd(
 
 @pytest.mark.parametrize(("n_fetch", "n_push"), [(3, 1), (1, 3), (2, 2), (3, 2)])
 def test_fetches_and_pushes_are_those_of_the_paper(n_fetch: int, n_push: int) -> None:
-    settings = downpour(blocking=True, max_steps=8, n_fetch=n_fetch, n_push=n_push)
+    settings = downpour(
+        overwrite_local_steps=True,
+        blocking=True,
+        max_steps=8,
+        n_fetch=n_fetch,
+        n_push=n_push,
+    )
     group = Group(LEARNING, settings, inputs=FRAMES, n_machines=3, plan_seed=1)
     group.run()
     expected = plain(settings, task=LEARNING)
@@ -116,18 +123,30 @@ def test_fetches_and_pushes_are_those_of_the_paper(n_fetch: int, n_push: int) ->
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def normal_net(*, width: int = 40) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(width, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 2)
+@pytest.mark.parametrize(
+    ("n_fetch", "n_push"), [(1, 2), (1, 10), (2, 5), (5, 2), (10, 1), (10, 10)]
+)
+def test_one_replica_alone_is_sequential_sgd_however_seldom_it_fetches_and_pushes(
+    n_fetch: int, n_push: int
+) -> None:
+    """A fetch overwrote the local steps whose gradients were not pushed yet."""
+    settings = downpour(max_steps=23, n_fetch=n_fetch, n_push=n_push)
+    group = Group(
+        LEARNING, settings, inputs=FRAMES, n_machines=3, plan_seed=1, dtype="float64"
     )
+    group.run()
+    expected = sequential(settings, group)
+    for name, value in group.values().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("n_machines", [1, 3])
-def test_running_statistics_are_those_of_one_process(n_machines: int) -> None:
+def test_running_statistics_are_those_of_one_process(n_machines: int, n: int) -> None:
     task = msgspec.structs.replace(
-        LEARNING, model=ModelSpec(factory=f"{HERE}:normal_net", initial="seed")
+        LEARNING, model=ModelSpec(factory=f"{SIMULATED}:normal_net", initial="seed")
     )
-    settings = downpour(blocking=True, max_steps=9)
+    settings = downpour(blocking=True, max_steps=9, n_fetch=n, n_push=n)
     group = Group(
         task,
         settings,
@@ -155,7 +174,7 @@ def big_data(*, width: int, n_samples: int) -> list[object]:
 def test_running_statistics_of_a_step_that_is_skipped_are_skipped(n_push: int) -> None:
     task = msgspec.structs.replace(
         LEARNING,
-        model=ModelSpec(factory=f"{HERE}:normal_net", initial="seed"),
+        model=ModelSpec(factory=f"{SIMULATED}:normal_net", initial="seed"),
         train=DataSpec(
             factory=f"{HERE}:big_data", arguments={"width": 40, "n_samples": 40}
         ),

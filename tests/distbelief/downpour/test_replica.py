@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from distbelief.data.subset import BatchCursor
 from distbelief.downpour.config import DownpourConfig
+from distbelief.downpour.steps import Attempt, Trainer
 from distbelief.errors import JobError, RemoteProtocolError
 from distbelief.messages import (
     Alive,
@@ -20,7 +21,10 @@ from distbelief.messages import (
     Push,
     Stop,
 )
+from distbelief.parameter_server.client.client import Installed
 from distbelief.roles import Lane
+from distbelief.runtime.task import trial
+from distbelief.runtime.task.local_model import LocalModel
 from tests.distbelief.downpour.bench import Bench
 from tests.distbelief.runtime.examples import Frames, dropout_net, net
 
@@ -153,10 +157,50 @@ def test_the_first_push_has_one_gradient_and_later_ones_n_push() -> None:
 
 
 def test_a_push_names_the_clock_of_its_oldest_gradient() -> None:
-    bench = Bench(config=config(n_push=3, max_steps=8)).start()
+    literal = replace(config(n_push=3, max_steps=8), overwrite_local_steps=True)
+    bench = Bench(config=literal).start()
     bench.run_to_the_end()
     clocks = [push.fetched_clock for push, _ in bench.shard.pushed]
     assert clocks == [0, 0, 1, 2]  # the fetch for step 1 began before push 1 was sent
+
+
+def test_where_local_steps_are_kept_a_fetch_follows_every_push_that_is_sent() -> None:
+    """Else nobody knew whether it contains that push, and whose steps to take again."""
+    bench = Bench(config=config(n_push=3, max_steps=8)).start()
+    bench.run_to_the_end()
+    clocks = [push.fetched_clock for push, _ in bench.shard.pushed]
+    assert clocks == [0, 1, 2, 3]
+
+
+def test_a_fetch_that_is_torn_and_repeated_puts_back_local_steps_once() -> None:
+    model = LocalModel(net())
+    before = [value.clone() for value in model.values]
+    batch = Frames().inputs[:4], Frames().targets[:4]
+    model.gradient(*batch, nn.functional.cross_entropy)
+    model.accrue()
+    trainer = Trainer(
+        model,
+        Frames(),
+        loss=nn.functional.cross_entropy,
+        names=trial.Names(model="net", loss="cross_entropy", data="data.train"),
+        clip_norm=None,
+        always_check=True,
+        seed=(0, 0),
+    )
+    for torn in [(0,), (0,), ()]:
+        installed = Installed(torn=torn, clocks=(-1 if torn else 3,))
+
+        def install(installed: Installed = installed) -> Installed:
+            for value, fetched in zip(model.values, before, strict=True):
+                value.copy_(fetched)
+            return installed
+
+        trainer.install(install, Attempt(), rate=0.5)
+    for value, fetched, gradient in zip(
+        model.values, before, model.gradients, strict=True
+    ):
+        assert gradient is not None
+        assert torch.equal(value, torch.add(fetched, gradient, alpha=-0.5))
 
 
 @pytest.mark.parametrize(
