@@ -97,6 +97,14 @@ FIGURES: dict[str, set[str]] = {
 """Of each benchmark, with `--small`: what it must tell."""
 
 
+def test_benchmarks_read_data_not_sentences() -> None:
+    """Words change, and whoever looks for them by a pattern is not told."""
+    for path in sorted(FOLDER.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert "re" not in {name.name for name in node.names}, path
+
+
 # ----------------------------------------------------------------------- make bench
 
 
