@@ -9,7 +9,7 @@ are candidates too, and search begins from the best of all. So more machines are
 expected to be slower, and no baseline is faster.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, final
 
@@ -30,7 +30,7 @@ from distbelief.program.pricing import Price
 from distbelief.program.schedule import statistics_of
 
 
-__all__ = ["Order", "Planned", "Told", "plan", "played", "player_of"]
+__all__ = ["Order", "Planned", "Told", "each_plan", "plan", "played", "player_of"]
 
 _FEWER: Final = (1, 2, 4, 8, 16)
 """Numbers of machines that are planned whether or not anybody asks for them."""
@@ -71,6 +71,13 @@ def plan(
     Raises:
         GraphError: no such number of machines, or an impossible pin.
     """
+    return list(each_plan(order, counts, tell=tell))
+
+
+def each_plan(
+    order: Order, counts: Sequence[int], *, tell: Told = lambda _: None
+) -> Iterator[Planned]:
+    """Yield what `plan` returns, each plan as soon as it is found."""
     counts = list(counts)
     for count in counts:
         order.cluster.first(count)  # says what is wrong before anything takes long
@@ -78,7 +85,6 @@ def plan(
         raise GraphError("no number of machines is given: use 1 or more")
     check_pins(order.graph, order.pins, order.cluster.first(max(counts)))
     planner = _Planner(order, tell=tell)
-    planned = []
     for count in _all_counts(counts, order):
         try:
             done = planner.plan_for(count)
@@ -87,8 +93,7 @@ def plan(
                 continue  # a pin wants more machines
             raise
         if count in counts:
-            planned.append(done)
-    return planned
+            yield done
 
 
 def _all_counts(counts: Sequence[int], order: Order) -> list[int]:

@@ -1,6 +1,7 @@
 """Seconds to a fixed held-out loss: `DownpourSGD` beside other systems.
 
     python experiments/benchmarks/async_peers.py [--rounds 5] [--peer-python NAME=PATH]
+        [--small]
 
 Everybody trains the same net (784-512-512-10) from the same weights on the same 60,000
 samples that a random net has classified, in batches of 64 by plain SGD at one rate,
@@ -65,6 +66,15 @@ ENTRIES = (
     ),
 )
 SINGLE = Entry(name="single", module="single")
+SMALL = {
+    "rounds": 1,
+    "samples": 1_280,
+    "held_out": 128,
+    "hidden": 16,
+    "learning_rate": 0.1,
+    "record_every": 2,
+    "target": 2.5,
+}
 OURS = ("ours", "ours_adagrad", "ours_every_5")
 
 
@@ -300,7 +310,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--record-every", type=int, default=25, help="gradients of worker 0")
     add("--target", type=float, help="held-out loss, instead of the plain process's")
     add("--seconds-max", type=float, default=180.0, help="of one turn")
-    return parser.parse_args(arguments)
+    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a run keeps of its speed, and of its pushes, while somebody kills its processes.
 
-    python experiments/benchmarks/chaos.py [--minutes 10] [--seed 0]
+    python experiments/benchmarks/chaos.py [--minutes 10] [--seed 0] [--small]
 
 Four workers (ordinary loops with `DownpourSGD`, a tiny net, batches of 64) train
 against two shards with two copies each. About every ten seconds a process drawn by a
@@ -19,7 +19,6 @@ neither.
 import argparse
 import json
 import multiprocessing
-import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -39,15 +38,17 @@ from distbelief.parameter_server.rules.update_rules import SGD
 from distbelief.serving.server import ParameterServer
 from experiments.benchmarks.marks import worker as marked_worker
 from experiments.benchmarks.marks.ledger import Ledger, MarkedNet, Verdict, judge
+from experiments.benchmarks.measuring import measurement
 
 
 N_WORKERS = 4
 N_SHARDS = 2
 HANG_SECONDS = 30.0
 STANDSTILL_SECONDS = 2.0  # after which one that moves again is told of
-SETTLE_SECONDS = 6.0  # after the last fault of a stretch, before peace is measured
-FAULT_EVERY = (5.0, 15.0)  # seconds between two faults, drawn evenly
-PAUSE_SECONDS = (1.0, 5.0)
+SETTLE = 0.6  # after the last fault of a stretch, before peace is measured; these
+FAULTS = (0.5, 1.5)  # between two faults, drawn evenly; and
+PAUSE = (0.1, 0.5)  # are shares of the mean time between two faults
+SMALL = {"minutes": 0.15, "every": 1.5}
 TICK_SECONDS = 0.02
 STILL_SECONDS = 0.1
 
@@ -86,8 +87,11 @@ class Tally:
 class Arena:
     """The server, its workers, and whoever attacks them."""
 
-    def __init__(self, folder: Path, *, seed: int, shard_copies: int) -> None:
+    def __init__(
+        self, folder: Path, *, seed: int, shard_copies: int, every: float
+    ) -> None:
         self._folder = folder
+        self._every = every  # seconds between two faults, on average
         self._random = np.random.default_rng(seed)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", marked_worker.__name__])
@@ -136,7 +140,8 @@ class Arena:
         begun = now = moved_at = time.monotonic()
         n_begun = n_seen = self._n_acknowledged
         standstill = 0.0
-        next_fault = now + self._draw(FAULT_EVERY)
+        last_fault = begun + seconds - SETTLE * self._every
+        next_fault = now + self._draw(FAULTS)
         while now < begun + seconds:
             time.sleep(TICK_SECONDS)
             now = time.monotonic()
@@ -146,9 +151,9 @@ class Arena:
                 if now - moved_at > STILL_SECONDS:
                     standstill += now - moved_at
                 moved_at = now
-            if kind == "chaos" and next_fault <= now < begun + seconds - SETTLE_SECONDS:
+            if kind == "chaos" and next_fault <= now < last_fault:
                 self._attack(now)
-                next_fault = now + self._draw(FAULT_EVERY)
+                next_fault = now + self._draw(FAULTS)
         n_pushes = self._n_acknowledged - n_begun
         self.tally.standstill[kind] = self.tally.standstill.get(kind, 0.0) + standstill
         self.tally.pushes[kind] = self.tally.pushes.get(kind, 0) + n_pushes
@@ -221,7 +226,7 @@ class Arena:
         n_roles = N_WORKERS + len(self._shards)
         victim = int(self._random.integers(n_roles))
         kills = bool(self._random.integers(2))
-        seconds = self._draw(PAUSE_SECONDS)  # drawn in any case: one seed, one schedule
+        seconds = self._draw(PAUSE)  # drawn in any case: one seed, one schedule
         worker = self.workers[victim] if victim < N_WORKERS else None
         if worker is None:
             name = self._shards[victim - N_WORKERS]
@@ -250,12 +255,10 @@ class Arena:
         self._watched = False
 
     def _pid_of(self, name: str) -> int | None:
-        log = self._folder / "server" / f"{name}.log"
-        pids = re.findall(r"process (\d+) begins", log.read_text())
-        return int(pids[-1]) if pids else None
+        return measurement.roles_in(self._folder / "server").get(name)
 
-    def _draw(self, bounds: tuple[float, float]) -> float:
-        return float(self._random.uniform(*bounds))
+    def _draw(self, shares: tuple[float, float]) -> float:
+        return self._every * float(self._random.uniform(*shares))
 
     def _say(self, text: str) -> None:
         seconds = time.monotonic() - self._begun
@@ -266,7 +269,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="distbelief-chaos-") as folder:
-        arena = Arena(Path(folder), seed=options.seed, shard_copies=options.copies)
+        arena = Arena(
+            Path(folder),
+            seed=options.seed,
+            shard_copies=options.copies,
+            every=options.every,
+        )
         n_stretches = max(1, round(options.minutes))
         chaos = 60.0 * options.minutes / n_stretches
         with arena.open():
@@ -312,7 +320,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0, help="of chaos")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule of faults")
     parser.add_argument("--copies", type=int, default=2, help="of each shard")
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--every", type=float, default=10.0, help="seconds between faults, on average"
+    )
+    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from experiments.benchmarks.measuring.track import OVER, Track
 
 
 CONTESTANTS: Final = ("alone", "downpour", "ddp", "kept")
+SMALL: Final = {"rounds": 1, "seconds": 0.7, "batch_sizes": [8]}  # of a tiny net
 N_PROCESSES: Final = 2  # that train, of each contestant
 N_SHARDS: Final = 2
 N_WARM_STEPS: Final = 4
@@ -306,8 +307,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4, help="turns of each")
     parser.add_argument("--seconds", type=float, default=12.0, help="of a turn")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--small", action="store_true", help="a tiny net, for a look")
-    return parser.parse_args(arguments)
+    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

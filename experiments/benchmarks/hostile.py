@@ -1,6 +1,9 @@
 """What hostile peers cost honest ones: throughput, and the server's memory.
 
     python experiments/benchmarks/hostile.py [--seconds 10] [--rounds 1] [--only KIND]
+        [--small]
+
+Not in `make bench`: only root may make network namespaces.
 
 Three hosts at a switch (network namespaces): a server with keys and two shards, an
 honest worker that pushes and fetches 1 MiB as fast as it can, and one attacker at a
@@ -27,7 +30,6 @@ as it took.
 import argparse
 import json
 import mmap
-import re
 import struct
 import subprocess
 import sys
@@ -43,6 +45,7 @@ from typing import Final, final
 import msgspec
 
 from distbelief.serving.server import ServerAddress
+from distbelief.serving.shards import Request
 from distbelief.transport.key_files import Allowed, KeyFiles
 from distbelief.transport.peers import Caps
 from experiments.benchmarks.measuring import measurement
@@ -55,7 +58,10 @@ BITS_PER_SECOND: Final = 4e10  # no bottleneck: a full link is nobody's to mend
 HOSTILE_BITS_PER_SECOND: Final = 1e9
 HONEST_CORE, HOSTILE_CORE = "0", "1"
 CORES: Final = (HONEST_CORE, HONEST_CORE, HOSTILE_CORE)  # server, worker, attacker
+PORT: Final = 7700
+SERVED: Final = "served"  # the server's directory
 BURN: Final = "burn"
+SMALL: Final = {"seconds": 1.0, "only": ("random",)}
 NETS: Final = "from torch import nn\n\ndef make():\n    return nn.Linear(512, 512)\n"
 SETTLE_SECONDS: Final = 0.1
 WARM_SECONDS: Final = 1.0
@@ -251,7 +257,7 @@ def _field() -> Iterator[Field]:
             KeyFiles(folder / name).make()
         _allow(folder / "server-keys", folder / "worker-keys", "honest")
         server = stack.enter_context(_serving(folder, lan.hosts[0]))
-        address = _address(server)
+        address = _address(server, folder, lan.hosts[0])
         (folder / "counter").write_bytes(bytes(8))
         file = stack.enter_context((folder / "counter").open("r+b"))
         told = Told(
@@ -282,7 +288,8 @@ def _field() -> Iterator[Field]:
 @contextmanager
 def _serving(folder: Path, host: Host) -> Iterator["subprocess.Popen[str]"]:
     words = ["serve", "nets:make", "--shards", "2", "--keys", "server-keys"]
-    words += ["--bind", f"tcp://{host.address}:7700", "--learning-rate", "1e-6"]
+    words += ["--bind", _endpoint(host), "--learning-rate", "1e-6"]
+    words += ["--directory", SERVED]
     command = str(Path(sys.executable).with_name("distbelief"))
     process = subprocess.Popen(
         [*_at(host, HONEST_CORE), command, *words],
@@ -300,15 +307,28 @@ def _serving(folder: Path, host: Host) -> Iterator["subprocess.Popen[str]"]:
         process.kill()
 
 
-def _address(server: "subprocess.Popen[str]") -> ServerAddress:
-    said = []
-    assert server.stdout is not None
-    for line in server.stdout:
-        said.append(line)
-        found = re.match(r"workers on other machines: (\S+)", line)
-        if found is not None:
-            return ServerAddress.parse(found[1])
-    raise SystemExit(f"the server ended: {''.join(said)}")
+def _address(
+    server: "subprocess.Popen[str]", folder: Path, host: Host
+) -> ServerAddress:
+    """Return where the server will be; it may still be starting."""
+    file = folder / SERVED / "request.json"
+    while not file.is_file():
+        if server.poll() is not None:
+            raise SystemExit(f"the server ended: {server.communicate()[0]}")
+        time.sleep(TICK_SECONDS)
+    request = msgspec.json.decode(file.read_bytes(), type=Request)
+    return ServerAddress(
+        endpoint=_endpoint(host),
+        token=request.token,
+        key=KeyFiles(folder / "server-keys").pair().public,
+        n_shards=request.n_shards,
+        shard_copies=request.shard_copies,
+        memory="",
+    )
+
+
+def _endpoint(host: Host) -> str:
+    return f"tcp://{host.address}:{PORT}"
 
 
 def _peer(host: Host, core: str, kind: str, told: Told) -> "subprocess.Popen[str]":
@@ -363,7 +383,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10.0, help="of an attack")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", action="append", choices=[*CONTROLS, *ATTACKS])
-    return parser.parse_args(arguments)
+    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

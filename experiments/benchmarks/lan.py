@@ -1,8 +1,10 @@
 """What passes the links of four hosts at a switch, 1 Gbit/s each, beside the forecast.
 
-    python experiments/benchmarks/lan.py [--only CASE]
+    python experiments/benchmarks/lan.py [--only CASE] [--small]
 
-Jobs over network namespaces, machines that have joined; only root may make them.
+Jobs over network namespaces, machines that have joined.
+
+Not in `make bench`: only root may make network namespaces.
 
     beyond_CASE    the share by which the links had more than that, both ways, all hosts
     beyond_worst   that of the worst link
@@ -23,6 +25,7 @@ from experiments.benchmarks.simulated.truth import JOB, SANDBLAST
 
 N_HOSTS: Final = 4
 _OF_LAN: Final = ("replicas = 2", "replicas = 4", "max_steps = 150", "max_steps = 25")
+_TINY: Final = ("hidden = 1024", "hidden = 128")
 _SPLIT: Final = ("replicas = 4", "replicas = 2\npartitions = 2")
 
 
@@ -40,18 +43,21 @@ CASES: Final[Mapping[str, str]] = {
 }
 """Jobs over all four."""
 
+SMALL: Final = {"only": ("downpour",)}  # with a tiny net
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", action="append", choices=list(CASES))
-    options = parser.parse_args(arguments)
+    options = measurement.options_of(parser, arguments, small=SMALL)
     if (why := obstacle()) is not None:
         raise SystemExit(why)
     found: dict[str, Sequence[Link]] = {}
     rows = {}
     for case in options.only or CASES:
         with switched(N_HOSTS, bits_per_second=1e9) as lan:
-            found[case] = links_of(lan, CASES[case])
+            text = _with(CASES[case], *_TINY) if options.small else CASES[case]
+            found[case] = links_of(lan, text)
         for index, link in enumerate(found[case]):
             rows[f"{case} {index}"] = {
                 "roles": ", ".join(link.roles) or "shards, replica 0, supervisor",

@@ -74,6 +74,7 @@ SPEECH: Final = {"speech_bs64": 64, "speech_bs256": 256}
 LINKS: Final = {"1gbit": 1e9, "100mbit": 1e8}
 IMAGE: Final = "image"
 PARTS: Final = (*SPEECH, IMAGE, *LINKS)
+SMALL: Final = {"rounds": 1, "seconds": 0.2}  # of tiny nets
 ONE: Final = ("torch", "1 machine")
 APART: Final = "side by side"
 TWO: Final = "2 machines"
@@ -330,8 +331,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--folder", type=Path, help="keep there what is measured once")
-    parser.add_argument("--small", action="store_true", help="tiny nets, for a look")
-    return parser.parse_args(arguments)
+    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ CONTESTANTS: Final = (
     "zmq",
     "sockets",
 )
+SMALL: Final = {"rounds": 1, "repetitions": 1}  # of a tiny net
 LEARNING_RATE: Final = rpc_server.LEARNING_RATE
 BYTES_EXPECTED: Final = 16  # per parameter: values, state, two slots
 END_SECONDS_MAX: Final = 2.0
@@ -291,16 +292,9 @@ def _peaks(directory: Path) -> list[int]:
     """Return the peak memory of each shard that writes its log there."""
     return [
         measurement.peak_bytes(pid)
-        for pid in measurement.family(os.getpid())
-        if _log_of(pid).parent == directory and _log_of(pid).name.startswith("shard")
+        for name, pid in measurement.roles_in(directory).items()
+        if name.startswith("shard")
     ]
-
-
-def _log_of(pid: int) -> Path:
-    try:
-        return Path(f"/proc/{pid}/fd/1").readlink()
-    except OSError:
-        return Path()
 
 
 def _tell(name: str, times: Times, n: int) -> None:
@@ -361,11 +355,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6, help="turns of each")
     parser.add_argument("--repetitions", type=int, default=5, help="in a turn")
     parser.add_argument("--shards", type=int, default=2)
-    parser.add_argument("--small", action="store_true", help="a tiny net, for a look")
     parser.add_argument(
         "--without", nargs="+", default=[], choices=CONTESTANTS[1:], help="leave out"
     )
-    return parser.parse_args(arguments)
+    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

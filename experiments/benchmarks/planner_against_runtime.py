@@ -1,7 +1,7 @@
 """Predicted against measured: does a step take as long as the planner says?
 
     python experiments/benchmarks/planner_against_runtime.py [--rounds 6] [--steps 2]
-        [--limit 300] [--nets speech image] [--folder DIR]
+        [--limit 300] [--nets speech image] [--folder DIR] [--small]
 
 Two machines of one thread each on this host, each on a core of its own, joined by
 ZeroMQ; the speech net and the image net, split in the ways of `ways`, bad ones too.
@@ -55,6 +55,8 @@ from experiments.benchmarks.plans.ways import ways
 
 N_FINAL_ROUNDS: Final = 6
 """How often the finalists meet again."""
+
+SMALL: Final = {"rounds": 1, "steps": 1, "nets": ("speech",)}  # of tiny nets
 
 _NETWORK_SECONDS: Final = 0.5
 
@@ -169,8 +171,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--nets", nargs="+", default=list(BATCH_SIZES), choices=list(BATCH_SIZES)
     )
     parser.add_argument("--folder", type=Path, help="keep what was measured there")
-    parser.add_argument("--small", action="store_true", help="tiny nets, for a look")
-    return parser.parse_args(arguments)
+    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """A job on machines that a Ray cluster lends, beside the same on this one alone.
 
     python experiments/benchmarks/ray_hosts.py [--rounds 2] [--steps 400] [--job FILE]
+        [--small]
 
-needs the extra `ray`. The cluster is made here (`ray.cluster_utils`): a head without
-cores, and nodes of a core each. The job has two replicas. `local` starts both as
-processes of this machine; on `ray` one of them is at a node. Turns alternate.
+Not in `make bench`: it needs the extra `ray`, a large package.
+
+The cluster is made here (`ray.cluster_utils`): a head without cores, and nodes of a
+core each. The job has two replicas. `local` starts both as processes of this machine;
+on `ray` one of them is at a node. Turns alternate.
 
     start_over_local         seconds from the command to the first samples, over local
     throughput_over_local    samples a second while it trains, over local
@@ -32,6 +35,7 @@ from experiments.benchmarks.simulated.truth import JOB
 
 
 SECONDS_MAX: Final = 300.0
+SMALL: Final = {"rounds": 1, "steps": 150}
 TICK_SECONDS: Final = 0.02
 N_TICKS: Final = 100  # that the replica is seen to train before its node is removed
 ON_RAY: Final = ("--on", "ray", "--hosts", "1", "--cores", "1", "--hosts-seconds", "60")
@@ -200,8 +204,7 @@ def _tell(name: str, course: Course) -> None:
         flush=True,
     )
     if course.away_seconds is not None:
-        told = [line for line in course.said.splitlines() if "replica 1" in line]
-        print("\n".join(f"    {line}" for line in told), flush=True)
+        print(course.said, flush=True)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -209,7 +212,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="0: only a node removed")
     parser.add_argument("--steps", type=int, default=400, help="of a replica")
     parser.add_argument("--job", type=Path, help="a job file of your own")
-    return parser.parse_args(arguments)
+    return measurement.options_of(parser, arguments, small=SMALL)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """How fast and how true the simulated cluster is: `simulated` says of what, and how.
 
-python experiments/benchmarks/simulation.py [--only speed memory large truth]
+    python experiments/benchmarks/simulation.py [--only speed memory large truth]
+        [--small]
+
+Not in `make bench`: the jobs of `truth` alone take a quarter of an hour.
 """
 
 import sys

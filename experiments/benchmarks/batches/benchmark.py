@@ -20,7 +20,7 @@ All figures: lower is better.
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 from experiments.benchmarks.batches.optima import optimum
@@ -45,11 +45,10 @@ PARTS: Final[Mapping[str, Part]] = {
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--small", action="store_true", help="for a look: seconds")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    options = parser.parse_args()
+    options = measurement.options_of(parser, arguments, small={})  # its parts are small
     figures: dict[str, float] = {}
     for name in options.only:
         figures |= PARTS[name](small=options.small)

@@ -5,6 +5,7 @@ that becomes slower spoils no ratio; of each contestant the median is told, and 
 its turns lie apart. Processor time and memory are read from Linux's /proc.
 """
 
+import argparse
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,6 +42,28 @@ class Spread:
         """Return it as "median (low to high)"."""
         low, high = f"{self.low:,.{digits}f}", f"{self.high:,.{digits}f}"
         return f"{self.median:,.{digits}f} ({low} to {high})"
+
+
+def options_of(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    *,
+    small: Mapping[str, object],
+) -> argparse.Namespace:
+    """Parse the command line, with one more option, the same in all benchmarks.
+
+    Args:
+        parser: With all others.
+        arguments: None: those of this process.
+        small: What `--small` puts in place of the usual values. What is given beside
+            it counts all the same.
+    """
+    parser.add_argument(
+        "--small", action="store_true", help="the least of everything, to see it run"
+    )
+    if parser.parse_args(arguments).small:
+        parser.set_defaults(**small)
+    return parser.parse_args(arguments)
 
 
 def turns(contestants: Sequence[Name], *, n_rounds: int) -> Iterator[Name]:
@@ -80,6 +103,21 @@ def cpu_seconds(pids: Iterable[int]) -> float:
             fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
     return ticks / _TICKS_PER_SECOND
+
+
+def roles_in(directory: Path) -> dict[str, int]:
+    """Return the processes of roles among this one's, by the role that each is.
+
+    Args:
+        directory: Where they write their logs: what a role prints goes there, too.
+    """
+    found, directory = {}, directory.resolve()
+    for pid in family(os.getpid()):
+        with suppress(OSError):  # it has just ended
+            log = (_PROC / str(pid) / "fd" / "1").readlink()
+            if log.parent == directory and log.suffix == ".log":
+                found[log.stem] = pid
+    return found
 
 
 def busy_seconds() -> float:

@@ -21,6 +21,7 @@ from typing import Final, final
 from distbelief.forecast.staging import StagedJob, Staging
 from distbelief.forecast.virtual_run import run_virtually
 from distbelief.job.configuration.jobfile import load_job
+from distbelief.job.directory.run_directory import RunDirectory
 from distbelief.program.cluster import Machine, uniform
 from distbelief.roles import SUPERVISOR, Address
 from distbelief.simulation.faults import Fault
@@ -113,10 +114,8 @@ def _run(
     for index, host in enumerate(hosts[1:], start=1):
         words = ["join", at, "--keys", "keys", "--cores", "1", "--allow-import", TASK]
         start(host, folder / f"{index}", words, stack)
-    log = folder / "0" / "runs" / "simulation" / "logs" / "supervisor.log"
-    while job.poll() is None:
-        if log.is_file() and log.read_text().count(" is ready: ") == len(hosts) - 1:
-            break
+    run = RunDirectory(folder / "0" / "runs" / "simulation", lock=None)
+    while job.poll() is None and _n_ready(run) < len(hosts) - 1:
         time.sleep(TICK_SECONDS)
     before = [lan.n_bytes(host) for host in hosts]
     said, _ = job.communicate(timeout=SECONDS_MAX)
@@ -128,6 +127,13 @@ def _run(
         for log in (folder / f"{index}").glob("runs/joined/*/logs/*-*.log")
     }
     return placement, before
+
+
+def _n_ready(run: RunDirectory) -> int:
+    """Return how many machines that have joined are ready: as of a second ago."""
+    status = run.read_status()
+    hosts = () if status is None else status.view.hosts
+    return sum(host.state == "ready" for host in hosts)
 
 
 def lay_out(folder: Path, hosts: Sequence[Host]) -> None:

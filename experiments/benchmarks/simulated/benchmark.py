@@ -1,7 +1,7 @@
 """What `simulation` measures: speed, memory and truth of the simulated cluster.
 
     python experiments/benchmarks/simulation.py [--only speed memory large truth]
-        [--jobs alone two shards paused slowed split sandblaster]
+        [--jobs alone two shards paused slowed split sandblaster] [--small]
                                 of `truth`: each some two minutes
 
 One thread, processor time. Roles are those of a job as it is run, on a rack of
@@ -44,7 +44,10 @@ from experiments.benchmarks.simulated.truth import CASES, truth
 
 
 N_REPLICAS: Final = (25, 100, 400)
+N_REPLICAS_SMALL: Final = (1, 2, 3)
 """Of which memory is looked at."""
+
+SMALL: Final = {"jobs": ("alone",)}  # and each part in small
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,14 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     usual = ("speed", "memory", "truth")
     parser.add_argument("--only", nargs="+", choices=parts, default=usual)
     parser.add_argument("--jobs", nargs="+", choices=CASES, default=tuple(CASES))
-    options = parser.parse_args(arguments)
+    options = measurement.options_of(parser, arguments, small=SMALL)
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
     run: dict[str, Callable[[], dict[str, float]]] = {
-        "speed": speed,
-        "memory": memory,
-        "large": large,
-        "truth": partial(truth, options.jobs),
+        "speed": partial(speed, small=options.small),
+        "memory": partial(memory, small=options.small),
+        "large": partial(large, small=options.small),
+        "truth": partial(truth, options.jobs, small=options.small),
     }
     for part in options.only:
         figures |= run[part]()
@@ -70,14 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 # ---------------------------------------------------------------------------- figures
 
 
-def speed() -> dict[str, float]:
+def speed(*, small: bool) -> dict[str, float]:
     figures = {}
+    n_replicas, n_shards, n_words = (2, 1, 20) if small else (20, 10, 2000)
     for key, priced in (("", False), ("_priced", True)):
-        n, seconds = downpour(20, 10, steps=4, priced=priced).run()
+        built = downpour(n_replicas, n_shards, steps=4, priced=priced)
+        n, seconds = built.run()
         figures[f"messages_per_second{key}"] = n / seconds
         print(f"Downpour{key}: {n} messages in {seconds:.2f} s", flush=True)
     for key, priced in (("_driver", False), ("_passed", True)):
-        cluster = answering(n_pairs=20, n_words=2000, priced=priced)
+        cluster = answering(n_pairs=20, n_words=n_words, priced=priced)
         cluster.run(until=0.0)
         began = time.process_time()
         cluster.run(max_events=1 << 60)
@@ -88,7 +93,7 @@ def speed() -> dict[str, float]:
     return figures
 
 
-def memory() -> dict[str, float]:
+def memory(*, small: bool) -> dict[str, float]:
     """Take a step; what a replica takes must not depend on how many there are.
 
     Each number of them in a process of its own: what one lets go of the next would use
@@ -96,10 +101,10 @@ def memory() -> dict[str, float]:
     """
     context = multiprocessing.get_context("spawn")
     taken = {}
-    for n_replicas in N_REPLICAS:
+    few, some, many = N_REPLICAS_SMALL if small else N_REPLICAS
+    for n_replicas in (few, some, many):
         with context.Pool(1) as pool:
             taken[n_replicas] = pool.apply(_bytes_of, (n_replicas,))
-    few, some, many = N_REPLICAS
     per_replica = (taken[many] - taken[some]) / (many - some)
     at_first = (taken[some] - taken[few]) / (some - few)
     print(f"bytes of so many replicas and their pairs: {taken}", flush=True)
@@ -109,8 +114,8 @@ def memory() -> dict[str, float]:
     }
 
 
-def large() -> dict[str, float]:
-    built = sandblaster(2000, 8, batches=100)
+def large(*, small: bool) -> dict[str, float]:
+    built = sandblaster(*((4, 2) if small else (2000, 8)), batches=2 if small else 100)
     n, seconds = built.run()
     print({name: error for name, error in built.cluster.halted.items() if error})
     virtual = built.cluster.now
