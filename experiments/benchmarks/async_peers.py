@@ -73,7 +73,7 @@ SMALL = {
     "hidden": 16,
     "learning_rate": 0.1,
     "record_every": 2,
-    "target": 2.5,
+    "target": 2.5,  # which nets have before any training: every turn gets there
 }
 OURS = ("ours", "ours_adagrad", "ours_every_5")
 

@@ -49,6 +49,8 @@ class Ours:
         Lines from before the first tell of the start of the processes.
         """
         begun = [line for line in self.lines if line.samples]
+        if not begun:
+            raise RuntimeError("the job ended before anything of it was seen")
         seen = {line.samples: line.time for line in reversed(begun)}
         first, last = min(seen), max(seen)
         if first == last:
