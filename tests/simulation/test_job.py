@@ -223,9 +223,9 @@ def test_pushes_of_a_replica_that_died_with_the_shard_are_lost() -> None:
     job.simulation.kill(job.shards[0])
     assert job.run() is None
     view = job.view
-    assert view.pushes_lost >= n_applied / 2 - 1
+    assert view.pushes_lost >= n_applied - 1
     clocks = [role.counters["clock"] for role in view.roles if "shard" in role.name]
-    assert view.pushes_applied == sum(clocks)
+    assert view.pushes_applied == min(clocks)
 
 
 def test_a_shard_that_dies_before_its_first_snapshot_begins_anew() -> None:
@@ -325,7 +325,9 @@ def test_a_leader_that_dies_costs_nothing(host: str) -> None:
     assert any("takes over, nothing acknowledged is lost" in text for text in job.told)
     view = job.view
     assert view.pushes_lost == 0
-    assert view.pushes_applied == 2 * view.step  # each push once, on both shards
+    assert (
+        view.pushes_applied == view.step
+    )  # each push once, on both shards, in both copies
     assert sum(role.restarts for role in view.roles) == 1
 
 

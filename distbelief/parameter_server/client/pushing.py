@@ -103,6 +103,11 @@ class Pushing:
         return bool(self._in_flight)
 
     @property
+    def n_lost(self) -> int:
+        """How many pushes are lost."""
+        return sum(len(part) for part in self.lost)
+
+    @property
     def has_room(self) -> bool:
         """Is the slot of the next push free?"""
         return self.issued + 1 - self.settled <= N_SLOTS

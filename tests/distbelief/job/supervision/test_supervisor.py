@@ -500,8 +500,7 @@ def test_a_push_of_several_machines_is_one_push() -> None:
     """Each machine pushes to some shards: their clocks count every part."""
     desk = Desk()
     desk.join()
-    parts = {"clock": 40.0, "pushes_applied": 40.0, "pushes": 20.0}
-    desk.beat("shard-0", **parts, pushes_restored=0.0)
+    desk.beat("shard-0", clock=40.0, pushes_applied=40.0, pushes=20.0)
     desk.beat("shard-1", clock=20.0, pushes_applied=20.0, pushes=20.0)
     assert pushes(desk) == (20, 0)
 
