@@ -74,6 +74,8 @@ def _show_status(
     from distbelief.job.display.screen import Screen  # noqa: PLC0415 -- start quickly
 
     last = run.read_status()
+    if last is not None and pid is not None and last.pid != pid:
+        last = None  # of a former life: this one has not written any yet
     age = None if last is None else max(0.0, now - last.written)
     if as_json:
         content = {
@@ -86,7 +88,9 @@ def _show_status(
         return
     console = Console(highlight=False)
     if last is not None:
-        console.print(Screen(last.view, name=last.name, whole=True))
+        is_past = pid is None and not last.ended
+        screen = Screen(last.view, name=last.name, whole=True, is_past=is_past)
+        console.print(screen)
     remark, style = _remark(run, last, pid=pid, age=age)
     console.print(Text(remark, style), soft_wrap=True)  # it may hold a command
 
@@ -99,7 +103,8 @@ def _remark(
 
     old = "" if age is None else words.duration(age)
     if last is not None and last.ended:
-        how = f"failed: {last.error}" if last.error else "ended"
+        how = "interrupted" if last.view.phase == "interrupted" else "ended"
+        how = f"failed: {last.error}" if last.error else how
         return f"{run.path}: {how}, {old} ago", "red" if last.error else "dim"
     if pid is None:
         seen = "" if last is None else f"; last sign of life {old} ago"

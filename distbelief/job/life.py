@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -306,6 +307,7 @@ class Life:
             self._model_error = f"no model was written: {error}"
         if self._model_error is not None and self.exit_code == 0:
             self._error, self.exit_code = self._model_error, 1
+            self._view = replace(self._view, phase="failed", error=self._error)
         summary = summarise(
             self._job,
             self._view,

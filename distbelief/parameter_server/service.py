@@ -243,14 +243,21 @@ class Service:
 
     # -------------------------------------------------------------------- serving
 
+    def _hears(self, event: Received, message: ClientMessage) -> bool:
+        """Whether such a message gets an answer; count a push that comes too late."""
+        if not self._leads or self._closed:
+            return False
+        is_older = self._clients.is_older(event.sender, event.incarnation)
+        if is_older and isinstance(message, Push):
+            self.pushes.refuse(event.sender, message)
+        return not is_older
+
     def serve(
         self, event: Received, message: ClientMessage, now: Seconds
     ) -> list[Action]:
         """Serve a client that said Hello; ask the others to."""
         sender, client = event.sender, self._clients.get(event.sender)
-        serves = self._leads and not self._closed
-        if not serves or self._clients.is_older(sender, event.incarnation):
-            self.pushes.refuse(message)
+        if not self._hears(event, message):
             return []
         if (
             client is None
@@ -258,7 +265,7 @@ class Service:
             or event.incarnation != client.incarnation
             or message.shard_incarnation != self.incarnation
         ):
-            self.pushes.refuse(message)
+            # It pushes that again when it is welcome: nothing is lost.
             return [self._replies.refuse(sender, "say Hello first")]
         client.present = True
         clock = self._values.clock

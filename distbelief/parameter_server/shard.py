@@ -164,6 +164,9 @@ class ParameterServerShard:
     def status(self) -> tuple[str, Mapping[str, float]]:
         """Return what it is doing, and its counters.
 
+        `pushes` are those in its values, those of the snapshot that it began with
+        included: of a replica of several machines it is one if all parts are there.
+        `pushes_applied` counts what this life has applied, each part for itself.
         `bytes_in` counts what was pushed, by blocks or through shared memory;
         `bytes_out` blocks only: nobody tells a shard of reads from shared memory.
         """
@@ -172,6 +175,8 @@ class ParameterServerShard:
             state = "stopping" if self._stopped_by is not None else self._standing.word
         return state, {
             "clock": float(self._values.clock),
+            "pushes": float(self._values.steps.n_pushes),
+            "pushes_restored": float(self._values.n_restored),
             **self._service.counters(),
             **self._standing.counters(),
             **self._orders.counters(),

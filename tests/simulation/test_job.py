@@ -39,7 +39,7 @@ def test_a_job_runs_to_its_end_and_leaves_everything_behind() -> None:
     for shard in job.shards:
         assert job.simulation.disk.newest(shard) is not None
     assert {role.state for role in view.roles} == {"done"}
-    assert view.pushes_applied == 2 * view.step  # each push goes to both shards
+    assert view.pushes_applied == view.step  # each push goes to both shards
 
 
 def test_the_last_evaluation_takes_all_samples() -> None:
@@ -230,9 +230,9 @@ def test_pushes_of_a_replica_that_died_with_the_shard_are_lost() -> None:
     job.simulation.kill(job.shards[0])
     assert job.run() is None
     view = job.view
-    assert view.pushes_lost >= n_applied / 2 - 1
+    assert view.pushes_lost >= n_applied - 1
     clocks = [role.counters["clock"] for role in view.roles if "shard" in role.name]
-    assert view.pushes_applied == sum(clocks)
+    assert view.pushes_applied == min(clocks)
 
 
 def test_a_shard_that_dies_before_its_first_snapshot_begins_anew() -> None:
@@ -482,7 +482,9 @@ def test_a_leader_that_dies_costs_nothing(host: str) -> None:
     assert any("takes over, nothing acknowledged is lost" in text for text in job.told)
     view = job.view
     assert view.pushes_lost == 0
-    assert view.pushes_applied == 2 * view.step  # each push once, on both shards
+    assert (
+        view.pushes_applied == view.step
+    )  # each push once, on both shards, in both copies
     assert sum(role.restarts for role in view.roles) == 1
 
 

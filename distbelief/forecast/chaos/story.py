@@ -41,9 +41,9 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
         metric: Held out, at the end.
         undisturbed_seconds: How long it takes if nothing breaks; None if unknown.
         seconds: How long it took.
-        pushes_applied: By all shards.
-        pushes_lost: Acknowledged, and gone with a shard.
-        pushes_refused: Too late, or of an older life.
+        pushes_applied: In the values of every shard; one, however many shards.
+        pushes_lost: Acknowledged, and gone with a shard; at least so many.
+        pushes_refused: Too late, of a former life of a replica; at least so many.
         messages_lost: That never arrived; None where nobody counts them.
         restarts: By role.
         steps_again: Steps that were computed and do not count; None if unknown.

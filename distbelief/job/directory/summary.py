@@ -91,10 +91,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         staleness_mean: In pushes.
         staleness_p95: In pushes.
         staleness_max: In pushes.
-        pushes_applied: By all shards.
-        pushes_refused: By all shards.
-        pushes_lost: Acknowledged, then gone with a shard; null: unknown, for the
-            status file of an earlier life was damaged.
+        pushes_applied: In the values of every shard; one, however many shards.
+        pushes_refused: Too late, of a former life of a replica; at least so many.
+        pushes_lost: Acknowledged, then gone with a shard; at least so many; null:
+            unknown, for the status file of an earlier life was damaged.
         restarts: Of all roles together.
         bytes_in: Received by all shards.
         bytes_out: Sent by all shards.

@@ -7,6 +7,7 @@ it once.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from rich import box
@@ -39,10 +40,19 @@ class Screen:
         view: What to draw.
         name: Of the job.
         whole: Draw every role, however many lines that takes.
+        is_past: Nobody keeps it up to date any more: say what was.
     """
 
-    def __init__(self, view: SupervisorView, *, name: str, whole: bool = False) -> None:
-        self._view = view
+    def __init__(
+        self,
+        view: SupervisorView,
+        *,
+        name: str,
+        whole: bool = False,
+        is_past: bool = False,
+    ) -> None:
+        self._view = _past(view) if is_past else view
+        self._phase = f"was {phase_of(view)}" if is_past else phase_of(view)
         self._name = name
         self._whole = whole
 
@@ -57,7 +67,7 @@ class Screen:
             n_rows_max = max(1, console.height - _ROWS_ABOVE)
             n_left = n_rows_max - len(view.roles)
             shows_hosts &= len(view.hosts) + _ROWS_OF_A_TABLE <= n_left
-        parts: list[RenderableType] = [_title(view, self._name, width)]
+        parts: list[RenderableType] = [_title(view, self._name, self._phase, width)]
         parts += _bar(view, width)
         parts += _figures(view, width)
         curves = _curves(view, width, ascii_only=options.ascii_only)
@@ -93,14 +103,19 @@ def spark(values: Sequence[float], width: int, *, ascii_only: bool = False) -> s
 
 def phase_of(view: SupervisorView) -> str:
     """Return "training", or "stopping: " and why."""
-    if view.stop_reason and view.phase in {"stopping", "done"}:
-        return f"{view.phase}: {view.stop_reason}"
-    return view.phase
+    match view.phase:
+        case "failed":
+            why = view.error or view.stop_reason
+        case "stopping" | "saving" | "done" | "interrupted":
+            why = view.stop_reason
+        case _:
+            why = None
+    return f"{view.phase}: {why}" if why else view.phase
 
 
 def left(view: SupervisorView) -> str:
     """Return "about 2 m 40 s left", or nothing if nobody knows."""
-    if view.eta_seconds is None or view.phase in {"stopping", "done"}:
+    if view.eta_seconds is None or view.phase not in {"warm start", "training"}:
         return ""
     return f"about {words.duration(view.eta_seconds)} left"
 
@@ -116,8 +131,22 @@ def state_of(role: RoleView) -> tuple[str, str]:
     return role.state, ""
 
 
-def _title(view: SupervisorView, name: str, width: int) -> Table:
-    phase = phase_of(view)
+def _past(view: SupervisorView) -> SupervisorView:
+    """Return what was, without what only holds at the moment."""
+    roles = tuple(
+        replace(
+            role,
+            state=f"was {role.state}",
+            rate=None,
+            last_heartbeat_age=None,
+            pid=None,
+        )
+        for role in view.roles
+    )
+    return replace(view, roles=roles, eta_seconds=None, samples_per_second=None)
+
+
+def _title(view: SupervisorView, name: str, phase: str, width: int) -> Table:
     times = [words.duration(view.seconds), left(view)]
     line = Table.grid(expand=True, padding=(0, 2, 0, 0), pad_edge=False)
     line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")

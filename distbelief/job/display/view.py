@@ -11,7 +11,18 @@ from typing import Literal
 
 Seconds = float  # `roles` has this name too, but its import takes a quarter second
 
-Phase = Literal["starting", "warm start", "training", "stopping", "done"]
+Phase = Literal[
+    "waiting for machines",  # others are to join first
+    "starting",  # nobody trains yet
+    "resuming",  # nobody trains now, but something was trained before
+    "warm start",  # one replica trains
+    "training",
+    "stopping",  # replicas finish, or roles end
+    "saving",  # the last snapshot, and the evaluation of all held-out samples
+    "done",
+    "interrupted",
+    "failed",
+]
 
 HISTORY_MAX = 400
 """Points of a view's history, at most; a supervisor that has more thins them out."""
@@ -83,6 +94,7 @@ class SupervisorView:
             in each life; what samples are divided by for a mean rate.
         phase: What the job as a whole is doing.
         stop_reason: Why it is stopping, or has stopped.
+        error: Why it has failed, if it has.
         samples: Samples trained on, by all replicas together.
         total_samples: How many there will be, if a stop rule says so.
         eta_seconds: Estimate of the time left, over all stop rules that allow one.
@@ -97,10 +109,13 @@ class SupervisorView:
         best_metric_seconds: When that was measured.
         bytes_in: Received by all shards.
         bytes_out: Sent by all shards.
-        pushes_applied: By all shards.
-        pushes_refused: By all shards: too late, of an older life, or malformed.
-        pushes_lost: Acknowledged, and gone with a shard that had to be restarted; None:
-            unknown, for the status file of an earlier life was damaged.
+        pushes_applied: In the values of every shard. A push is one push, however many
+            shards it goes to, and however many machines of a replica push parts of it.
+        pushes_refused: Of a former life of a replica, and too late, for a shard; at
+            least so many.
+        pushes_lost: Acknowledged, and missing in the values of a shard that had to be
+            restarted; at least so many. None: unknown, for the status file of an
+             earlier life was damaged.
         figures: What else the algorithm counts, by name.
         roles: One entry per role, in roster order.
         hosts: Machines that have joined, those that are gone, too.
@@ -113,6 +128,7 @@ class SupervisorView:
     training_seconds: Seconds = 0.0
     phase: Phase = "starting"
     stop_reason: str | None = None
+    error: str | None = None
     samples: int = 0
     total_samples: int | None = None
     eta_seconds: Seconds | None = None

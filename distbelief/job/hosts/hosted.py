@@ -31,7 +31,7 @@ from distbelief.job.hosts.probing import N_PIECES_MAX, PROBE, probe_piece
 from distbelief.job.hosts.records import HostedConfig, HostRecord
 from distbelief.job.hosts.unreached import Unreached
 from distbelief.job.supervision.ending import Stage
-from distbelief.job.supervision.membership import RoleRecord
+from distbelief.job.supervision.membership import Presence, RoleRecord
 from distbelief.job.supervision.supervisor import Supervisor
 from distbelief.messages import Ask, Failed, Finished, HostReport, Offer, Stop
 from distbelief.roles import (
@@ -117,6 +117,10 @@ class Hosted:
         roles = tuple(
             replace(role, at=self._label_of(Address(role.name))) for role in view.roles
         )
+        if self._started is not None:  # no role was started yet
+            waits = Presence.WAITING.value
+            roles = tuple(replace(role, state=waits) for role in roles)
+            view = replace(view, phase="waiting for machines")
         return replace(view, roles=roles, hosts=hosts)
 
     def _label_of(self, role: Address) -> str:

@@ -10,13 +10,15 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 import msgspec
+import numpy as np
 
-from distbelief.errors import StorageError
+from distbelief.errors import RemoteProtocolError, StorageError
 from distbelief.job.directory.run_directory import RunDirectory, Status
 from distbelief.job.directory.store import SnapshotStore
 from distbelief.job.display.view import SupervisorView
 from distbelief.job.supervision.figures import Before
 from distbelief.parameter_server.copies.copies import shard_of
+from distbelief.parameter_server.rules.steps import Steps
 from distbelief.roles import Snapshot
 from distbelief.runtime.machine.machine_names import member_name, place_of
 
@@ -25,6 +27,8 @@ MEND: Final = (
     "Mend that (permissions, or files from a backup), or begin anew: --from-scratch "
     "(from_scratch=True) keeps these files aside"
 )
+_SIZE_MAX: Final = 1 << 62
+"""More elements than any shard has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,7 @@ def read_legacy(
             missing.append(name)
             continue
         restored[name] = snapshot.label
-        clocks[name] = _clock(snapshot)
+        clocks[name] = _pushes(snapshot)
         clients.append(_clients(snapshot))
         lives = [client.incarnation for client in clients[-1].values()]
         lives.append(int(snapshot.facts.get("incarnation", "0")))
@@ -191,6 +195,7 @@ def _before(
         step=view.step,
         samples=samples,
         clocks=clocks,
+        pushes_applied=view.pushes_applied,
         pushes_lost=lost,
         pushes_refused=view.pushes_refused,
         bytes_in=view.bytes_in,
@@ -216,7 +221,7 @@ def _newly_lost(
     shards = {shard_of(r.name) for r in view.roles if r.name.startswith("shard-")}
     if len(shards) != n_shards:
         return 0
-    return max(0, view.pushes_applied - sum(clocks.values()))
+    return max(0, view.pushes_applied - min(clocks.values(), default=0))
 
 
 def _replica(client: str) -> str:
@@ -236,9 +241,15 @@ def _place(samples: Mapping[str, int], replica: str) -> int:
     return min(known, default=0)
 
 
-def _clock(snapshot: Snapshot) -> int:
+def _pushes(snapshot: Snapshot) -> int:
+    """Return how many pushes are in these values."""
     text = snapshot.facts.get("clock", "")
-    return int(text) if text.isdecimal() else 0
+    clock = int(text) if text.isdecimal() else 0
+    try:
+        words = msgspec.json.decode(snapshot.facts.get("steps", ""), type=list[int])
+        return Steps.read(np.array(words, np.int64), size=_SIZE_MAX).n_pushes
+    except (msgspec.MsgspecError, RemoteProtocolError, OverflowError):
+        return clock  # written before clients could hold parts
 
 
 def _clients(snapshot: Snapshot) -> dict[str, _Client]:

@@ -30,10 +30,11 @@ class Before:
         training_seconds: The part of it in which replicas trained.
         step: Steps of all replicas together.
         samples: Of each replica, in the values of all shards.
-        clocks: Of each shard's newest snapshot: the pushes in its values.
+        clocks: Pushes in each shard's newest snapshot.
+        pushes_applied: As last shown; counts where a coordinator drives the shards.
         pushes_lost: At least so many were in a shard's values, and are no more; None:
             that is unknown.
-        pushes_refused: By all shards.
+        pushes_refused: Too late, for a shard.
         bytes_in: Received by all shards.
         bytes_out: Sent by all shards.
         restarts: Of each role.
@@ -50,6 +51,7 @@ class Before:
     step: int = 0
     samples: Mapping[str, int] = field(default_factory=dict)
     clocks: Mapping[str, int] = field(default_factory=dict)
+    pushes_applied: int = 0
     pushes_lost: int | None = 0
     pushes_refused: int = 0
     bytes_in: int = 0

@@ -152,6 +152,12 @@ class RoleRecord:
         return presence is not Presence.FINISHED and presence is not Presence.LEFT_OUT
 
     @property
+    def is_at_work(self) -> bool:
+        """Whether this life trains: it was told to begin, and has."""
+        works = self.begun and (self.progressed or self.state == "computing")
+        return works and self.presence is Presence.PRESENT
+
+    @property
     def has_joined(self) -> bool:
         """Whether it can be spoken to."""
         return self.entry is not None and self.presence is Presence.PRESENT

@@ -2,8 +2,9 @@
 
 A shard with one copy is led by it. Of two copies, `Pairing` decides; what the other one
 does (`part`), and whether it could take over now (`survivor`, `answers`), is told here.
-What is in a shard's values is counted once, whoever applied it; so is what was in them
-and is no more, whoever else died with it.
+A push is one push, however many shards it goes to and however many copies these have:
+it is applied if it is in the values of every shard, and lost if it was acknowledged and
+one of them has it no more.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from distbelief.job.supervision.membership import Membership, RoleRecord
 from distbelief.messages import Alone, Whole
 from distbelief.parameter_server.copies.copies import other_copy
 from distbelief.parameter_server.copies.pairing import Pairing
+from distbelief.parameter_server.state.lost_pushes import Lost, lost_after, n_lost
 from distbelief.roles import Address, Seconds, Send
 
 
@@ -27,28 +29,30 @@ TAKEOVER_SECONDS: Final = 1.0
 
 @dataclass(slots=True, kw_only=True)
 class _Tally:
-    """The pushes in a shard's values, and those that were in them and are no more.
+    """The pushes that were in a shard's values, and those that are no more.
 
-    The clock rises with each push, and goes on from leader to whole second. Who begins
-    from a snapshot begins at its clock: what was heard of beyond that is lost. What was
-    applied after the last word of who died, nobody can count: it is lost as well.
+    They go on from leader to whole second. Who begins from a snapshot begins with the
+    pushes in it: what was heard of beyond that is lost. What was applied after the last
+    word of who died, nobody can count: it is lost as well.
     """
 
-    clock: int = 0  # of the values: the number of pushes in them
-    n_lost: int = 0
+    seen: int = 0  # number of the newest push that was in the values
+    lost: Lost = ()
     counted: tuple[Address, int] | None = None  # name and incarnation of whom
 
     def add(self, record: RoleRecord, *, goes_on: bool) -> None:
         clock = record.counters.get("clock")
         if clock is None:
             return
+        applied = record.counters.get("pushes_applied", 0.0)
         life = (record.name, record.incarnation)
         if life != self.counted and not goes_on:
-            restored = int(clock - record.counters.get("pushes_applied", 0.0))
-            self.n_lost += max(0, self.clock - restored)
-            self.clock = restored
+            restored = int(record.counters.get("pushes_restored", clock - applied))
+            self.lost = lost_after(self.lost, seen=self.seen, kept=restored)
+            self.seen = max(self.seen, restored + n_lost([self.lost]))
         self.counted = life
-        self.clock = max(self.clock, int(clock))
+        pushes = int(record.counters.get("pushes", clock))
+        self.seen = max(self.seen, pushes + n_lost([self.lost]))
 
 
 @final
@@ -58,7 +62,7 @@ class Pairs:
     Args:
         members: Of the job.
         first: Number of the first decision; a resumed run goes on counting.
-        clocks: Of the shards that begin from a snapshot; the others begin at 0.
+        clocks: Pushes in the snapshots that shards begin from; the others begin at 0.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class Pairs:
             if record.name != record.shard:
                 continue
             clock = (clocks or {}).get(record.shard, 0)
-            self._tallies[record.shard] = _Tally(clock=clock)
+            self._tallies[record.shard] = _Tally(seen=clock)
             other = members.get(other_copy(record.name))
             if other is not None:
                 self._pairings[record.shard] = Pairing(
@@ -236,10 +240,16 @@ class Pairs:
 
     @property
     def pushes_applied(self) -> int:
-        """In the values of all shards, no matter in how many copies."""
-        return sum(tally.clock for tally in self._tallies.values())
+        """In the values of every shard, as far as shards have told.
+
+        The order in which they applied pushes is taken to be the same: two that differ
+        by what is under way make this wrong by as much, and no more.
+        """
+        # A shard without elements may have met none of the pushes.
+        seen = [tally.seen for tally in self._tallies.values() if tally.seen]
+        return max(min(seen, default=0) - self.pushes_lost, 0)
 
     @property
     def pushes_lost(self) -> int:
-        """At least so many were in the values of a shard that had to begin again."""
-        return sum(tally.n_lost for tally in self._tallies.values())
+        """At least so many were in a shard's values, and are no more."""
+        return n_lost(tally.lost for tally in self._tallies.values())

@@ -1,7 +1,7 @@
 """The phases of a job: when its training begins, that it stands still, and why it ends.
 
-    starting --Begin replica 0--> warm start --Begin the rest--> training
-                   any of them --a reason--> stopping --> done
+    starting --replica 0 trains--> warm start --the rest may--> training
+           any of them --a reason--> stopping, saving --> done, failed, interrupted
 
 A reason is: a rule of [stop] is met; who drives the supervisor wants it; the
 coordinator, if there is one, has come to its end; no replica is left. What then is to
@@ -42,14 +42,31 @@ class Phases:
     @property
     def present(self) -> Phase:
         """The one that the job is in."""
-        if self._ending.stage is Stage.OVER:
-            return "done"
-        if self._ending.stage is not Stage.RUN:
-            return "stopping"
-        if not any(replica.begun for replica in self._replicas):
-            served = self._config.stop is None and self._pairs.all_led
-            return "training" if served else "starting"
-        return "training" if self._warm_start.is_over else "warm start"
+        ending = self._ending
+        match ending.stage:
+            case Stage.OVER if ending.interrupted:
+                return "interrupted"
+            case Stage.OVER:
+                return "done" if ending.error is None else "failed"
+            case Stage.KEEP:
+                return "saving"
+            case Stage.DRAIN | Stage.CLOSE:
+                return "stopping"
+            case _:
+                return self._of_running
+
+    @property
+    def _of_running(self) -> Phase:
+        """The one that a job is in which is not to end yet."""
+        replicas = self._replicas
+        if any(r.is_at_work for r in [*self._members.of("coordinator"), *replicas]):
+            return "training" if self._warm_start.is_over else "warm start"
+        if self._config.stop is None and self._pairs.all_led:
+            return "training"  # of a server: it serves
+        alive = [replica for replica in replicas if replica.is_alive]
+        if alive and all(r.presence is Presence.WAITING for r in alive):
+            return "waiting for machines"
+        return "resuming" if self._figures.samples else "starting"
 
     @property
     def _replicas(self) -> list[RoleRecord]:

@@ -6,8 +6,8 @@ from typing import Final
 
 from distbelief.job.display.view import Phase, RoleView, SupervisorView
 from distbelief.job.supervision.books import Books
-from distbelief.job.supervision.membership import Presence, RoleRecord
-from distbelief.roles import Seconds
+from distbelief.job.supervision.membership import Membership, Presence, RoleRecord
+from distbelief.roles import Address, Seconds
 
 
 COUNT_MAX: Final = 2.0**53
@@ -84,11 +84,31 @@ def figures_of(books: Books) -> dict[str, float]:
     }
 
 
+def _by_shard(members: Membership) -> Iterable[list[RoleRecord]]:
+    """Return the copies of each shard."""
+    found: dict[Address, list[RoleRecord]] = {}
+    for record in members.of("shard"):
+        found.setdefault(record.shard, []).append(record)
+    return found.values()
+
+
+def _applied(books: Books) -> int:
+    """Return the pushes that every shard has."""
+    if books.members.coordinator is None:
+        return books.pairs.pushes_applied
+    # Its orders are what makes clocks rise; what is pushed waits to be folded.
+    taken = (total(copies, "pushes_applied") for copies in _by_shard(books.members))
+    return books.figures.before.pushes_applied + min(taken, default=0)
+
+
 def view_of(books: Books, *, phase: Phase, now: Seconds) -> SupervisorView:
     """Return the whole job at one moment.
 
     What is sent and received is taken from the clients' counters: nobody tells a shard
     of reads from shared memory, and what goes to its other copy is not meant.
+
+    A push is one push, however many shards it goes to. It is refused if some shard says
+    that it came too late: at least as many as the shard has refused that refused most.
 
     Pushes lost are known from two sides, neither of which knows of all: replicas miss
     what they pushed in their present life, shards' clocks fall behind what was heard of
@@ -100,6 +120,7 @@ def view_of(books: Books, *, phase: Phase, now: Seconds) -> SupervisorView:
     lost = max(missed, pairs.pushes_lost)
     if members.coordinator is not None:
         lost = 0  # what was pushed for a sum is pushed again, until the sum is whole
+    refused = (total(copies, "pushes_refused") for copies in _by_shard(members))
     stop = books.config.stop
     reached = figures.reached(now)
     shards = members.of("shard")
@@ -112,6 +133,7 @@ def view_of(books: Books, *, phase: Phase, now: Seconds) -> SupervisorView:
         training_seconds=figures.training_seconds(now),
         phase=phase,
         stop_reason=books.ending.reason,
+        error=None if books.ending.interrupted else books.ending.error,
         samples=figures.samples,
         total_samples=None if stop is None else stop.total_samples,
         eta_seconds=None if stop is None else stop.eta_seconds(reached),
@@ -129,8 +151,8 @@ def view_of(books: Books, *, phase: Phase, now: Seconds) -> SupervisorView:
         staleness_max=largest,
         bytes_in=before.bytes_in + total(clients, "bytes_out"),
         bytes_out=before.bytes_out + total(clients, "bytes_in"),
-        pushes_applied=pairs.pushes_applied,
-        pushes_refused=before.pushes_refused + total(shards, "pushes_refused"),
+        pushes_applied=_applied(books),
+        pushes_refused=before.pushes_refused + max(refused, default=0),
         pushes_lost=None if before.pushes_lost is None else before.pushes_lost + lost,
         figures=figures_of(books),
         roles=tuple(

@@ -37,6 +37,7 @@ from distbelief.parameter_server.client.pushes import ClientPushes
 from distbelief.parameter_server.client.staging import Draft, Installed, Staged
 from distbelief.parameter_server.layout.layout import Layout
 from distbelief.parameter_server.layout.selection import Part, Selection
+from distbelief.parameter_server.state.lost_pushes import n_lost
 from distbelief.parameter_server.state.staleness import Staleness
 from distbelief.roles import (
     Action,
@@ -359,8 +360,9 @@ class ParameterClient:
     def counters(self) -> dict[str, float]:
         """Return figures for the role's status.
 
-        `pushes_sent` counts whole pushes, `pushes_acknowledged` those of them that no
-        shard owes an answer, `pushes_lost` one for each shard that lost one.
+        A push is one, however many shards it goes to. `pushes_sent` counts all,
+        `pushes_acknowledged` those of them that no shard owes an answer, `pushes_lost`
+        those that were acknowledged and are missing in the values of a shard.
         Bytes are those of blocks and of copies to and from shared memory.
         """
         links = self._links.values()
@@ -368,7 +370,7 @@ class ParameterClient:
         return {
             "pushes_sent": float(self._pushes.n_pushed),
             "pushes_acknowledged": float(self._pushes.n_pushed - self.unacknowledged),
-            "pushes_lost": float(sum(link.pushing.n_lost for link in links)),
+            "pushes_lost": float(n_lost(link.pushing.lost for link in links)),
             "bytes_in": float(sum(link.fetching.bytes_in for link in links)),
             "bytes_out": float(sum(link.pushing.bytes_out for link in links)),
             "torn_reads": float(self._fetches.n_torn),

@@ -28,6 +28,7 @@ import numpy as np
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.messages import Acknowledge, Push, PushBlock, PushCredit, Welcome
 from distbelief.parameter_server.layout.selection import Part, TensorExchange
+from distbelief.parameter_server.state.lost_pushes import Lost, lost_after
 from distbelief.parameter_server.state.slots import N_SLOTS, Bounds
 from distbelief.parameter_server.state.staleness import Staleness
 from distbelief.vectors import Vector
@@ -66,7 +67,8 @@ class Pushing:
     Attributes:
         issued: The last sequence used.
         settled: No push up to it awaits anything.
-        n_lost: Pushes issued that are not in the shard's values and never will be.
+        lost: Pushes issued that are not in the shard's values and never will be,
+            numbered from 1 in each life of the client.
         clock: Of the present leader, the newest that it told in its answers.
         bytes_out: Of blocks sent and slots filled.
     """
@@ -87,7 +89,7 @@ class Pushing:
         self._n_issued = 0
         self.issued = 0
         self.settled = 0
-        self.n_lost = 0
+        self.lost: Lost = ()
         self.clock = 0
         self.bytes_out = 0
 
@@ -99,6 +101,11 @@ class Pushing:
     def waits(self) -> bool:
         """Does a push await its acknowledgement?"""
         return bool(self._in_flight)
+
+    @property
+    def n_lost(self) -> int:
+        """How many pushes are lost."""
+        return sum(len(part) for part in self.lost)
 
     @property
     def has_room(self) -> bool:
@@ -129,7 +136,8 @@ class Pushing:
             self._first_clock = self.clock = welcome.clock
         self.clock = max(self.clock, welcome.clock)
         self._settle(welcome.watermark)
-        self.n_lost = self._n_issued - len(self._in_flight) - welcome.applied
+        n_settled = self._n_issued - len(self._in_flight)
+        self.lost = lost_after(self.lost, seen=n_settled, kept=welcome.applied)
         self._by_blocks = room is None
         if room is None:
             room = self._own_room = self._own_room or self._new_room()

@@ -102,6 +102,22 @@ class Steps:
             if part.n_pushes
         )
 
+    @property
+    def n_pushes(self) -> int:
+        """Pushes that are whole: what each element has met that was ever pushed.
+
+        Of a replica of several machines that is one, though each pushes its part.
+        """
+        parts = self.parts
+        if not parts:
+            return self.n_whole
+        ends = [end for held, _ in parts for end in (held.starts, held.stops)]
+        bounds = np.unique(np.concatenate(ends))
+        counts = np.zeros(len(bounds) - 1, np.int64)
+        for held, n_pushes in parts:
+            counts += n_pushes * held.marks(bounds)
+        return self.n_whole + int(counts[counts > 0].min())
+
     def know(self, holding: Holding) -> str | None:
         """A client with this holding may push from now on; return why not, if so."""
         if not holding.n_elements or holding.ranges is None:

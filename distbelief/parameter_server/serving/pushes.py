@@ -63,6 +63,7 @@ class Pushes:
         self._meetings = Meetings()
         self._n_applied = 0
         self._n_refused = 0
+        self._refused: dict[Address, int] = {}  # the newest of each client
         self._n_duplicates = 0
         self._bytes_in = 0
 
@@ -81,9 +82,11 @@ class Pushes:
         """Return whether a push of this client is being applied."""
         return self._applying is not None and self._applying.client.name == name
 
-    def refuse(self, message: object) -> None:
-        """Count a message that is not served, if it is a push."""
-        self._n_refused += isinstance(message, Push)
+    def refuse(self, name: Address, push: Push) -> None:
+        """Count a push of a former life of this client, once: it came too late."""
+        if push.sequence > self._refused.get(name, 0):  # sequences rise over all lives
+            self._refused[name] = push.sequence
+            self._n_refused += 1
 
     def take_block(
         self, client: Client, message: PushBlock, *, clock: int

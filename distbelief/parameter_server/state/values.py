@@ -46,7 +46,8 @@ class ShardValues:
     """The arrays of one life of one shard.
 
     Attributes:
-        clock: Pushes applied.
+        clock: Pushes applied, of each machine of a replica its own.
+        n_restored: Whole pushes (`Steps.n_pushes`) that this life began with.
         holdings: What clients hold of them.
         steps: Pushes that each element has met.
     """
@@ -66,6 +67,7 @@ class ShardValues:
         self._pushing = self.holdings.whole
         self._applications: dict[tuple[bytes, int, int], Application] = {}
         self.clock = 0
+        self.n_restored = 0
         self.steps = Steps()
 
     @property
@@ -152,6 +154,7 @@ class ShardValues:
         self._state = state.state
         self._pieces = Pieces(self.vector, self._state)
         self.clock, self.steps = state.clock, state.steps
+        self.n_restored = state.steps.n_pushes
         self._published.end(clock=self.clock)
 
     # -------------------------------------------------------------------- pieces

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO
 
+import msgspec
 import pytest
 import typer
 from typer.testing import CliRunner, Result
@@ -214,6 +215,7 @@ def test_a_status_that_is_no_longer_written_is_called_old() -> None:
 def test_a_run_that_died_says_how_to_go_on() -> None:
     a_run("runs/demo", age=60.0).close()
     said = command("status", "runs/demo").stdout
+    assert "speech-demo  was training" in said
     assert "not running, but never ended; last sign of life 1 m 00 s ago" in said
     assert "distbelief train --resume runs/demo" in said  # unbroken: to be copied
 
@@ -229,6 +231,18 @@ def test_a_run_that_begins_has_no_status_yet() -> None:
     with a_run("runs/demo") as run:
         run.status_file.unlink()
         assert "starting (process" in command("status").stdout
+
+
+def test_the_status_of_a_former_life_is_not_that_of_a_run_that_goes_on() -> None:
+    """While a resumed run began, it was said to have ended."""
+    with a_run("runs/demo", ended=True) as run:
+        last = run.read_status()
+        assert last is not None
+        run.write_status(msgspec.structs.replace(last, pid=1))
+        said = command("status").stdout
+        assert f"starting (process {os.getpid()}), no status yet" in said
+        assert "ended" not in said
+        assert json.loads(command("status", "--json").stdout)["status"] is None
 
 
 def test_status_as_json_is_only_json() -> None:

@@ -260,6 +260,29 @@ def test_machines_wait_for_begin_and_name_who_is_not_there() -> None:
     assert len(group.told(Finished)) == 3
 
 
+def test_machines_take_no_step_beyond_the_samples_that_are_allowed() -> None:
+    group = Group(
+        LEARNING,
+        downpour(max_steps=4),
+        inputs=FRAMES,
+        n_machines=3,
+        plan_seed=1,
+        await_begin=True,
+    )
+    group.simulation.run(until=0.5)
+    group.tell(group.machines[0], Begin(samples=5))
+    group.simulation.run(until=5.0)
+    assert state(group, 0) == "waiting for more samples"
+    assert group.told(Progress)[-1].samples == 8
+    assert group.status(group.machines[0])["samples_allowed"] == 5
+    group.tell(group.machines[0], Begin(samples=9))
+    group.simulation.run(until=10.0)
+    assert group.told(Progress)[-1].samples == 12
+    group.tell(group.machines[0], Begin(samples=100))
+    group.run()
+    assert group.told(Progress)[-1].samples == 16
+
+
 def test_a_machine_that_is_away_is_waited_for_by_name() -> None:
     pause = Pause(at=0.004, role=machine_name(0, 1), seconds=2.0)
     settings = downpour(max_steps=60)

@@ -208,6 +208,35 @@ def test_why_a_job_stops_stands_beside_its_name() -> None:
     assert "stopping: 1 epoch trained" in drawn(view, width=80)
 
 
+@pytest.mark.parametrize(
+    ("view", "title"),
+    [
+        (SupervisorView(phase="failed", stop_reason="a", error="b"), "failed: b"),
+        (SupervisorView(phase="interrupted", stop_reason="Ctrl+C"), "interrupted: Ct"),
+        (SupervisorView(phase="saving", stop_reason="1 epoch done"), "saving: 1 epoch"),
+        (SupervisorView(phase="resuming", samples=30, progress=0.74), "resuming"),
+    ],
+)
+def test_the_title_says_what_the_job_does(view: SupervisorView, title: str) -> None:
+    assert drawn(view, width=80).startswith(f"speech-demo  {title}")
+
+
+def test_while_nobody_trains_no_time_is_left() -> None:
+    view = SupervisorView(phase="resuming", eta_seconds=4.0, samples=3, progress=0.74)
+    assert "left" not in drawn(view, width=80)
+    assert "74 %" in drawn(view, width=80)
+
+
+def test_of_a_job_that_was_killed_the_screen_says_what_was() -> None:
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(Screen(VIEW, name="speech-demo", is_past=True))
+    text = console.export_text()
+    assert text.startswith("speech-demo  was training")
+    assert "was computing" in text
+    for word in (" left", " ago", "samples/s"):
+        assert word not in text
+
+
 # ---------------------------------------------------------------------- spark
 
 

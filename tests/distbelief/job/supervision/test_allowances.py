@@ -80,8 +80,8 @@ def trained(desk: Desk, told: dict[str, int | None], speeds: dict[str, int]) -> 
                 return
         actions = desk.pass_time(0.25)
         for name in speeds:
-            counters = {"samples": samples[name], "samples_allowed": told[name] or 0}
-            actions += desk.beat(name, **counters)
+            allowed = told[name] or 0
+            actions += desk.beat(name, samples=samples[name], samples_allowed=allowed)
         told.update(bounds(actions))
     raise AssertionError(f"it never ends: {samples} trained of {told}")
 
@@ -111,8 +111,8 @@ def test_a_bound_that_is_not_heard_of_is_said_again() -> None:
     bound = bounds(desk.join())["replica-0"]
     report(desk, "replica-0", BATCH)
     assert bounds(desk.beat("replica-0", samples=10)) == {"replica-0": bound}
-    heard = {"samples": 10, "samples_allowed": float(bound or 0)}
-    assert bounds(desk.beat("replica-0", **heard)) == {}
+    again = desk.beat("replica-0", samples=10, samples_allowed=bound or 0)
+    assert bounds(again) == {}
 
 
 def test_what_a_dead_replica_held_others_get() -> None:

@@ -206,6 +206,73 @@ def test_a_heartbeat_is_answered(desk: Desk) -> None:
     assert sent(desk.beat("shard-0"), Alive) == ["shard-0"]
 
 
+def phase(desk: Desk) -> str:
+    return desk.supervisor.view(desk.now).phase
+
+
+def test_a_job_trains_once_a_replica_does() -> None:
+    """It was "training 0 %" while the replicas built their models."""
+    stop = StopRules(StopTable(samples=1000), n_train=100)
+    desk = Desk(SupervisorConfig(roster=ROSTER, stop=stop))
+    desk.join()
+    for state in ("building", "joining", "waiting for shard-0"):
+        desk.beat("replica-0", state)
+        assert phase(desk) == "starting"
+    desk.beat("replica-0", "computing")  # the first step may take minutes
+    assert phase(desk) == "training"
+    desk.progress("replica-0")
+    desk.beat("replica-0", "waiting for shard-0")
+    assert phase(desk) == "training"
+    for name in ("replica-0", "replica-1"):
+        desk.die(name)
+    assert phase(desk) == "resuming"  # nobody trains
+    desk.join()
+    desk.progress("replica-1", step=100)
+    assert phase(desk) == "stopping"
+    for name in ("replica-0", "replica-1"):
+        desk.hear(name, Finished(counters={}))
+    assert phase(desk) == "saving"
+    for name in ("shard-0", "shard-1"):
+        desk.hear(name, Saved(label="00001", clock=1))
+    desk.hear(
+        "evaluator", Measured(request=1, loss=0.5, metric=0.5, n_samples=9, clock=1.0)
+    )
+    assert phase(desk) == "stopping"
+    for name in ("shard-0", "shard-1", "evaluator"):
+        desk.hear(name, Finished(counters={}))
+    assert phase(desk) == "done"
+
+
+def test_a_resumed_job_in_which_nobody_trains_yet_is_resuming() -> None:
+    """It was "training 74 %" at once."""
+    stop = StopRules(StopTable(samples=1000), n_train=100)
+    before = Before(samples={"replica-0": 400, "replica-1": 340})
+    desk = Desk(SupervisorConfig(roster=ROSTER, stop=stop, before=before))
+    assert phase(desk) == "resuming"
+    desk.join()
+    assert phase(desk) == "resuming"
+    desk.beat("replica-1", "computing")
+    assert phase(desk) == "training"
+
+
+def test_a_job_that_fails_is_failed_and_says_why(desk: Desk) -> None:
+    """It was "done: " and the error."""
+    desk.join()
+    desk.hear("replica-0", Failed(error="the loss is NaN", culprit_is_job=True))
+    assert phase(desk) == "stopping"
+    desk.pass_time(60.0, beats=())
+    view = desk.supervisor.view(desk.now)
+    assert (view.phase, view.error) == ("failed", "replica 0: the loss is NaN")
+
+
+def test_a_job_that_is_interrupted_is_not_done(desk: Desk) -> None:
+    desk.join()
+    desk.hear(USER, Stop(reason="Ctrl+C"))
+    desk.pass_time(3.0)
+    view = desk.supervisor.view(desk.now)
+    assert (view.phase, view.stop_reason, view.error) == ("interrupted", "Ctrl+C", None)
+
+
 def test_begin_is_said_again_until_it_is_done(desk: Desk) -> None:
     desk.join()
     assert sent(desk.beat("replica-0", "waiting for begin"), Begin) == ["replica-0"]
@@ -395,7 +462,49 @@ def test_what_died_with_a_shard_is_lost_though_its_replica_died_too(
     desk.join("replica-0", "shard-0")
     desk.beat("shard-0", clock=3.0, pushes_applied=3.0)
     desk.beat("replica-0", pushes_lost=0.0)
-    assert pushes(desk) == (208, 207)
+    assert pushes(desk) == (0, 207)  # shard 1 has not told of the three since
+    desk.beat("shard-1", clock=208.0, pushes_applied=208.0)
+    desk.beat("shard-0", clock=13.0, pushes_applied=13.0)
+    assert pushes(desk) == (1, 207)  # 208 came to both, and 207 are gone
+
+
+def test_a_push_is_one_push_however_many_shards_it_goes_to(desk: Desk) -> None:
+    """800 pushes to two shards were shown as 1,600."""
+    desk.join()
+    desk.beat("shard-0", clock=800.0, pushes_applied=800.0, pushes_refused=2.0)
+    desk.beat("shard-1", clock=799.0, pushes_applied=799.0, pushes_refused=3.0)
+    assert pushes(desk) == (799, 0)  # its replica was killed between the two
+    assert desk.supervisor.view(desk.now).pushes_refused == 3
+
+
+def test_what_several_shards_lose_is_counted_once_where_it_is_the_same(
+    desk: Desk,
+) -> None:
+    desk.join()
+    names = ("shard-0", "shard-1")
+    for name in names:
+        desk.beat(name, clock=100.0, pushes_applied=100.0)
+    for name, kept in zip(names, (70.0, 90.0), strict=True):
+        desk.die(name)
+        desk.join(name)
+        desk.beat(name, clock=kept, pushes_applied=0.0)
+    assert pushes(desk) == (70, 30)
+    for name, kept in zip(names, (90.0, 110.0), strict=True):
+        desk.beat(name, clock=kept, pushes_applied=20.0)
+    assert pushes(desk) == (90, 30)
+    desk.die("shard-1")
+    desk.join("shard-1")
+    desk.beat("shard-1", clock=105.0, pushes_applied=0.0)
+    assert pushes(desk) == (85, 35)
+
+
+def test_a_push_of_several_machines_is_one_push() -> None:
+    """Each machine pushes to some shards: their clocks count every part."""
+    desk = Desk()
+    desk.join()
+    desk.beat("shard-0", clock=40.0, pushes_applied=40.0, pushes=20.0)
+    desk.beat("shard-1", clock=20.0, pushes_applied=20.0, pushes=20.0)
+    assert pushes(desk) == (20, 0)
 
 
 def test_what_replicas_and_shards_know_to_be_lost_is_counted_once(desk: Desk) -> None:
@@ -778,12 +887,12 @@ def test_a_resumed_job_goes_on_counting() -> None:
     view = desk.supervisor.view(desk.now)
     assert (view.seconds, view.samples, view.step) == (110.0, 5000, 500)
     assert view.best_metric == 0.9
-    assert (view.pushes_applied, view.pushes_lost, view.pushes_refused) == (490, 20, 3)
+    assert (view.pushes_applied, view.pushes_lost, view.pushes_refused) == (240, 20, 3)
     assert (view.bytes_in, view.bytes_out) == (1000, 2000)
     assert {role.name: role.restarts for role in view.roles}["replica-1"] == 2
     desk.beat("shard-0", clock=252.0, pushes_applied=2.0)
     desk.beat("shard-1", clock=231.0, pushes_applied=1.0)  # an older snapshot did
-    assert pushes(desk) == (483, 30)
+    assert pushes(desk) == (231, 30)
     desk.progress("replica-0", step=301)
     assert desk.supervisor.view(desk.now).samples == 5010
     actions = desk.pass_time(1.5, beats=EVERYBODY)

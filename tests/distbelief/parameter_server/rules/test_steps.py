@@ -143,3 +143,14 @@ def test_a_shard_shares_what_its_clients_hold_and_forgets_at_last(
     monkeypatch.setattr(holdings, "_N_KNOWN_MAX", 1)
     assert known.get(other).key != first.key
     assert known.get(one) is not first
+
+
+def test_a_push_of_several_parts_is_one_push_once_all_are_there() -> None:
+    """The clock counts the parts: pushes of two machines were told as twice as many."""
+    first, second = held((0, 40)), held((40, 64))
+    steps, _ = counted([WHOLE, first, first, second])
+    assert steps.n_pushes == 2
+    steps.add(second)
+    assert steps.n_pushes == 3
+    again = Steps.read(steps.words(), size=SIZE)
+    assert again.n_pushes == 3
