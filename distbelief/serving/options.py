@@ -15,7 +15,7 @@ from distbelief.job.hosts.hosting import Hosting
 from distbelief.parameter_server.rules.update_rules import UpdateRule
 from distbelief.runtime.task.imports import resolve
 from distbelief.transport.keyring import Keyring
-from distbelief.transport.keys import KeyPair
+from distbelief.transport.keys import new_secret
 from distbelief.transport.places import number_of
 from distbelief.transport.reach import Reach
 
@@ -129,7 +129,7 @@ def reach(
     wanted = Reach(
         host=number,
         port=0 if found["port"] == "*" else int(found["port"]),
-        secret=KeyPair.new().secret.reveal().hex() if has_secret else "",
+        secret=new_secret() if has_secret else "",
         keys=ring,
     )
     wanted.check()

@@ -102,13 +102,13 @@ def test_who_listens_is_not_pushed_aside(tmp_path: Path) -> None:
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     with link("warm", tmp_path):
         pass
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
         with link("a", tmp_path):
             pass
         with pytest.raises(TransportError):
             link("a", tmp_path / "gone").start()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_guard_that_never_listened_has_nothing_to_close(tmp_path: Path) -> None:
