@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.untraced,
     pytest.mark.root,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         sys.platform != "linux" or os.geteuid() != 0,
         reason="needs root, to be another user",
