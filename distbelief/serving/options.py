@@ -124,7 +124,7 @@ def reach(
             "machine can reach: give the number of an interface, or tcp://0.0.0.0:7700 "
             "for all interfaces; tcp://127.0.0.1:7700 is for this machine alone"
         )
-    # Who has no key files proves to know a secret of this run alone.
+    # Without key files, the run gets a key pair of its own.
     has_secret = ring is None and (insecure or is_loopback)
     wanted = Reach(
         host=number,

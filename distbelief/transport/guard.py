@@ -142,7 +142,7 @@ class Guard(Protocol):
 
 
 class TrustingGuard:
-    """What guards have in common that believe whoever is let in."""
+    """Base of the guards that trust every member of the run alike."""
 
     watch_seconds: Final = float("inf")
 
@@ -169,10 +169,10 @@ class TrustingGuard:
 
 @final
 class RunGuard(TrustingGuard):
-    """Lets in whoever holds the key of the run: all its members share the one pair.
+    """Lets in peers that hold the run's key pair; all members share it.
 
-    Each side of a connection proves that it holds the secret key, and never sends it:
-    who listens at a member's port in its place learns nothing.
+    Both sides of a connection prove that they hold the secret key, and neither sends
+    it: a stranger that listens at a dead member's port learns nothing.
     """
 
     encrypts: Final = True
