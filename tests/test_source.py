@@ -18,7 +18,7 @@ UNPICKLERS = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "jobl
 UNPICKLERS |= {"cloudpickle", "dbm", "jsonpickle", "yaml"}
 RUNNERS = {"eval", "exec", "compile", "__import__"}
 
-KNOWS_SECRETS = {"keys.py", "key_files.py", "key_guard.py"}
+KNOWS_SECRETS = {"keys.py", "key_files.py"}
 """Of `distbelief/transport`: who makes, keeps and uses the bytes of secret keys."""
 
 

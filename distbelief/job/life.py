@@ -22,6 +22,7 @@ from typing import Protocol, Self, final
 import msgspec
 from rich.console import Console
 
+from distbelief import files
 from distbelief.errors import StorageError
 from distbelief.job.configuration.jobfile import Job
 from distbelief.job.configuring import check_data, supervisor_config
@@ -254,8 +255,15 @@ class Life:
 
     def _invite(self, hosting: Hosting, address: JobAddress, lent: ExitStack) -> None:
         """Let other machines know where to join."""
+        tell = self._voice.announce
+        if address.secret:  # logs are for everybody to read
+            file = self._run.address_file
+            files.write_private(file, f"{address}\n".encode())
+            lent.callback(file.unlink, missing_ok=True)
+            self._voice.log("info", f"machines join by the address in {file}")
+            tell = self._voice.say
         for line in hosting.lines(address):
-            self._voice.announce(line)
+            tell(line)
         machines = hosting.lent(
             self._job,
             address,

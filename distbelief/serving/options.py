@@ -15,7 +15,7 @@ from distbelief.job.hosts.hosting import Hosting
 from distbelief.parameter_server.rules.update_rules import UpdateRule
 from distbelief.runtime.task.imports import resolve
 from distbelief.transport.keyring import Keyring
-from distbelief.transport.keys import KeyPair
+from distbelief.transport.keys import new_secret
 from distbelief.transport.places import number_of
 from distbelief.transport.reach import Reach
 
@@ -124,12 +124,12 @@ def reach(
             "machine can reach: give the number of an interface, or tcp://0.0.0.0:7700 "
             "for all interfaces; tcp://127.0.0.1:7700 is for this machine alone"
         )
-    # Who has no key files proves to know a secret of this run alone.
+    # Without key files, the run gets a key pair of its own.
     has_secret = ring is None and (insecure or is_loopback)
     wanted = Reach(
         host=number,
         port=0 if found["port"] == "*" else int(found["port"]),
-        secret=KeyPair.new().secret.reveal().hex() if has_secret else "",
+        secret=new_secret() if has_secret else "",
         keys=ring,
     )
     wanted.check()

@@ -2,11 +2,11 @@
 
     ipc://DIRECTORY/.NAME.INCARNATION
 
-Who may enter the directory is the user, so nobody has to prove anything. A path proves
+No other user can enter the directory, so members need no secret. But a path proves
 nothing: when a run is over, another user can make a directory of the same name, and
-ZeroMQ connects again and again. So the directory is opened and checked once, and every
-socket is reached by that descriptor (/proc/self/fd/N/NAME), which leads there or
-nowhere. It is short, too: a socket's path may have no more than 107 bytes.
+ZeroMQ keeps reconnecting to it. So the directory is opened and checked once, and every
+socket is reached through that descriptor (/proc/self/fd/N/NAME), which leads to this
+directory or nowhere. It is also short: a socket's path is limited to 107 bytes.
 """
 
 import os
@@ -28,10 +28,10 @@ _CLOSED: Final = -1
 
 @final
 class DirectoryGuard(TrustingGuard):
-    """Lets in whoever may enter the directory; of one transport.
+    """Trusts every process that can enter the directory.
 
     Args:
-        directory: In which all members of the run listen.
+        directory: All members of the run listen in it.
     """
 
     encrypts: Final = False
@@ -55,7 +55,7 @@ class DirectoryGuard(TrustingGuard):
             )
         self._descriptor = open_private(self._directory)
         name = self._name_in(endpoint)
-        # ZeroMQ would take the place of whoever listens there.
+        # ZeroMQ would unlink a socket that another member listens at.
         with suppress(FileNotFoundError):
             os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
             raise TransportError(f"cannot listen at {endpoint}: something else does")
@@ -71,15 +71,15 @@ class DirectoryGuard(TrustingGuard):
         return f"ipc://{base}/{name}"
 
     def dial(self, outbox: Outbox, peer: str, place: Place) -> None:
-        """Do nothing: who listens in the directory is of the same user."""
+        """Do nothing: only the same user can listen in the directory."""
 
     def judge(self, request: object) -> Verdict:
-        """Refuse: ZeroMQ asks for nobody who comes by a file."""
+        """Refuse: ZeroMQ asks only about peers that claim a key or a password."""
         del request
         return Verdict(status=REFUSED, remark="refused a peer from the network")
 
     def close(self) -> None:
-        """Remove the socket that listened, and leave the directory."""
+        """Remove the socket, which ZeroMQ leaves behind, and close the directory."""
         if self._descriptor == _CLOSED:
             return
         if self._own:

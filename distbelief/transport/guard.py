@@ -142,7 +142,7 @@ class Guard(Protocol):
 
 
 class TrustingGuard:
-    """What guards have in common that believe whoever is let in."""
+    """Base of the guards that trust every member of the run alike."""
 
     watch_seconds: Final = float("inf")
 
@@ -169,10 +169,10 @@ class TrustingGuard:
 
 @final
 class RunGuard(TrustingGuard):
-    """Lets in whoever holds the key of the run: all its members share the one pair.
+    """Lets in peers that hold the run's key pair; all members share it.
 
-    Each side of a connection proves that it holds the secret key, and never sends it:
-    who listens at a member's port in its place learns nothing.
+    Both sides of a connection prove that they hold the secret key, and neither sends
+    it: a stranger that listens at a dead member's port learns nothing.
     """
 
     encrypts: Final = True
@@ -187,7 +187,7 @@ class RunGuard(TrustingGuard):
     def listen(self, inbox: Inbox, endpoint: str) -> str:
         """Ask everybody for the key."""
         del endpoint
-        serve_curve(inbox, self._pair, handshake_seconds_max=_HANDSHAKE_SECONDS_MAX)
+        self._pair.serve(inbox, handshake_seconds_max=_HANDSHAKE_SECONDS_MAX)
         return self._pair.public
 
     def address(self, endpoint: str) -> str:
@@ -201,12 +201,8 @@ class RunGuard(TrustingGuard):
                 f"{peer} at {place} is not connected to: it is not known by the key "
                 "of this run"
             )
-        dial_curve(
-            outbox,
-            self._pair,
-            place.key,
-            handshake_seconds_max=_HANDSHAKE_SECONDS_MAX,
-        )
+        seconds = _HANDSHAKE_SECONDS_MAX
+        self._pair.dial(outbox, place.key, handshake_seconds_max=seconds)
 
     def judge(self, request: Sequence[bytes]) -> Verdict:
         """Let in who has proved the key (RFC 27: it is the seventh frame)."""
@@ -225,20 +221,3 @@ def curve_bytes(n_bytes: int) -> int:
     """Return how long a frame of so many bytes is on the network, encrypted."""
     command = n_bytes + _CURVE_BYTES
     return command + (2 if command <= _SHORT_MAX else 9)
-
-
-def serve_curve(inbox: Inbox, pair: KeyPair, *, handshake_seconds_max: float) -> None:
-    """Let a socket ask everybody for a key, before it is bound."""
-    inbox.curve_server = True
-    inbox.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.reveal())
-    inbox.handshake_ivl = round(1000 * handshake_seconds_max)
-
-
-def dial_curve(
-    outbox: Outbox, pair: KeyPair, server_key: str, *, handshake_seconds_max: float
-) -> None:
-    """Let a socket speak only to the holder of this key, before it is connected."""
-    outbox.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(server_key))
-    outbox.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(pair.public))
-    outbox.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.reveal())
-    outbox.handshake_ivl = round(1000 * handshake_seconds_max)

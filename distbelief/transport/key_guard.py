@@ -42,8 +42,6 @@ from distbelief.transport.guard import (
     Source,
     Verdict,
     curve_bytes,
-    dial_curve,
-    serve_curve,
 )
 from distbelief.transport.keys import KEY_BYTES, KeyPair
 from distbelief.transport.newcomers import Newcomers
@@ -113,7 +111,7 @@ class KeyGuard:
         """Ask everybody for a key."""
         del endpoint
         seconds = self._caps.handshake_seconds_max
-        serve_curve(inbox, self._pair, handshake_seconds_max=seconds)
+        self._pair.serve(inbox, handshake_seconds_max=seconds)
         self._newcomers.listen(inbox)
         return self._pair.public
 
@@ -136,7 +134,7 @@ class KeyGuard:
                 f"server's machine: distbelief keys allow {place.key} NAME"
             )
         seconds = self._caps.handshake_seconds_max
-        dial_curve(outbox, self._pair, place.key, handshake_seconds_max=seconds)
+        self._pair.dial(outbox, place.key, handshake_seconds_max=seconds)
 
     # ----------------------------------------------------------------------- peers
 

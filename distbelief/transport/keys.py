@@ -2,8 +2,9 @@
 
 They are those of CURVE (ZeroMQ's RFC 26): a connection opens only if each side holds
 the secret of the public key that the other expects. Public keys are no secret: they are
-written as 64 hexadecimal digits, in files, messages and logs. A secret key is in its
-file and in the sockets that use it, and nowhere else: it has no text.
+written as 64 hexadecimal digits, in files, messages and logs. A machine's secret key is
+in its file and in the sockets that use it, and nowhere else: it has no text. That of a
+run without key files is in the run's address, too.
 """
 
 import re
@@ -83,6 +84,32 @@ class KeyPair:
                 "needed; copy the whole address"
             )
         return cls.of(SecretKey(bytes.fromhex(text)))
+
+    def serve(
+        self, socket: "zmq.Socket[bytes]", *, handshake_seconds_max: float
+    ) -> None:
+        """Let a socket ask everybody for a key, before it is bound."""
+        socket.curve_server = True
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.reveal())
+        socket.handshake_ivl = round(1000 * handshake_seconds_max)
+
+    def dial(
+        self,
+        socket: "zmq.Socket[bytes]",
+        server_key: str,
+        *,
+        handshake_seconds_max: float,
+    ) -> None:
+        """Let a socket speak to the holder of that key, before it is connected."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(server_key))
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, bytes.fromhex(self.public))
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.reveal())
+        socket.handshake_ivl = round(1000 * handshake_seconds_max)
+
+
+def new_secret() -> str:
+    """Return a secret key for one run, as `KeyPair.parse` reads it."""
+    return KeyPair.new().secret.reveal().hex()
 
 
 def public_key(text: str) -> str:

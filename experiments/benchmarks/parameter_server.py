@@ -7,7 +7,7 @@ values lie in the model's tensors. One client, `--shards` shards of one thread e
 
     floor    in one process, one thread: one copy of 167 MB, one fused Adagrad update
     shared   our shards, values and slots in shared memory
-    tcp      our shards, block messages over loopback
+    blocks   our shards, block messages over sockets in files
     rpc      torch.distributed.rpc over TCP, as between hosts: the same slices in as
              many processes, the same fused update; its fetch ends before the copy into
              the model
@@ -22,14 +22,13 @@ values lie in the model's tensors. One client, `--shards` shards of one thread e
     push_over_floor                 push of `shared` / (copy + update)
     fetch_over_copy                 fetch of `shared` / copy
     shared_memory_over_two_copies   (push + fetch) of `shared` / (2 copies + update)
-    tcp_over_torch_rpc              (push + fetch) of `rpc` / that of `tcp`
+    blocks_over_torch_rpc           (push + fetch) of `rpc` / that of `blocks`
     shared_over_torch_rpc_local     (push + fetch) of `rpc_local` / that of `shared`
-    tcp_over_torch_rpc_local        (push + fetch) of `rpc_local` / that of `tcp`: a
-                                    network against no network
-    tcp_over_zmq, tcp_over_sockets  (push + fetch) of `zmq`, or `sockets` / that of
-                                    `tcp`
+    blocks_over_torch_rpc_local     (push + fetch) of `rpc_local` / that of `blocks`
+    blocks_over_zmq, _over_sockets  (push + fetch) of `zmq`, or `sockets` / that of
+                                    `blocks`
     zmq_over_torch_rpc              (push + fetch) of `rpc` / that of `zmq`: the limit
-                                    of `tcp_over_torch_rpc`
+                                    of `blocks_over_torch_rpc`
     sockets_over_torch_rpc          the same of `sockets`: that of any program
     peak_bytes_per_parameter        the most memory a shard's process has held, beyond
                                     that of a shard with 64 parameters, per parameter:
@@ -66,7 +65,7 @@ from experiments.speech.model import acoustic_net
 CONTESTANTS: Final = (
     "floor",
     "shared",
-    "tcp",
+    "blocks",
     "rpc",
     "rpc_local",
     "zmq",
@@ -160,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         empty_bytes = _bytes_of_an_empty_shard(Path(folder))
         floor = Floor(n_elements)
         times = {"floor": Times(timing(floor.update, floor.copy))}
-        for name in ("shared", "tcp"):
+        for name in ("shared", "blocks"):
             if name in names:
                 server = ParameterServer(
                     parameters,
@@ -338,13 +337,17 @@ def _report(
             "peak_bytes_per_parameter": peak,
             "bytes_per_parameter_expected": BYTES_EXPECTED,
         }
-    for ours, theirs in (("tcp", "rpc"), ("shared", "rpc_local"), ("tcp", "rpc_local")):
+    for ours, theirs in (
+        ("blocks", "rpc"),
+        ("shared", "rpc_local"),
+        ("blocks", "rpc_local"),
+    ):
         if ours in times and theirs in times:
             key = f"{ours}_over_torch_{theirs}"
             ratios[key] = times[theirs].both / times[ours].both
     for limit in ("zmq", "sockets"):
-        if limit in times and "tcp" in times:
-            ratios[f"tcp_over_{limit}"] = times[limit].both / times["tcp"].both
+        if limit in times and "blocks" in times:
+            ratios[f"blocks_over_{limit}"] = times[limit].both / times["blocks"].both
         if limit in times and "rpc" in times:
             ratios[f"{limit}_over_torch_rpc"] = times["rpc"].both / times[limit].both
     return ratios | figures

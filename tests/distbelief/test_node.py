@@ -20,9 +20,15 @@ from distbelief.errors import (
     RemoteProtocolError,
     StorageError,
 )
+from distbelief.job.hosts.host import Host
+from distbelief.job.hosts.host_config import HostConfig
+from distbelief.job.hosts.site import HostSite
+from distbelief.job.supervision.supervisor import Supervisor
+from distbelief.job.supervision.supervisor_config import SupervisorConfig
 from distbelief.messages import Alive, Save, Stop
 from distbelief.node import POSTED_MAX, Launcher, Node, SnapshotStore
 from distbelief.roles import (
+    USER,
     Action,
     Address,
     CancelTimer,
@@ -38,6 +44,7 @@ from distbelief.roles import (
     Persisted,
     Received,
     Report,
+    Role,
     Seconds,
     Send,
     SetTimer,
@@ -656,12 +663,15 @@ class Fleet:
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
         self.asked: list[str] = []
+        self.answers = True
         self._events: list[Event] = []
 
     def launch(self, name: Address, incarnation: int) -> None:
         if name == "impossible":
             raise JobError("no such role")
         self.asked.append(f"launch {name} {incarnation}")
+        if not self.answers:
+            return
         lost = PeerLost(peer=name, incarnation=incarnation, reason="exit code 1")
         self._events.append(lost)
         self._writer.send(b"x")
@@ -687,6 +697,50 @@ def fleet() -> Iterator[Fleet]:
     fleet = Fleet()
     yield fleet
     fleet.close()
+
+
+def a_supervisor() -> Role:
+    return Supervisor(SupervisorConfig(roster=(("shard-0", "shard"),), stop=None))
+
+
+def a_host() -> Role:
+    config = HostConfig(label="lab", cores=1, memory_bytes=1)
+    return Host(config, site=HostSite.__new__(HostSite))
+
+
+@pytest.mark.parametrize("make_role", [a_supervisor, a_host])
+def test_only_what_is_posted_here_is_the_users_word(
+    make_role: Callable[[], Role],
+    transport: ZmqTransport,
+    tmp_path: Path,
+    fleet: Fleet,
+) -> None:
+    """Whoever reached the port of either could end it: it sent Stop as "user"."""
+    role = make_role()
+    fleet.answers = False
+    stop = Stop(reason="Ctrl+C")
+    said: list[str] = []
+    node = Node(
+        role,
+        transport=transport,
+        log=lambda _level, text: said.append(text),
+        launcher=fleet,
+    )
+    with node, link(USER, tmp_path) as forger:
+        forger.connect(ME, 4, transport.endpoint)
+        forger.send(ME, stop)
+        assert node.pump(
+            lambda: transport.counters.malformed == 1,
+            timeout_seconds=PATIENCE_SECONDS,
+        )
+        assert not any("Ctrl+C" in text for text in said)
+        before = role.status()[0]
+        node.post(Received(sender=USER, incarnation=0, message=stop))
+        node.pump(
+            lambda: node.halted or role.status()[0] != before,
+            timeout_seconds=PATIENCE_SECONDS,
+        )
+        assert node.halted or role.status()[0] != before
 
 
 def test_roles_are_launched_and_terminated_and_their_end_is_an_event(

@@ -14,7 +14,7 @@ import distbelief
 from distbelief.messages import Finished, Join, Message, PeerEntry, Peers
 from distbelief.roles import SUPERVISOR
 from distbelief.serving.server import ServerAddress
-from distbelief.transport.keys import KeyPair
+from distbelief.transport.keys import new_secret
 from distbelief.transport.places import LOOPBACK, Place
 from distbelief.transport.reach import Reach
 from distbelief.transport.zmq_transport import ZmqTransport
@@ -38,7 +38,7 @@ def test_a_server_of_another_run_is_told_from_one_that_is_away() -> None:
         while not over.is_set():
             transport.poll(0.02)
 
-    secrets = [KeyPair.new().secret.reveal().hex() for _ in range(2)]
+    secrets = [new_secret() for _ in range(2)]
     links = Reach(host=LOOPBACK, secret=secrets[0]).transport(
         name=SUPERVISOR, incarnation=1, run="r", log=lambda _level, _text: None
     )

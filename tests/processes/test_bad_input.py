@@ -415,9 +415,9 @@ def listening(pids: list[int]) -> set[int]:
 
 
 def throw_at(
-    port: int, stack: ExitStack, context: "zmq.Context[zmq.Socket[bytes]]"
+    path: Path, stack: ExitStack, context: "zmq.Context[zmq.Socket[bytes]]"
 ) -> None:
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\0PLAIN" + bytes(47)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\0NULL" + bytes(48)
     half = (
         b"\xff",
         greeting[:20],
@@ -426,17 +426,19 @@ def throw_at(
         b"GET / HTTP/1.1\r\n\r\n",
     )
     for content in half:
-        line = socket.create_connection(("127.0.0.1", port), timeout=1)
-        stack.enter_context(line).settimeout(0)
+        line = stack.enter_context(socket.socket(socket.AF_UNIX))
+        line.settimeout(1.0)
+        line.connect(str(path))
+        line.settimeout(0)
         with suppress(OSError):
             line.send(content)
     for kind in (zmq.PUSH, zmq.DEALER):
-        for secret in (b"", b"guess"):
+        for name in (b"", b"supervisor"):
             peer = stack.enter_context(context.socket(kind))
             peer.linger = 0
-            if secret:
-                peer.plain_username, peer.plain_password = b"supervisor", secret
-            peer.connect(f"tcp://127.0.0.1:{port}")
+            if name:  # by a mechanism that nobody asks for
+                peer.plain_username, peer.plain_password = name, b"guess"
+            peer.connect(f"ipc://{path}")
             for _ in range(10):
                 try:
                     peer.send_multipart([secrets.token_bytes(500)] * 3, zmq.DONTWAIT)
@@ -458,13 +460,15 @@ def test_strangers_at_every_socket_change_nothing_of_what_is_sent(folder: Path) 
     job = (str(folder / "tiny.toml"),)
     with train(folder, *options, *LONG, run="größe und", job=job) as command:
         poll(command.is_training, seconds=60.0)
-        ports = listening([command.process.pid, *alive(command.all_pids())])
-        assert len(ports) == 4  # supervisor, shard, replica, evaluator
+        assert not listening([command.process.pid, *alive(command.all_pids())])
+        (memory,) = command.shared_memory()
+        sockets = [path for path in memory.iterdir() if path.is_socket()]
+        assert len(sockets) == 4  # supervisor, shard, replica, evaluator
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         with ExitStack() as stack:
             stack.callback(context.destroy, 0)
-            for port in ports:
-                throw_at(port, stack, context)
+            for path in sockets:
+                throw_at(path, stack, context)
             assert command.wait() == 0, command.output
         assert_nothing_is_left(command)
         assert (command.run / "model.safetensors").is_file()
@@ -555,7 +559,7 @@ def test_the_library_is_light_to_import_and_tells_mistakes_as_the_command_does()
 def test_wrong_use_of_a_loop_is_told_and_none_of_it_hangs() -> None:
     net = nn.Linear(4, 3)
     rule = distbelief.Adagrad(learning_rate=0.1)
-    nobody = "tcp://127.0.0.1:1?token=a&shards=1"
+    nobody = f"tcp://127.0.0.1:1?secret={'5f' * 32}&run=a&shards=1"
 
     def refused(parameters: object, **options: object) -> str:
         begun = time.monotonic()

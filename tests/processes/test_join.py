@@ -65,11 +65,18 @@ class Land:
 
     @contextmanager
     def joined(
-        self, command: Command, *options: str, cores: int = 1, allow: str = "tiny"
+        self,
+        command: Command,
+        *options: str,
+        cores: int = 1,
+        allow: str = "tiny",
+        has_keys: bool = True,
     ) -> Iterator[Machine]:
         """Let a machine join; nothing of it is left after the block."""
-        poll(lambda: find_address(command))
-        words = [str(COMMAND), "join", find_address(command), "--keys", "keys"]
+        find = find_address if has_keys else find_secret_address
+        poll(lambda: find(command))
+        words = [str(COMMAND), "join", find(command)]
+        words += ["--keys", "keys"] if has_keys else []
         words += ["--cores", str(cores), "--allow-import", allow, *options]
         output = self.there / f"said-{len(list(self.there.glob('said-*')))}"
         with (
@@ -96,6 +103,12 @@ def find_address(command: Command) -> str:
     text = log.read_text() if log.is_file() else ""
     found = re.findall(r'join "(tcp://[0-9.:]+)', text)
     return found[-1] if found else ""
+
+
+def find_secret_address(command: Command) -> str:
+    """Return where a job without key files listens; "" as long as it says nothing."""
+    file = command.run / "address"
+    return file.read_text().strip() if file.is_file() else ""
 
 
 def told(command: Command) -> str:
@@ -205,3 +218,20 @@ def test_nothing_is_lost_where_a_machine_leaves(land: Land) -> None:
         assert command.wait() == 130, command.output
     summary = json.loads((command.run / "summary.json").read_text())
     assert summary["pushes_lost"] == 0
+
+
+@pytest.mark.soak
+def test_a_machine_joins_by_the_secret_of_a_run(land: Land) -> None:
+    listen = ("--listen", "tcp://127.0.0.1:0", "--hosts", "1", "--cores", "1")
+    start = train(land.here, *listen, "--set", "cluster.replicas=2")
+    with start as command, land.joined(command, has_keys=False) as machine:
+        poll(command.is_training)
+        secret = find_secret_address(command).partition("?secret=")[2]
+        assert command.wait() == 0, command.output
+        assert machine.wait() == 0, machine.said
+    assert secret in command.output  # for its user to see, and nobody else
+    for place in (land.here, land.there):
+        files = [path for path in place.rglob("*") if path.is_file()]
+        assert not [path for path in files if secret.encode() in path.read_bytes()]
+    summary = json.loads((command.run / "summary.json").read_text())
+    assert [host["state"] for host in summary["hosts"]] == ["ready"]

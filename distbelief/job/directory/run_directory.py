@@ -11,6 +11,8 @@
     model.safetensors   the trained model
     summary.json        final figures
     aside-N/            what was saved before it began anew (--from-scratch)
+    address             where machines join a run without key files, while it lasts: a
+                        secret is in it, so only its user may read it
 
 Rules:
 
@@ -174,6 +176,11 @@ class RunDirectory:
     def curve_file(self) -> Path:
         """The curve, drawn."""
         return self.path / "curve.png"
+
+    @property
+    def address_file(self) -> Path:
+        """Return where machines find the address of a run without key files."""
+        return self.path / "address"
 
     @property
     def summary_file(self) -> Path:

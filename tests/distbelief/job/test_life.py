@@ -18,12 +18,16 @@ from distbelief.job.directory.run import Run
 from distbelief.job.directory.run_directory import RunDirectory
 from distbelief.job.directory.store import SnapshotStore
 from distbelief.job.directory.summary import final_table, read_summary
+from distbelief.job.hosts.address import JobAddress
+from distbelief.job.hosts.hosting import Hosting
 from distbelief.job.life import Life
 from distbelief.job.processes.launcher import Launcher
 from distbelief.job.processes.signals import EXIT_CODES
 from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import Snapshot
 from distbelief.runtime.task.local_model import LocalModel
+from distbelief.transport.keys import new_secret
+from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
 from tests.distbelief.runtime.examples import net
 
@@ -99,6 +103,23 @@ def test_a_log_that_finds_no_room_ends_nothing_and_is_told_of_once(desk: Desk) -
     log = desk.run.log_file("supervisor")
     assert line.startswith(f"cannot write {log}: ")
     assert line.endswith("The job goes on without this log")
+
+
+def test_a_log_that_all_may_read_has_no_secret_in_it(desk: Desk) -> None:
+    """The run directory is open to others; whoever has the address is let in."""
+    secret = new_secret()
+    address = JobAddress(host="10.0.0.1", port=7700, secret=secret)
+    hosting = Hosting(reach=Reach(host="10.0.0.1", secret=secret))
+    with ExitStack() as lent:
+        desk.life._invite(hosting, address, lent)
+        file = desk.run.path / "address"
+        assert JobAddress.parse(file.read_text().strip()).secret == secret
+        assert file.stat().st_mode & 0o777 == 0o600
+    assert not file.exists()
+    assert secret in desk.screen()
+    log = desk.run.log_file("supervisor").read_text()
+    assert str(file) in log
+    assert secret not in log
 
 
 def test_a_screen_that_finds_no_room_ends_nothing_either(desk: Desk) -> None:

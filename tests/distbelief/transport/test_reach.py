@@ -3,15 +3,19 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from zmq.utils import z85
 
 from distbelief.errors import JobError, TransportError
+from distbelief.messages import Message
 from distbelief.transport.key_files import KeyFiles
 from distbelief.transport.keyring import Keyring
 from distbelief.transport.keys import KeyPair
 from distbelief.transport.reach import Reach
+from tests.distbelief.message_strategies import messages
 
 
-SECRET = "5f" * 32
+SECRET = "5fa1" * 16
 
 
 def start(reach: Reach) -> str:
@@ -51,6 +55,19 @@ def test_without_key_files_a_run_has_a_key_of_its_own() -> None:
     assert reach.is_open
     assert start(reach).endswith(f"?key={KeyPair.parse(SECRET).public}")
     assert not Reach(host="127.0.0.1", secret=SECRET).is_open
+
+
+@given(message=messages)
+def test_no_message_holds_the_secret_of_its_run(message: Message) -> None:
+    """Each header had the run's token in it: whoever read one could push."""
+    reach = Reach(host="127.0.0.1", secret=SECRET)
+    transport = reach.transport(
+        name="shard-0", incarnation=1, run="run", log=lambda _level, _text: None
+    )
+    frames = transport._wire.encode(message, sender="shard-0", incarnation=1)
+    raw = bytes.fromhex(SECRET)
+    for secret in (SECRET.encode(), raw, z85.encode(raw)):
+        assert not any(secret in bytes(frame) for frame in frames)
 
 
 def test_a_number_that_is_not_ours_is_named(ring: Keyring) -> None:

@@ -20,7 +20,7 @@ from distbelief.errors import LocalProtocolError, TransportError
 from distbelief.messages import Alive, Message, PushBlock, Save, Stop
 from distbelief.transport import zmq_transport
 from distbelief.transport.directory_guard import DirectoryGuard
-from distbelief.transport.guard import Guard, RunGuard, dial_curve
+from distbelief.transport.guard import Guard, RunGuard
 from distbelief.transport.keys import KeyPair
 from distbelief.transport.places import Place
 from distbelief.transport.zmq_transport import TransportOptions, ZmqTransport
@@ -425,7 +425,7 @@ class Stranger:
         link.linger = 0
         place = Place.parse(endpoint)
         if self._pair is not None:
-            dial_curve(link, self._pair, place.key, handshake_seconds_max=5.0)
+            self._pair.dial(link, place.key, handshake_seconds_max=5.0)
         link.connect(place.endpoint)
         self._links.append(link)  # which a context does not do
         return link

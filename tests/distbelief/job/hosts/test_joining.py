@@ -13,7 +13,7 @@ from distbelief.job.hosts import joining, lookout
 from distbelief.job.hosts.host_config import HostConfig
 from distbelief.messages import Dismiss, Duties, Offer
 from distbelief.roles import SUPERVISOR
-from distbelief.transport.keys import KeyPair
+from distbelief.transport.keys import new_secret
 from distbelief.transport.places import LOOPBACK, Place
 from distbelief.transport.reach import Reach
 from distbelief.wire import Envelope
@@ -30,7 +30,7 @@ class Head:
     def __init__(self, answer: Callable[["Head", Envelope], bool]) -> None:
         self.offers: list[Offer] = []
         self._answer = answer
-        secret = KeyPair.new().secret.reveal().hex()
+        secret = new_secret()
         self._transport = Reach(host=LOOPBACK, secret=secret).transport(
             name=SUPERVISOR, incarnation=1, run="t", log=lambda _level, _text: None
         )
