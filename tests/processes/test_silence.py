@@ -80,6 +80,7 @@ def test_ten_stops_in_a_row_are_none_too_many(tmp_path: Path, n_copies: int) -> 
     write_job(tmp_path)
     with train(tmp_path, *options(n_copies)) as command:
         poll(lambda: is_whole(command, n_copies))
+        applied: dict[str, int] = {}
         for _ in range(10):
             command.signal(signal.SIGSTOP)
             time.sleep(2.0)
