@@ -37,7 +37,7 @@ class Voice:
 
     Attributes:
         console: The screen.
-        disk: Writes files of the run; an error that is none of `OSError` is said.
+        disk: Writes the files of the run.
     """
 
     def __init__(self, console: Console, run: RunDirectory) -> None:

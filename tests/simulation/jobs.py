@@ -8,15 +8,10 @@ from _pytest.mark import ParameterSet
 
 from distbelief.downpour.algorithm import DOWNPOUR
 from distbelief.downpour.settings import DownpourSettings
-from distbelief.job.configuration.sections import StopTable
+from distbelief.job.configuration.sections import PATIENCE_SECONDS, StopTable
 from distbelief.job.display.view import SupervisorView
 from distbelief.job.supervision.figures import Before
-from distbelief.job.supervision.member import (
-    PATIENCE_SECONDS,
-    Member,
-    MemberConfig,
-    heartbeat_seconds,
-)
+from distbelief.job.supervision.member import Member, MemberConfig, heartbeat_seconds
 from distbelief.job.supervision.stop_rules import StopRules
 from distbelief.job.supervision.supervisor import Supervisor
 from distbelief.job.supervision.supervisor_config import SupervisorConfig

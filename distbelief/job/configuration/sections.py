@@ -36,6 +36,9 @@ Copies = Annotated[int, msgspec.Meta(ge=1, le=2)]  # one leads, one is its secon
 Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]  # OpenMP crashes at too many
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 DEVICES: Final = ("cpu", "cuda")
+PATIENCE_SECONDS: Final = 600.0
+"""Of roles with a silent supervisor, unless the job says otherwise."""
+
 PATIENCE_SECONDS_MIN: Final = 2.0
 """Several heartbeats, each of which the supervisor answers."""
 
@@ -74,10 +77,10 @@ class ClusterTable(
     machines: str = "here"
     device: str = "cpu"
     shared_memory: bool = True
-    patience: Positive = 600.0
+    patience: Positive = PATIENCE_SECONDS
 
     def __post_init__(self) -> None:
-        """Refuse a plan that is none, devices that nobody knows, and haste."""
+        """Refuse unknown devices, a plan that is none, and too little patience."""
         if self.patience < PATIENCE_SECONDS_MIN:
             raise JobFileError(
                 f"patience = {units.show(self.patience, 'time')}: wants at least "

@@ -36,6 +36,7 @@ from distbelief.runtime.task.samples import Sample
 from distbelief.runtime.task.task import BuildContext
 from distbelief.transport.reach import Reach
 from distbelief.transport.shared_memory import FileMemory
+from distbelief.transport.zmq_transport import Log
 from distbelief.writer import Writer
 
 
@@ -122,10 +123,22 @@ def main(name: str, incarnation: int, path: str) -> int:
         # Stamped now; written by a thread, for the disk of the log may hang.
         lines.write(partial(_write, _line(name, incarnation, level, text)))
 
-    lines.start()
-    report("info", f"process {os.getpid()} begins")
+    with lines:
+        report("info", f"process {os.getpid()} begins")
+        error = _live(spec, job, memory, name=name, life=incarnation, report=report)
+        report("info" if error is None else "error", f"ends: {error or 'as planned'}")
+    status = 0 if error is None else 1
+    if not lines.close(seconds_max=0.0):
+        os._exit(status)  # to flush what that thread has begun would take as long
+    return status
+
+
+def _live(
+    spec: Spec, job: Job, memory: Memory, *, name: str, life: int, report: Log
+) -> str | None:
+    """Be the role until it ends; return what went wrong, if anything did."""
     transport = spec.reach.transport(
-        name=name, incarnation=incarnation, run=spec.run, log=report
+        name=name, incarnation=life, run=spec.run, log=report
     )
     with transport:
         transport.connect(SUPERVISOR, 0, spec.supervisor)
@@ -149,11 +162,7 @@ def main(name: str, incarnation: int, path: str) -> int:
         error = node.run()
         if error is not None and not member.told_failure:
             transport.send(SUPERVISOR, Failed(error=error[:8192], culprit_is_job=False))
-    report("info" if error is None else "error", f"ends: {error or 'as planned'}")
-    status = 0 if error is None else 1
-    if not lines.close():
-        os._exit(status)  # to flush what that thread has begun would take as long
-    return status
+    return error
 
 
 def _end_at_sigterm(node: Node) -> None:

@@ -27,6 +27,7 @@ from distbelief.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
+from distbelief.job.configuration.sections import PATIENCE_SECONDS
 from distbelief.messages import (
     Alive,
     Failed,
@@ -65,7 +66,6 @@ HEARTBEAT_SECONDS: Final = 0.5
 PAIRED_HEARTBEAT_SECONDS: Final = 0.2
 """Of a shard with another copy, which takes over after a second of silence."""
 
-PATIENCE_SECONDS: Final = 600.0
 SAVE_SECONDS_MAX: Final = 300.0
 """For the last snapshot of a shard whose supervisor is gone."""
 

@@ -471,6 +471,18 @@ def test_a_machine_waits_for_a_silent_supervisor_as_long_as_the_job_says() -> No
     assert not machine.halted
 
 
+def test_a_supervisor_that_was_stopped_finds_its_machines_at_work() -> None:
+    town = Town(roster(3))
+    machine = town.come("a", patience=600.0)
+    town.pass_time(5.0)
+    before = town.runs()
+    town.pause(town.here, 25.0)
+    town.pass_time(10.0)
+    assert town.runs() == before
+    assert set(machine.processes.values()) == {1}
+    assert not any("lost" in text or "silent" in text for text in town.said)
+
+
 def test_another_supervisor_at_that_place_need_not_wait_for_that() -> None:
     town = Town(roster(3))
     machine = town.come("a", patience=600.0)

@@ -81,6 +81,8 @@ class Machine:
     processes: dict[Address, int] = field(default_factory=dict)
     is_cut: bool = False
     is_dead: bool = False
+    is_paused: bool = False
+    waiting: deque[Event] = field(default_factory=deque)  # meanwhile
     halted: bool = False
     error: str | None = None
 
@@ -134,6 +136,16 @@ class Town:
         self.hosted = Hosted(self.supervisor, config)
         self.here = self._begin(HERE, self.hosted)
 
+    def pause(self, machine: Machine, seconds: float) -> None:
+        """Its process stands still for a while (SIGSTOP)."""
+        machine.is_paused = True
+        self.pass_time(seconds)
+        machine.is_paused = False
+        self.pass_time(STEP)  # timers first, as the driver does
+        while machine.waiting:
+            self._deliver(machine, machine.waiting.popleft())
+        self._carry()
+
     def leave(self, machine: Machine) -> None:
         """Its user presses Ctrl+C."""
         stop = Stop(reason="Ctrl+C")
@@ -161,7 +173,8 @@ class Town:
         for _ in range(round(seconds / STEP)):
             self.now += STEP
             self._beat()
-            for machine in list(self.machines.values()):
+            running = [m for m in self.machines.values() if not m.is_paused]
+            for machine in running:
                 due = [n for n, at in machine.timers.items() if at <= self.now]
                 for name in due:
                     del machine.timers[name]
@@ -226,6 +239,9 @@ class Town:
 
     def _deliver(self, machine: Machine, event: Event) -> None:
         if machine.is_dead or machine.halted:
+            return
+        if machine.is_paused:
+            machine.waiting.append(event)
             return
         if machine.is_cut and isinstance(event, Received) and event.sender != USER:
             return
