@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from types import MethodType
-from typing import Any, ParamSpec, TypeVar, cast, final
+from typing import ParamSpec, TypeVar, cast, final
 
 import torch
 from typing_extensions import override
@@ -304,12 +304,13 @@ class DownpourSGD(torch.optim.Optimizer):
         self._session.wait(until, what, self._timeout_seconds)
 
 
-class _Group(dict[str, Any]):
+class _Group(dict[str, object]):
     """A group of parameters, without what is the server's: torch asks for "lr"."""
 
     def __init__(self, group: Mapping[str, object]) -> None:
         super().__init__()
-        self.update(group)
+        for key, value in group.items():
+            self[key] = value
 
     def __missing__(self, key: str) -> object:
         raise _refusal(key) if key in _OF_THE_RULE else KeyError(key)
@@ -321,11 +322,6 @@ class _Group(dict[str, Any]):
         if key == "learning_rate" and not _is_rate(value):
             raise JobError(f"DownpourSGD: learning_rate is {value}; use 0 or more")
         super().__setitem__(key, value)
-
-    @override
-    def update(self, *groups: Mapping[str, object], **more: object) -> None:
-        for key, value in dict(*groups, **more).items():
-            self[key] = value
 
     @override
     def setdefault(self, key: str, default: object = None, /) -> object:

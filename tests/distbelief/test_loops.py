@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from typing_extensions import override
 
 import distbelief
 from distbelief.parameter_server.rules.update_rules import UpdateRule
@@ -108,6 +109,7 @@ class Gated(nn.Module):
         self.seldom = nn.Linear(20, 3)
         self.n_calls = 0
 
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.n_calls += 1
         hidden = self.frozen(x)

@@ -76,8 +76,8 @@ def accuracy(
     cluster.simulation.run_until(
         lambda: cluster.replica(0).counters.steps >= WARM_START_STEPS
     )
-    for name in cluster.replicas[1:]:
-        cluster.tell(name, Begin())
+    for replica in cluster.replicas[1:]:
+        cluster.tell(replica, Begin())
     cluster.run()
     module, values = digits.net(), cluster.values()
     with torch.no_grad():

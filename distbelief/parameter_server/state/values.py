@@ -64,7 +64,7 @@ class ShardValues:
         self._n_held: int | None = None  # pieces, while it becomes a copy
         self.holdings = Holdings(layout, index)
         self._pushing = self.holdings.whole
-        self._applications: dict[tuple[bytes, int, int], Application] = {}
+        self._applications: dict[tuple[bytes, bytes, int, int], Application] = {}
         self.clock = 0
         self.steps = Steps()
 
