@@ -14,14 +14,19 @@ of the same shapes. The call `step()` of Algorithm 1.1 (Dean et al. 2012): accru
 gradient, push every n_push steps, fetch every n_fetch steps, step locally in between.
 A fetch loses no local step: those that are not pushed yet are taken again.
 
+As in torch a parameter whose `grad` is None does not move, here for a whole push: if it
+had no gradient in any of its steps. What is the rule's, such as learning rate, weight
+decay and schedule, is the server's; parameter groups that state it are refused.
+
 The role runs only inside these calls: there is no thread. What arrives meanwhile waits
 in the socket.
 """
 
 import atexit
+import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from types import MethodType
@@ -50,7 +55,8 @@ class DownpourSGD(torch.optim.Optimizer):
     """Pushes gradients to a parameter server, and fetches parameters from it.
 
     Args:
-        params: The model's parameters, in the order that the server was given them.
+        params: The model's parameters, in the order that the server was given them, or
+            groups of them, each with a `learning_rate` of its own if it needs one.
         server: `ParameterServer.address`, or the line that `distbelief serve` prints.
         n_fetch: Steps between fetches.
         n_push: Steps between pushes.
@@ -196,7 +202,20 @@ class DownpourSGD(torch.optim.Optimizer):
 
     @override
     def add_param_group(self, param_group: dict[str, object]) -> None:
-        _plain(super().add_param_group)(param_group)
+        if "_parameters" in self.__dict__:
+            raise JobError(
+                "DownpourSGD: a group of parameters cannot be added: the server knows "
+                f"the {len(self._parameters)} that it began with; begin with them all"
+            )
+        _plain(super().add_param_group)(_Group(param_group))
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        groups = cast("list[dict[str, object]]", state_dict["param_groups"])
+        for group in groups:
+            _Group(group)  # refuses what another optimizer saved
+        _plain(super().load_state_dict)(state_dict)
+        self.param_groups = [_Group(group) for group in self.param_groups]
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -211,7 +230,7 @@ class DownpourSGD(torch.optim.Optimizer):
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is None:
                 continue
-            gradient = parameter.grad.reshape(-1)
+            gradient = _dense(parameter.grad).reshape(-1)
             so_far = self._accrued[index]
             if so_far is not None:
                 so_far += gradient
@@ -238,7 +257,10 @@ class DownpourSGD(torch.optim.Optimizer):
         session = self._session
         self._wait(lambda: session.client.can_push, "room for a push")
         outcome = session.client.stage(
-            self._accrued, session.values, fetched_clocks=self._accrued_clocks
+            self._accrued,
+            session.values,
+            fetched_clocks=self._accrued_clocks,
+            skip_missing=True,  # as in torch: what has no gradient does not move
         )()
         push = StagedPush(
             outcome=outcome, n_gradients=self._n_accrued, samples=self._samples
@@ -280,6 +302,58 @@ class DownpourSGD(torch.optim.Optimizer):
 
     def _wait(self, until: Callable[[], bool], what: str) -> None:
         self._session.wait(until, what, self._timeout_seconds)
+
+
+class _Group(dict[str, object]):
+    """A group of parameters, without what is the server's: torch asks for "lr"."""
+
+    def __init__(self, group: Mapping[str, object]) -> None:
+        super().__init__()
+        for key, value in group.items():
+            self[key] = value
+
+    def __missing__(self, key: str) -> object:
+        raise _refusal(key) if key in _OF_THE_RULE else KeyError(key)
+
+    @override
+    def __setitem__(self, key: str, value: object) -> None:
+        if key not in _GROUP_KEYS:
+            raise _refusal(key)
+        if key == "learning_rate" and not _is_rate(value):
+            raise JobError(f"DownpourSGD: learning_rate is {value}; use 0 or more")
+        super().__setitem__(key, value)
+
+    @override
+    def setdefault(self, key: str, default: object = None, /) -> object:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+
+_GROUP_KEYS = {"params", "param_names", "learning_rate"}
+_OF_THE_RULE = {"lr", "initial_lr", "momentum", "weight_decay", "betas"}
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int | float) and 0.0 <= value < math.inf
+
+
+def _refusal(key: str) -> JobError:
+    if key in {"lr", "initial_lr"}:
+        return JobError(
+            f"DownpourSGD: parameter groups have no {key!r}, and torch's schedulers "
+            "do not work: give the server's rule learning_rate= and schedule= "
+            "(distbelief.parameter_server.rules.schedules)"
+        )
+    return JobError(
+        f"DownpourSGD: parameter groups have no {key!r}: it belongs to the rule of the "
+        "server, for all parameters: ParameterServer(..., rule=...)"
+    )
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient of an Embedding(sparse=True) as any other."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _finish_at_exit(optimizer: DownpourSGD) -> None:

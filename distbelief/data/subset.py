@@ -1,13 +1,17 @@
 """Subsets: which samples a replica reads, and in which order.
 
 "We divide the training data into a number of subsets and run a copy of the model on
-each of these subsets" (Dean et al. 2012, section 4.1). Replica r of R reads the samples
-[n r / R, n (r + 1) / R), in an order that is drawn anew for each pass over them. The
-order depends on nothing but seed, r and the number of the pass; so a replica that is
+each of these subsets" (Dean et al. 2012, section 4.1). The samples are dealt in a
+seeded random order: data sets often lie sorted by class, and a replica that never sees
+most classes trains the others' knowledge of them away. Replica r of R reads the places
+[n r / R, n (r + 1) / R) of that order, in an order that is drawn anew for each pass. It
+depends on nothing but seed, r and the number of the pass; so a replica that is
 restarted goes on where the shards have it from one number, the samples consumed.
 
-    n = 10, R = 3     replica 0: 0 1 2    replica 1: 3 4 5    replica 2: 6 7 8 9
-    batches of 2      pass 0: (8 6) (9 7)   pass 1: (6 7) (9 8)   ... of replica 2
+    n = 10, R = 3     replica 0: 9 0 3    replica 1: 2 8 1    replica 2: 6 7 5 4
+    batches of 2      pass 0: (5 7) (6 4)   pass 1: (7 4) (6 5)   ... of replica 2
+
+So a pass reads its samples from all over the data set, with any number of replicas.
 
 If a run goes on with another number of replicas, their parts are others, and what was
 seen of the present pass is no longer a beginning of each part's order. Then every
@@ -17,7 +21,7 @@ two passes goes on exactly. Within a pass, some samples are read twice and some 
 """
 
 from dataclasses import KW_ONLY, dataclass
-from typing import final
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +30,9 @@ from distbelief.errors import JobError
 
 
 Indices = NDArray[np.int64]  # (n_samples,)
+
+_N_ROUNDS: Final = 6
+_N_DEALT: Final = 4096  # places whose samples are computed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +65,12 @@ class DataShard:
 
     @property
     def start(self) -> int:
-        """First sample of this part."""
+        """First place of this part in the order in which samples are dealt."""
         return self.n_samples * self.replica_index // self.n_replicas
 
     @property
     def stop(self) -> int:
-        """First sample after this part."""
+        """First place after this part."""
         return self.n_samples * (self.replica_index + 1) // self.n_replicas
 
     def __len__(self) -> int:
@@ -71,8 +78,52 @@ class DataShard:
 
     def order(self, epoch: int) -> Indices:
         """Return this part's samples, (len(self),), as pass `epoch` visits them."""
+        return self.samples(self.places(epoch))
+
+    def places(self, epoch: int) -> Indices:
+        """Return the places of these samples in the order in which they are dealt."""
         generator = np.random.default_rng((self.seed, self.replica_index, epoch))
         return self.start + generator.permutation(len(self)).astype(np.int64)
+
+    def samples(self, places: Indices) -> Indices:
+        """Return the samples that are dealt at these places."""
+        if self.n_replicas == 1:
+            return places  # it is all of the data, whatever is dealt first
+        return dealt(places, n_samples=self.n_samples, seed=self.seed)
+
+
+def dealt(places: Indices, *, n_samples: int, seed: int) -> Indices:
+    """Return the samples that are dealt at these places, each in [0, n_samples).
+
+    The order is a keyed permutation that nobody stores: each replica computes its own
+    part of it. A Feistel network permutes [0, 4^k) for the smallest k that has room for
+    all samples; what it takes outside of the data set is permuted again until it lies
+    inside, which keeps it a permutation (Black & Rogaway 2002, "cycle walking").
+    """
+    n_bits = max(1, ((n_samples - 1).bit_length() + 1) // 2)
+    keys = np.random.default_rng((seed, n_samples)).integers(
+        0, 1 << 64, _N_ROUNDS, dtype=np.uint64
+    )
+    found = np.asarray(places, np.uint64)
+    outside = np.ones(len(found), np.bool_)
+    while outside.any():
+        found[outside] = _permuted(found[outside], n_bits=n_bits, keys=keys)
+        outside = found >= n_samples
+    return found.astype(np.int64)
+
+
+def _permuted(
+    values: NDArray[np.uint64], *, n_bits: int, keys: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    """Return a permutation of [0, 4^n_bits), at these values."""
+    shift, mask = np.uint64(n_bits), np.uint64((1 << n_bits) - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        # The last step of splitmix64, without its first xor: halves are short.
+        mixed = (right + key) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+    return (left << shift) | right
 
 
 def fresh_positions(
@@ -102,20 +153,32 @@ class BatchCursor:
 
     The last batch of a pass is as short as it comes: every sample is read exactly once
     in each pass. Only a single sample left over joins the batch before it: batch
-    normalisation cannot train on one. It remembers the order of one pass, nothing else.
+    normalisation cannot train on one. It remembers the order of one pass, and which
+    samples are dealt at the next few places: to compute that for a whole pass at once
+    would hold up a replica with many samples.
     """
 
     def __init__(self, data_shard: DataShard) -> None:
         self._data_shard = data_shard
         self._epoch = -1
-        self._order: Indices = np.empty(0, np.int64)
+        self._places: Indices = np.empty(0, np.int64)
+        self._samples: Indices = np.empty(0, np.int64)  # from `_begin` on
+        self._begin = 0
 
     def batch(self, position: int, batch_size: int) -> Indices:
         """Return the indices of the batch that begins at this position."""
         epoch, offset = divmod(position, len(self._data_shard))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._data_shard.order(epoch)
-        left = len(self._order) - offset
-        if left == batch_size + 1 and batch_size > 1:
-            return self._order[offset:]
-        return self._order[offset : offset + batch_size]
+            self._epoch, self._places = epoch, self._data_shard.places(epoch)
+            self._samples = self._samples[:0]
+        left = len(self._places) - offset
+        is_short = left <= batch_size or (left == batch_size + 1 and batch_size > 1)
+        return self._dealt(offset, left if is_short else batch_size)
+
+    def _dealt(self, offset: int, n: int) -> Indices:
+        begin = offset - self._begin
+        if begin < 0 or begin + n > len(self._samples):
+            places = self._places[offset : offset + max(n, _N_DEALT)]
+            self._samples, self._begin = self._data_shard.samples(places), offset
+            begin = 0
+        return self._samples[begin : begin + n]

@@ -87,6 +87,7 @@ class Forward(AnyMessage, frozen=True):
     slots_region: Name  # "": blocks
     slot: Count
     holds: Vector | None = None  # of the client, as in its Hello
+    touches: Vector | None = None  # as in its Push
 
 
 class Leading(AnyMessage, frozen=True):

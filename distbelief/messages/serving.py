@@ -102,6 +102,9 @@ class Push(AnyMessage, frozen=True):
     n_gradients: Count  # how many were summed
     samples: Count  # the client's total, these gradients included
     grant: Count = 0  # of a set of portions (then `samples` are its own); 0: apply it
+    # (4 n,) stripes of the shard's vector that it changes, if some tensors have no
+    # gradient; None: all that the client holds.
+    touches: Vector | None = None
 
 
 class Acknowledge(AnyMessage, frozen=True):

@@ -123,7 +123,10 @@ class Agenda:
             return []
         n_clients = max(1, forwarded.message.n_pushing)
         return self._apply(
-            forwarded.values, n_clients=n_clients, holding=forwarded.holding
+            forwarded.values,
+            n_clients=n_clients,
+            holding=forwarded.holding,
+            touches=forwarded.message.touches,
         )
 
     def _serve(self, now: Seconds) -> list[Action]:
@@ -157,12 +160,18 @@ class Agenda:
         return [] if label is None else self._begin_save(label)
 
     def _apply(
-        self, pushed: Vector, *, n_clients: int, holding: Holding
+        self,
+        pushed: Vector,
+        *,
+        n_clients: int,
+        holding: Holding,
+        touches: Vector | None,
     ) -> list[Action]:
         self._work = _Work.APPLY
         self._copied_last = False
+        touched = None if touches is None else self._values.holdings.get(touches)
         work, cost = self._values.begin_push(
-            pushed, n_clients=n_clients, holding=holding
+            pushed, n_clients=n_clients, holding=holding, touched=touched
         )
         return [Compute(name="apply", work=work, cost=cost)]
 
@@ -176,8 +185,13 @@ class Agenda:
         forwards = self._service.forwarding.forward(
             applying, n_clients=n_clients, now=now
         )
-        values, holding = applying.slot.values, applying.client.holding
-        return [*forwards, *self._apply(values, n_clients=n_clients, holding=holding)]
+        apply = self._apply(
+            applying.slot.values,
+            n_clients=n_clients,
+            holding=applying.client.holding,
+            touches=applying.push.touches,
+        )
+        return [*forwards, *apply]
 
     def _begin_copy(self) -> list[Action]:
         self._work = _Work.COPY

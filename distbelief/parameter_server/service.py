@@ -277,6 +277,12 @@ class Service:
             case PushBlock():
                 return self.pushes.take_block(client, message, clock=clock)
             case Push():
-                return self.pushes.take(client, message, clock=clock)
+                return self._take_push(client, message)
             case _:
                 assert_never(message)
+
+    def _take_push(self, client: Client, push: Push) -> list[Action]:
+        reason = self._values.why_not(push.touches, client.holding)
+        if reason is not None:
+            return [self._replies.refuse(client.name, reason, for_good=True)]
+        return self.pushes.take(client, push, clock=self._values.clock)

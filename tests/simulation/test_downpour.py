@@ -474,7 +474,7 @@ def gradient_sum(cluster: Cluster, *, task: TaskSpec = COUNTING) -> torch.Tensor
         )
         samples = int(cluster.status(name)["samples"])
         n_passes, rest = divmod(samples, len(part))
-        whole += n_passes * inputs[part.start : part.stop].sum(0)
+        whole += n_passes * inputs[torch.from_numpy(part.order(0))].sum(0)
         whole += inputs[torch.from_numpy(part.order(n_passes)[:rest])].sum(0)
     return whole
 

@@ -102,9 +102,15 @@ class Unreadable:
         harsh = cls._all[values] = cls(values)
 
         def begin_push(
-            pushed: Vector, *, n_clients: int, holding: Holding | None = None
+            pushed: Vector,
+            *,
+            n_clients: int,
+            holding: Holding | None = None,
+            touched: Holding | None = None,
         ) -> tuple[Callable[[], None], Cost]:
-            work, cost = harsh._begin_push(pushed, n_clients=n_clients, holding=holding)
+            work, cost = harsh._begin_push(
+                pushed, n_clients=n_clients, holding=holding, touched=touched
+            )
             arrays = arrays_of(values)
             saved = harsh.saved = tuple(array.copy() for array in arrays)
             for array in arrays:

@@ -276,6 +276,7 @@ class ParameterClient:
         values: Sequence[torch.Tensor],
         *,
         fetched_clocks: Sequence[int] | None = None,
+        skip_missing: bool = False,
     ) -> Callable[[], Staged]:
         """Return the work that copies a push into every shard's slot, and checks it.
 
@@ -286,12 +287,15 @@ class ParameterClient:
             values: Likewise; of buffers these are pushed, others are not looked at.
             fetched_clocks: `clocks` when the oldest of these gradients' parameters had
                 been installed; by default those of the last install.
+            skip_missing: The shards change nothing of tensors without a gradient,
+                neither values nor the rule's state; for a client that holds everything.
 
         Raises:
             LocalProtocolError: not `can_push`.
         """
         tensors = self._pushed(gradients, values)
-        return self._pushes.stage(tensors, self._clocks(fetched_clocks))
+        clocks = self._clocks(fetched_clocks)
+        return self._pushes.stage(tensors, clocks, skip_missing=skip_missing)
 
     def draft(self, *, fetched_clocks: Sequence[int] | None = None) -> Draft:
         """Return a push that the lane fills tensor by tensor; then call `staged`.

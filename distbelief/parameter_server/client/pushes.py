@@ -75,11 +75,16 @@ class ClientPushes:
         return max((one.issued - one.settled for one in pushes), default=0)
 
     def stage(
-        self, tensors: Sequence[torch.Tensor | None], clocks: Sequence[int]
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        clocks: Sequence[int],
+        *,
+        skip_missing: bool,
     ) -> Callable[[], Staged]:
         """Return the work that fills every slot; see `ParameterClient.stage`."""
         names = [spec.name for spec in self._tensors]
-        return staging(self._begin(clocks), tensors, names=names)
+        touched = tensors if skip_missing else None
+        return staging(self._begin(clocks, touched=touched), tensors, names=names)
 
     def draft(self, clocks: Sequence[int]) -> Draft:
         """Return a push to be filled; see `ParameterClient.draft`."""
@@ -117,12 +122,17 @@ class ClientPushes:
             actions += link.wait(now)
         return actions
 
-    def _begin(self, fetched_clocks: Sequence[int]) -> list[StagedSlot]:
+    def _begin(
+        self,
+        fetched_clocks: Sequence[int],
+        *,
+        touched: Sequence[torch.Tensor | None] | None = None,
+    ) -> list[StagedSlot]:
         if not self.can_push:
             raise LocalProtocolError("stage while not can_push: wait until it is")
         self._staging = [
             # Gradients may have waited since a life of the shard with a higher clock.
-            link.pushing.slot(fetched_clock=min(clock, link.clock))
+            link.pushing.slot(fetched_clock=min(clock, link.clock), touched=touched)
             for link, clock in zip(self._links.values(), fetched_clocks, strict=True)
         ]
         return self._staging

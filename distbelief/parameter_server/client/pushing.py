@@ -19,6 +19,7 @@ Rules:
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -58,6 +59,7 @@ class StagedSlot:
     values: Vector  # (n_elements,)
     shard_incarnation: int
     fetched_clock: int
+    touches: Vector | None  # stripes of the shard's vector; None: all
 
 
 @final
@@ -152,8 +154,16 @@ class Pushing:
             # A shard may have taken back its slots from one that it took for gone.
             in_flight.received = 0
 
-    def slot(self, *, fetched_clock: int) -> StagedSlot:
-        """Return where to stage the next push; call only if there is room."""
+    def slot(
+        self, *, fetched_clock: int, touched: Sequence[object | None] | None
+    ) -> StagedSlot:
+        """Return where to stage the next push; call only if there is room.
+
+        Args:
+            fetched_clock: Of the oldest of its gradients.
+            touched: Per tensor, None if the push is not to change it; None: it changes
+                all.
+        """
         assert self.has_room
         assert self._room is not None
         assert self._exchanges is not None
@@ -163,6 +173,7 @@ class Pushing:
             values=self._room[index],
             shard_incarnation=self._shard_incarnation,
             fetched_clock=fetched_clock,
+            touches=None if touched is None else self._part.stripes_of(touched),
         )
 
     def issue(
@@ -184,6 +195,7 @@ class Pushing:
             n_gradients=n_gradients,
             samples=samples,
             grant=grant,
+            touches=staged.touches,
         )
         in_flight = _InFlight(push, staged.values)
         self._in_flight.append(in_flight)

@@ -209,6 +209,7 @@ class Following:
             return [self._push_credit(message.clock + 1, self._received(message))]
         holding = self._holding(message)
         reason = self._values.steps.know(holding)
+        reason = reason or self._values.why_not(message.touches, holding)
         if reason is not None:
             raise RemoteProtocolError(f"{sender} forwards a push, but {reason}")
         self._queue.append(Forwarded(message, values, holding))

@@ -150,6 +150,7 @@ class Forwarding:
             slots_region="",
             slot=push.sequence % N_SLOTS,
             holds=applying.client.holding.stripes,
+            touches=push.touches,
         )
         if not self._awaits:
             self._heard_at = self._progress_at = now

@@ -37,7 +37,7 @@ from distbelief.parameter_server.layout.tensors import (
     check_tensor,
     check_tensors,
 )
-from distbelief.vectors import Vector
+from distbelief.vectors import ALIGNMENT, Vector
 
 
 @final
@@ -151,6 +151,27 @@ class Part:
     def n_bytes(self) -> int:
         """Of the compact vector."""
         return self.holding.n_elements * self.dtype.itemsize
+
+    def stripes_of(self, tensors: Sequence[object | None]) -> Vector | None:
+        """Return the stripes of the shard's vector where tensors lie that are given.
+
+        Padding goes with the tensor before it, so that ranges end at multiples of
+        `ALIGNMENT`: there rules round as for the whole vector.
+
+        Args:
+            tensors: In the order of the layout; None for those that are not given.
+
+        Returns:
+            None if all are given.
+        """
+        assert self._selection is None
+        segments = self._layout.segments(self._k)
+        given = [one for one in segments if tensors[one.tensor_index] is not None]
+        if len(given) == len(segments):
+            return None
+        starts = np.array([one.offset for one in given], np.int64)
+        sizes = np.array([one.n_elements for one in given], np.int64)
+        return Ranges.of(starts, starts + -(-sizes // ALIGNMENT) * ALIGNMENT).stripes()
 
     def exchange(self, compact: Vector) -> "TensorExchange":
         """Return what copies between tensors and the compact vector."""

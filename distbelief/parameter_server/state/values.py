@@ -65,7 +65,7 @@ class ShardValues:
         self._n_held: int | None = None  # pieces, while it becomes a copy
         self.holdings = Holdings(layout, index)
         self._pushing = self.holdings.whole
-        self._applications: dict[tuple[bytes, int, int], Application] = {}
+        self._applications: dict[tuple[bytes, bytes, int, int], Application] = {}
         self.clock = 0
         self.n_restored = 0
         self.steps = Steps()
@@ -194,8 +194,26 @@ class ShardValues:
 
     # -------------------------------------------------------------------- pushes
 
+    def why_not(self, touches: Vector | None, holding: Holding) -> str | None:
+        """Return why a push of what a client holds cannot change just this, if so.
+
+        Raises:
+            RemoteProtocolError: it is no part of the vector.
+        """
+        if touches is None:
+            return None
+        if holding.ranges is not None:
+            return "its client holds parts of tensors, and such pushes change all of it"
+        touched = self.holdings.get(touches)
+        return self.steps.know(touched) if self._identity.rule.needs_clock else None
+
     def begin_push(
-        self, pushed: Vector, *, n_clients: int, holding: Holding | None = None
+        self,
+        pushed: Vector,
+        *,
+        n_clients: int,
+        holding: Holding | None = None,
+        touched: Holding | None = None,
     ) -> tuple[Callable[[], None], Cost]:
         """Return the work that applies a push, and what it costs.
 
@@ -204,15 +222,18 @@ class ShardValues:
                 then buffers.
             n_clients: Over how many clients buffers are averaged.
             holding: What it holds; by default everything.
+            touched: What the push changes; by default all that it holds.
         """
         if self._n_held is None:
             self._published.begin()
-        self._pushing = holding = holding or self.holdings.whole
+        holding = holding or self.holdings.whole
+        touched = touched or holding
+        self._pushing = touched if self._identity.rule.needs_clock else holding
         n_here = self._pieces.n_elements(self.n_held)
         n = min(self._n_gradient, n_here)
-        parameters = self._application(holding, 0, n)
-        buffers = self._application(holding, n, n_here)
-        updates = self._by_steps(parameters, holding)
+        parameters = self._application(touched, holding, 0, n)
+        buffers = self._application(touched, holding, n, n_here)
+        updates = self._by_steps(parameters, touched, holding)
         values, state = self.vector, self._state
         vectors = (values, *state.values())
 
@@ -229,23 +250,25 @@ class ShardValues:
         n_bytes = (n_parameters + n_buffers) * values.itemsize
         return work, Cost(n_bytes=float(n_passes * n_bytes), flops=4.0 * n_parameters)
 
-    def _application(self, holding: Holding, start: int, stop: int) -> Application:
+    def _application(
+        self, touched: Holding, holding: Holding, start: int, stop: int
+    ) -> Application:
         """Return how to apply what is pushed of [start, stop)."""
-        key = holding.key, start, stop
+        key = touched.key, holding.key, start, stop
         if key not in self._applications:
             if len(self._applications) >= _N_APPLICATIONS_MAX:
                 self._applications.clear()
-            inner = holding.within(start, stop)
+            inner = touched.within(start, stop)
             self._applications[key] = Application(inner, holding.places(inner))
         return self._applications[key]
 
     def _by_steps(
-        self, application: Application, holding: Holding
+        self, application: Application, touched: Holding, holding: Holding
     ) -> list[tuple[int, Application]]:
         """Return how to apply a push, with the clock that the rule is to see."""
         if not self._identity.rule.needs_clock:
             return [(self.clock, application)]
-        parts = self.steps.at(application.target, holding=holding)
+        parts = self.steps.at(application.target, holding=touched)
         if len(parts) == 1:
             return [(parts[0][0], application)]
         return [

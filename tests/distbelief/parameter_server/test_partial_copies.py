@@ -12,10 +12,13 @@ from distbelief.messages import (
     Forward,
     Push,
     PushBlock,
+    Refused,
     StateBlock,
     Welcome,
 )
+from distbelief.parameter_server.layout.holding import Holding
 from distbelief.parameter_server.layout.layout import TensorSpec
+from distbelief.parameter_server.layout.ranges import Ranges
 from distbelief.parameter_server.layout.selection import Selection
 from distbelief.parameter_server.rules import steps
 from distbelief.parameter_server.rules.update_rules import Adam
@@ -76,7 +79,9 @@ class Pair:
         """Let the second become the leader's copy."""
         self.pump(self.a.lead(2, B))
 
-    def push(self, name: Address, seed: int) -> None:
+    def push(
+        self, name: Address, seed: int, *, touches: Vector | None = None
+    ) -> list[Action]:
         self.sequences[name] += 1
         sequence = self.sequences[name]
         number = self.a.shard._service.incarnation
@@ -103,8 +108,11 @@ class Pair:
             fetched_clock=0,
             n_gradients=1,
             samples=1,
+            touches=touches,
         )
-        self.pump(self.a.receive(push, name))
+        actions = self.a.receive(push, name)
+        self.pump(actions)
+        return actions
 
     def assert_equal(self) -> None:
         one, other = self.a.shard._values, self.b.shard._values
@@ -132,7 +140,44 @@ def test_a_second_counts_what_each_element_has_met_as_its_leader_does(
     assert pair.b.shard._values.steps.n_whole == 3
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_push_that_changes_some_of_it_changes_both_copies_alike(
+    *, shared: bool
+) -> None:
+    """Of tensors without a gradient neither values nor the rule's state may move."""
+    pair = Pair(shared=shared)
+    whole, size = Address("whole"), LAYOUT.shard_size(0)
+    pair.push(whole, 0)
+    pair.follow()
+    before = pair.a.shard._values.vector.copy()
+    pair.push(whole, 1, touches=np.array([64, 128, 128, 1], np.int64))
+    pair.push(whole, 2, touches=np.zeros(0, np.int64))
+    pair.assert_equal()
+    moved = np.flatnonzero(pair.a.shard._values.vector != before)
+    assert moved.tolist() == list(range(64, 192))
+    steps_of = pair.a.shard._values.steps
+    met = steps_of.at(Ranges.whole(0, size), holding=Holding.whole(LAYOUT, 0))
+    assert [(n, ranges.n_elements) for n, ranges in met] == [(1, size - 128), (2, 128)]
+
+
 # ------------------------------------------------------------------ what is refused
+
+
+def test_who_holds_a_part_cannot_name_what_a_push_changes() -> None:
+    pair = Pair(shared=False)
+    before = pair.a.shard._values.vector.copy()
+    actions = pair.push(Address("left"), 0, touches=np.array([0, 64, 64, 1], np.int64))
+    refused = only(actions, Refused)
+    assert refused.for_good
+    assert "such pushes change all of it" in refused.reason
+    assert np.array_equal(pair.a.shard._values.vector, before)
+
+
+@pytest.mark.parametrize("words", [[0, 64, 64], [0, 0, 1, 1], [1 << 40, 1, 1, 1]])
+def test_a_push_cannot_change_what_is_not_there(words: list[int]) -> None:
+    pair = Pair(shared=False)
+    with pytest.raises(RemoteProtocolError, match="stripe"):
+        pair.push(Address("whole"), 0, touches=np.array(words, np.int64))
 
 
 def second() -> OneCopy:

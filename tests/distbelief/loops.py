@@ -1,0 +1,163 @@
+"""Loops of one's own, and the shards of their server, on one simulated cluster.
+
+`DownpourSGD` is the real one, and so are its role and the shards. Only the session is
+another: it lets virtual time pass where the real one waits at a socket.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+
+import distbelief
+from distbelief.downpour.worker import Worker
+from distbelief.memory import Memory
+from distbelief.messages import Join, PeerEntry, Peers
+from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
+from distbelief.parameter_server.layout.layout import Layout
+from distbelief.parameter_server.rules.update_rules import UpdateRule
+from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
+from distbelief.roles import SUPERVISOR, Address, Computed, Received
+from distbelief.serving.server import ServerAddress, parameter_specs
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.machines import Machine
+from distbelief.simulation.options import ClusterOptions
+from distbelief.vectors import Vector
+
+
+class Server:
+    """The shards, and as many loops as there may be.
+
+    Args:
+        parameters: Whose values it begins with.
+        rule: Of the shards.
+        n_shards: How many.
+        n_loops: At most.
+        host: "" for messages instead of shared memory.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        rule: UpdateRule,
+        n_shards: int = 2,
+        n_loops: int = 1,
+        host: str = "host-0",
+    ) -> None:
+        specs = parameter_specs(parameters)
+        self.layout = Layout.of(specs, n_shards=n_shards)
+        self.shards = [Address(f"shard-{k}") for k in range(n_shards)]
+        self.workers = [Address(f"worker-{i}") for i in range(n_loops)]
+        self.free = list(self.workers)
+        first = [parameter.detach().reshape(-1).clone() for parameter in parameters]
+
+        def initial(k: int) -> Vector:
+            vector = torch.zeros(self.layout.shard_size(k)).numpy()
+            self.layout.gather(k, first, vector)
+            return cast("Vector", vector)
+
+        def shard(k: int, memory: Memory) -> ParameterServerShard:
+            config = ShardConfig(index=k, layout=self.layout, rule=rule)
+            values = partial(initial, k)
+            return ParameterServerShard(config, memory=memory, initialise=values)
+
+        def worker(memory: Memory) -> Worker:
+            client = ParameterClient(
+                ClientConfig(pushes=True),
+                layout=self.layout,
+                shards=self.shards,
+                memory=memory,
+            )
+            join = Join(endpoint="", host=memory.host, pid=0)
+            return Worker(client=client, join=join)
+
+        roles: dict[Address, Callable[[Memory], Worker | ParameterServerShard]] = {
+            **{name: partial(shard, k) for k, name in enumerate(self.shards)},
+            **dict.fromkeys(self.workers, worker),
+        }
+        self.simulation = SimulatedCluster(
+            roles,
+            seed=0,
+            options=ClusterOptions(introduce=True, machine=Machine(host=host)),
+        )
+
+    def values(self) -> list[torch.Tensor]:
+        """Return what lies on the shards, flat, in the order of the parameters."""
+        tensors = [torch.zeros(spec.n_elements) for spec in self.layout.tensors]
+        for k, name in enumerate(self.shards):
+            shard = self.simulation.role(name)
+            assert isinstance(shard, ParameterServerShard)
+            self.layout.scatter(k, shard._values.vector, tensors)
+        return tensors
+
+    def optimizer(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        params: object,
+        **options: float | bool | None,
+    ) -> distbelief.DownpourSGD:
+        """Return the optimizer of another loop."""
+        server = self
+
+        class OfThis(SimulatedSession):
+            def __init__(
+                self, parameters: list[nn.Parameter], _address: object, **_keys: object
+            ) -> None:
+                super().__init__(server, parameters)
+
+        monkeypatch.setattr("distbelief.optimizer.Session", OfThis)
+        address = ServerAddress(
+            endpoint="tcp://127.0.0.1:1",
+            token="t",
+            n_shards=len(self.shards),
+            memory="",
+        )
+        return distbelief.DownpourSGD(
+            params,  # type: ignore[arg-type]
+            server=str(address),
+            **options,  # type: ignore[arg-type]
+        )
+
+
+class SimulatedSession:
+    """What `serving.session.Session` is, in virtual time."""
+
+    def __init__(self, server: Server, parameters: list[nn.Parameter]) -> None:
+        self.values = [parameter.detach().view(-1) for parameter in parameters]
+        self.closed = False
+        self.node = self
+        self._server = server
+        self._name = server.free.pop(0)
+        self._simulation = server.simulation
+        self._simulation.run(until=self._simulation.now + 0.01)
+        worker = self._simulation.role(self._name)
+        assert isinstance(worker, Worker)
+        self.client = worker.client
+
+    def join(self, _timeout_seconds: float) -> None:
+        entries = tuple(
+            PeerEntry(name=name, incarnation=1, endpoint="", host="")
+            for name in self._server.shards
+        )
+        peers = Peers(entries=entries)
+        event = Received(sender=SUPERVISOR, incarnation=1, message=peers)
+        self._simulation.post(self._name, event)
+
+    def command(self, command: Computed, _timeout_seconds: float) -> None:
+        self._simulation.post(self._name, command)
+        self._simulation.run(until=self._simulation.now)
+
+    def wait(self, until: Callable[[], bool], what: str, _seconds: float) -> None:
+        self._simulation.run_until(until, within=60.0)
+        assert until(), what
+
+    def pump(self, _until: Callable[[], bool], *, timeout_seconds: float) -> bool:
+        self._simulation.run(until=self._simulation.now + timeout_seconds)
+        return False
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,319 @@
+"""`DownpourSGD` as a torch optimizer, against torch's own; in virtual time."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from typing_extensions import override
+
+import distbelief
+from distbelief.parameter_server.rules.update_rules import UpdateRule
+from tests.distbelief.loops import Server
+
+
+RATE = 0.1
+
+both_data_paths = pytest.mark.parametrize("host", ["host-0", ""])
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 3))
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, n: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(n):
+        inputs = torch.randn(16, 7, generator=generator)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), inputs[:, :3].sin()).backward()
+        optimizer.step()
+
+
+def assert_same(parameters: Sequence[torch.Tensor], others: nn.Module) -> None:
+    for one, other in zip(parameters, others.parameters(), strict=True):
+        flat = other.detach().view(-1)
+        torch.testing.assert_close(one.detach().view(-1), flat, rtol=1e-4, atol=1e-6)
+
+
+# ----------------------------------------------------------- how often, and in between
+
+
+@both_data_paths
+@pytest.mark.parametrize("n_push", [1, 2, 5, 10])
+@pytest.mark.parametrize("n_fetch", [1, 2, 5, 10])
+def test_one_worker_alone_is_plain_sgd_however_seldom_it_fetches_and_pushes(
+    monkeypatch: pytest.MonkeyPatch,
+    model: nn.Module,
+    n_fetch: int,
+    n_push: int,
+    host: str,
+) -> None:
+    """A fetch overwrote the local steps whose gradients were not pushed yet."""
+    plain = copy.deepcopy(model)
+    take_steps(plain, torch.optim.SGD(plain.parameters(), lr=RATE), 23)
+    rule = distbelief.SGD(learning_rate=RATE)
+    server = Server(list(model.parameters()), rule=rule, host=host)
+    optimizer = server.optimizer(
+        monkeypatch,
+        model.parameters(),
+        n_fetch=n_fetch,
+        n_push=n_push,
+        learning_rate=RATE,
+        blocking=n_fetch == n_push == 1,
+    )
+    take_steps(model, optimizer, 23)
+    optimizer.finish()
+    assert_same(list(model.parameters()), plain)
+    assert_same(server.values(), plain)
+
+
+def test_local_steps_are_overwritten_on_demand_as_in_the_paper(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    """DB-6, DB-9: at step 4 the fetch comes first, and gradients 1 to 3 are unsent."""
+    rule = distbelief.SGD(learning_rate=RATE)
+    server = Server(list(model.parameters()), rule=rule)
+    optimizer = server.optimizer(
+        monkeypatch,
+        model.parameters(),
+        n_fetch=4,
+        n_push=4,
+        learning_rate=RATE,
+        blocking=True,
+        overwrite_local_steps=True,
+    )
+    take_steps(model, optimizer, 4)  # of which the last fetches for the next
+    of_the_first = server.values()
+    for one, other in zip(model.parameters(), of_the_first, strict=True):
+        assert torch.equal(one.detach().view(-1), other)
+    assert optimizer.counters()["pushes_sent"] == 1
+
+
+# --------------------------------------------------------------- what has no gradient
+
+
+class Gated(nn.Module):
+    """One layer is frozen, and one is used in every third step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = nn.Linear(7, 20).requires_grad_(False)  # noqa: FBT003 -- torch's
+        self.often = nn.Linear(20, 3)
+        self.seldom = nn.Linear(20, 3)
+        self.n_calls = 0
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n_calls += 1
+        hidden = self.frozen(x)
+        result: torch.Tensor = self.often(hidden)
+        if self.n_calls % 3 == 0:
+            result = result + self.seldom(hidden)
+        return result
+
+
+RULES: dict[str, tuple[UpdateRule, Callable[..., torch.optim.Optimizer], Any]] = {
+    "sgd": (
+        distbelief.SGD(learning_rate=RATE, weight_decay=0.1),
+        torch.optim.SGD,
+        {"lr": RATE, "weight_decay": 0.1},
+    ),
+    "momentum": (
+        distbelief.Momentum(learning_rate=RATE, momentum=0.9, weight_decay=0.1),
+        torch.optim.SGD,
+        {"lr": RATE, "momentum": 0.9, "weight_decay": 0.1},
+    ),
+    "adam": (
+        distbelief.Adam(learning_rate=0.01),
+        torch.optim.Adam,
+        {"lr": 0.01},
+    ),
+}
+
+
+@both_data_paths
+@pytest.mark.parametrize("name", RULES)
+def test_parameters_without_gradient_do_not_move_as_in_torch(
+    monkeypatch: pytest.MonkeyPatch, name: str, host: str
+) -> None:
+    """The server's momentum and weight decay moved them, frozen ones too."""
+    rule, torchs, options = RULES[name]
+    model, plain = Gated(), Gated()
+    frozen = plain.frozen.weight.detach().clone()
+    take_steps(plain, torchs(plain.parameters(), **options), 20)
+    server = Server(list(model.parameters()), rule=rule, n_shards=2, host=host)
+    optimizer = server.optimizer(monkeypatch, model.parameters(), blocking=True)
+    take_steps(model, optimizer, 20)
+    optimizer.finish()
+    assert_same(server.values(), plain)
+    assert torch.equal(model.frozen.weight, frozen)
+
+
+def test_one_gradient_in_any_step_of_a_push_is_enough_to_be_updated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Gated()
+    rule = distbelief.SGD(learning_rate=RATE, weight_decay=0.1)
+    server = Server(list(model.parameters()), rule=rule)
+    optimizer = server.optimizer(monkeypatch, model.parameters(), n_push=2)
+    before = server.values()
+    take_steps(model, optimizer, 4)  # pushes 0, then 1 and 2: the last uses `seldom`
+    optimizer._wait(lambda: optimizer._session.client.unacknowledged == 0, "")
+    moved = [
+        not torch.equal(one, other)
+        for one, other in zip(before, server.values(), strict=True)
+    ]
+    assert moved == [False, False, True, True, True, True]
+
+
+def test_a_step_without_any_gradient_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    rule = distbelief.SGD(learning_rate=RATE, weight_decay=0.1)
+    server = Server(list(model.parameters()), rule=rule)
+    optimizer = server.optimizer(monkeypatch, model.parameters())
+    before = server.values()
+    optimizer.zero_grad()
+    optimizer.step()
+    optimizer.finish()
+    for one, other in zip(before, server.values(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_sparse_gradients_are_those_of_a_dense_embedding(
+    monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    """They ended in an error from inside torch."""
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Embedding(10, 4, sparse=sparse)
+        rule = distbelief.SGD(learning_rate=RATE)
+        server = Server(list(model.parameters()), rule=rule)
+        optimizer = server.optimizer(
+            monkeypatch,
+            model.parameters(),
+            n_fetch=n,
+            n_push=n,
+            learning_rate=RATE,
+            blocking=True,
+        )
+        for step in range(7):
+            optimizer.zero_grad()
+            model(torch.tensor([step, 2, 2])).square().sum().backward()
+            optimizer.step()
+        optimizer.finish()
+        found.append(server.values()[0])
+    torch.testing.assert_close(found[0], found[1])
+
+
+# ------------------------------------------------------- what belongs to the server
+
+
+@pytest.fixture
+def optimizer(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> distbelief.DownpourSGD:
+    rule = distbelief.SGD(learning_rate=RATE)
+    server = Server(list(model.parameters()), rule=rule, n_loops=2)
+    return server.optimizer(monkeypatch, model.parameters())
+
+
+SCHEDULERS: list[Callable[[torch.optim.Optimizer], object]] = [
+    lambda optimizer: lr_scheduler.StepLR(optimizer, 10),
+    lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    lambda optimizer: lr_scheduler.LambdaLR(optimizer, float),
+    lr_scheduler.ReduceLROnPlateau,
+    lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
+    lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 0.2),
+]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_schedulers_of_torch_are_refused_with_what_to_use(
+    optimizer: distbelief.DownpourSGD,
+    scheduler: Callable[[torch.optim.Optimizer], object],
+) -> None:
+    """Each raised KeyError: 'lr'."""
+    with pytest.raises(
+        distbelief.JobError,
+        match=r"no '(lr|initial_lr)'.*give the server's rule .* schedule=",
+    ):
+        scheduler(optimizer)
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "momentum", "betas"])
+def test_a_group_that_states_what_is_the_servers_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+    model: nn.Module,
+    optimizer: distbelief.DownpourSGD,
+    key: str,
+) -> None:
+    """It was accepted and ignored."""
+    server = Server(list(model.parameters()), rule=distbelief.SGD(learning_rate=RATE))
+    with pytest.raises(distbelief.JobError, match=f"groups have no '{key}'"):
+        server.optimizer(monkeypatch, [{"params": model.parameters(), key: 0.1}])
+    with pytest.raises(distbelief.JobError, match=f"groups have no '{key}'"):
+        optimizer.param_groups[0][key] = 0.1
+
+
+def test_groups_may_have_rates_of_their_own_for_local_steps(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    first, second = list(model.parameters())[:2], list(model.parameters())[2:]
+    server = Server(list(model.parameters()), rule=distbelief.SGD(learning_rate=RATE))
+    groups = [{"params": first}, {"params": second, "learning_rate": 0.0}]
+    optimizer = server.optimizer(monkeypatch, groups, n_fetch=9, learning_rate=RATE)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    take_steps(model, optimizer, 2)
+    moved = [
+        not torch.equal(one, other)
+        for one, other in zip(before, model.parameters(), strict=True)
+    ]
+    assert moved == [True, True, False, False]
+    with pytest.raises(distbelief.JobError, match="learning_rate is -1; use 0 or more"):
+        optimizer.param_groups[0]["learning_rate"] = -1
+
+
+def test_parameters_cannot_be_added_later(optimizer: distbelief.DownpourSGD) -> None:
+    """They moved by local steps only, and were never pushed."""
+    more = nn.Linear(2, 2)
+    with pytest.raises(distbelief.JobError, match="the 4 that it began with"):
+        optimizer.add_param_group({"params": more.parameters()})
+
+
+def test_a_state_dict_goes_back_and_another_optimizers_is_refused(
+    model: nn.Module, optimizer: distbelief.DownpourSGD
+) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+    take_steps(model, optimizer, 2)
+    with pytest.raises(distbelief.JobError, match="no 'lr'"):
+        lr_scheduler.StepLR(optimizer, 10)
+    torchs = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(distbelief.JobError, match="groups have no 'lr'"):
+        optimizer.load_state_dict(torchs.state_dict())
+
+
+def test_a_closure_gives_the_loss_and_the_gradient(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module
+) -> None:
+    server = Server(list(model.parameters()), rule=distbelief.SGD(learning_rate=RATE))
+    optimizer = server.optimizer(monkeypatch, model.parameters(), blocking=True)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 7)).square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    losses = [optimizer.step(closure) or 0.0 for _ in range(5)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] != losses[-1]
