@@ -154,8 +154,8 @@ def join(  # noqa: PLR0913 -- options
     functions of the modules that you allow, and no others. Ctrl+C: what runs here is
     moved, then it ends; twice: at once.
 
-    Exit code: 0 the job is over, 1 failed, 2 a mistake in what you gave, 130 stopped by
-    Ctrl+C.
+    Exit code: 0 the job is over, 1 failed or sent away, 2 a mistake in what you gave,
+    130 stopped by Ctrl+C.
     """
     with told(show_traceback=show_traceback):
         from distbelief import units  # noqa: PLC0415 -- start quickly

@@ -75,6 +75,7 @@ class Dismiss(AnyMessage, frozen=True):
     life: Count
     again: bool  # offer yourself anew; else there is nothing more to do
     reason: Text
+    refused: bool = False  # this machine can be of no use to the job, for that reason
 
 
 class Ask(AnyMessage, frozen=True):

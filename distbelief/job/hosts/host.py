@@ -265,12 +265,17 @@ class Host:
             return []
         if self._leaves_at is not None:
             return self._go(None)
+        sent_away = message.refused or self._refusal is not None
         if not (message.again or self._config.stays):
-            if self._refusal is not None:  # as has been said
+            if sent_away:
                 return self._go(message.reason)
             return [Report(text=f"dismissed: {message.reason}"), *self._go(None)]
+        said = Report(text=f"begins anew: {message.reason}")
+        if sent_away:
+            text = f"sent away: {message.reason}; waiting for another job"
+            said = Report(text=text, level="warning")
         return [
-            Report(text=f"begins anew: {message.reason}"),
+            said,
             *self._begin_anew(now),
             *(self._offer(now) if message.again else ()),
         ]

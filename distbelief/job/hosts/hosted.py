@@ -309,7 +309,7 @@ class Hosted:
     def _refused(self, host: HostRecord, why: str, now: Seconds) -> list[Action]:
         host.refused = True
         gone = self._give_up(host, f"cannot take part: {why}", now)
-        return [*gone, host.dismiss(why, again=False)]
+        return [*gone, host.dismiss(why, again=False, refused=True)]
 
     def _give_up(self, host: HostRecord, why: str, now: Seconds) -> list[Action]:
         """A machine is gone, and with it all that ran there."""

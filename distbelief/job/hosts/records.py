@@ -98,9 +98,11 @@ class HostRecord:
         """Its own number of it."""
         return self.offer.life
 
-    def dismiss(self, reason: str, *, again: bool) -> Send:
+    def dismiss(self, reason: str, *, again: bool, refused: bool = False) -> Send:
         """Return what tells it that this life is over."""
-        message = Dismiss(life=self.life, again=again, reason=reason[:2048])
+        message = Dismiss(
+            life=self.life, again=again, reason=reason[:2048], refused=refused
+        )
         return Send(receiver=self.name, message=message)
 
     def assign(self, run: str) -> Send:

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from typing_extensions import override
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.job.hosts.host import BRIEF
+from distbelief.job.hosts.host import BRIEF, Host
 from distbelief.job.hosts.host_config import HostConfig
 from distbelief.job.hosts.probing import N_PIECES_MAX, PIECE_BYTES, PROBE, probe_piece
 from distbelief.job.supervision.membership import Kind, Presence
@@ -30,9 +30,10 @@ from distbelief.roles import (
     Received,
     Report,
     Send,
+    Started,
     Terminate,
 )
-from tests.distbelief.job.hosts.town import Machine, Town, config_of
+from tests.distbelief.job.hosts.town import Machine, Site, Town, config_of
 
 
 ALL_THREE = ["replica-0", "replica-1", "replica-2"]
@@ -309,12 +310,29 @@ def test_a_machine_without_the_data_does_not_end_the_job() -> None:
         record.counters = {}  # it has not trained
     town.fail("replica-1", "no such file: frames.npy")
     assert machine.halted
+    # It was ready, and so it ended as if the job were over: with exit code 0.
+    assert machine.error == "replica 1 there: no such file: frames.npy"
     text = "a (host-a) cannot take part: replica 1 there: no such file: frames.npy"
     assert any(text in said for said in town.said)
     assert town.runs() == {"here": ["evaluator", "replica-0", "shard-0"]}
     town.come("b", cores=2)
     assert town.runs()["host-b"] == ["replica-1", "replica-2"]
     assert town.supervisor.books.ending.error is None
+
+
+def test_a_machine_that_stays_is_told_why_it_is_sent_away() -> None:
+    """It "began anew", as after any job, and nobody looked for what was wrong there."""
+    config = HostConfig(label="b", cores=2, memory_bytes=1, stays=True)
+    host = Host(config, site=Site())
+    sent_away = Dismiss(life=1, again=False, reason="no such file", refused=True)
+    host.handle(Started(incarnation=1), 0.0)
+    said, *others = host.handle(
+        Received(sender=SUPERVISOR, incarnation=1, message=sent_away), 1.0
+    )
+    assert said == Report(
+        text="sent away: no such file; waiting for another job", level="warning"
+    )
+    assert not any(isinstance(action, Halt) for action in others)
 
 
 def test_what_fails_here_or_after_it_has_trained_is_the_job() -> None:
