@@ -179,7 +179,7 @@ def test_what_is_held_nobody_is_told_of() -> None:
 
 
 def test_a_block_of_what_is_held_is_answered_by_a_sign_of_life() -> None:
-    """Its slot is not to be lent again; nor is the client to take the shard for dead."""
+    """Its slot is not lent again, and the client does not take the shard for dead."""
     copy = leader()
     pushed(copy, 1)
     copy.work()
