@@ -147,6 +147,18 @@ def write_private(path: Path, content: bytes) -> None:
     write_by(path, fill)
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory, and those above it that are missing, for good.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        force(made.parent)
+
+
 def of_safetensors(error: SafetensorError) -> OSError:
     """Return the disk's error, of which safetensors tells in words only."""
     number = re.search(r"\(os error (\d+)\)", str(error))

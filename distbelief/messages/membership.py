@@ -7,13 +7,16 @@ import msgspec
 from distbelief.messages.bounds import AnyMessage, Count, Name, Text
 
 
+Warnings = Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)]
+
+
 class Join(AnyMessage, frozen=True):
     """Role -> supervisor: I live, and can be reached here."""
 
     endpoint: Name
     host: Name  # roles of equal host share memory
     pid: Count
-    warnings: Annotated[tuple[Text, ...], msgspec.Meta(max_length=8)] = ()
+    warnings: Warnings = ()
 
 
 class PeerEntry(msgspec.Struct, frozen=True, kw_only=True):

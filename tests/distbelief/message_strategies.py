@@ -38,6 +38,7 @@ from distbelief.messages import (
     Text,
 )
 from distbelief.messages.bounds import Rate
+from distbelief.messages.membership import Warnings
 from distbelief.vectors import ELEMENT_TYPES, Vector
 
 
@@ -77,6 +78,7 @@ _BY_HINT: list[tuple[object, st.SearchStrategy[object]]] = [
     (Rate, st.floats(0.0, 1e18)),
     (bool, st.booleans()),
     (tuple[Name, ...], st.lists(names, max_size=4).map(tuple)),
+    (Warnings, st.lists(st.text(max_size=50), max_size=8).map(tuple)),
     (Vector, vectors()),
     (Vector | None, st.none() | vectors()),
     (dict[Name, float], st.dictionaries(names, st.floats(), max_size=4)),

@@ -131,7 +131,7 @@ def test_a_draft_that_is_swept_before_it_is_locked_is_made_again(
         return lock(path)
 
     lock = scratch.lock
-    monkeypatch.setattr(files.scratch, "lock", late)
+    monkeypatch.setattr(scratch, "lock", late)
     files.write(tmp_path / "a", b"content")
     assert len(swept) == 1
     assert (tmp_path / "a").read_bytes() == b"content"

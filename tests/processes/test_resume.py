@@ -104,3 +104,46 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
     assert len(command.output.strip().splitlines()) == 1
     assert (first.run / "job.toml").read_text() == job
     assert snapshots(first) == before
+
+
+@pytest.mark.soak
+def test_a_run_of_which_all_is_damaged_goes_on_only_from_scratch(
+    tmp_path: Path,
+) -> None:
+    """It began anew without a word, and exited with 0."""
+    write_job(tmp_path)
+    with train(tmp_path, *sets("stop.samples=200")) as first:
+        assert first.wait() == 0, first.output
+    for name in snapshots(first) - {"cut.json"}:
+        file = first.run / "snapshots" / name
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    before = snapshots(first)
+    with train(tmp_path, *RESUME, job=()) as command:
+        assert command.wait() == 1
+    assert all(f"runs/tiny/snapshots/{name} (" in command.output for name in before)
+    assert "--from-scratch" in command.output
+    assert snapshots(first) == before
+    with train(tmp_path, *RESUME, "--from-scratch", job=()) as command:
+        assert command.wait() == 0, command.output
+    assert "begins anew; what was saved before is in runs/tiny/aside-1" in (
+        command.output
+    )
+    aside = command.run / "aside-1" / "snapshots"
+    assert all((aside / name).is_file() for name in before)
+    assert figures(command)["pushes_lost"] == 0
+
+
+@pytest.mark.soak
+def test_a_closed_terminal_ends_a_run_with_snapshot_and_model(tmp_path: Path) -> None:
+    """Nothing was saved, and no model written."""
+    write_job(tmp_path)
+    often = sets("stop.epochs=1000000", 'output.snapshot_every="1 h"')
+    with train(tmp_path, *often) as command:
+        poll(lambda: command.is_training() and command.samples() > 1000)
+        command.signal(signal.SIGHUP)
+        command.signal(signal.SIGHUP)
+        assert command.wait() == 129, command.output
+    assert len(snapshots(command)) == 2
+    assert load_file(command.run / "model.safetensors")

@@ -304,7 +304,7 @@ class RunDirectory:
     def _take(cls, path: Path) -> Self | None:
         """Make the directory at `path` ours, or return None if it is somebody's."""
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            files.make_directory(path)
             if any(path.iterdir()):
                 return None
         except FileExistsError:
@@ -321,6 +321,7 @@ class RunDirectory:
         try:
             run.snapshots.mkdir()
             run.logs.mkdir()
+            files.force(path)
         except OSError as error:
             run.close()
             raise files.explained(error, path, doing="write to") from error

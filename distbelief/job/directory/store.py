@@ -74,7 +74,7 @@ class SnapshotStore:
         facts = dict(snapshot.facts)
         checksum = _checksum(label, arrays, facts)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            files.make_directory(path.parent)
         except OSError as error:
             raise files.explained(error, path.parent, doing="make") from error
         files.write_by(

@@ -178,6 +178,24 @@ def test_what_is_held_nobody_is_told_of() -> None:
     assert only(acknowledge(copy, 1), Acknowledge).sequence == 2
 
 
+def test_a_block_of_what_is_held_is_answered_by_a_sign_of_life() -> None:
+    """Its slot is not lent again, and the client does not take the shard for dead."""
+    copy = leader()
+    pushed(copy, 1)
+    copy.work()
+    block = PushBlock(
+        sequence=1,
+        shard_incarnation=1,
+        block_index=0,
+        values=np.zeros(N),
+        answer=True,
+    )
+    answer = copy.receive(block, CLIENT)
+    assert kinds(answer, CLIENT) == ["PushCredit"]
+    assert only(answer, PushCredit).received == 1
+    assert only(acknowledge(copy, 0), Acknowledge).sequence == 1
+
+
 def test_a_new_life_of_a_client_waits_until_nothing_of_the_old_one_is_held() -> None:
     copy = leader()
     pushed(copy, 1)
