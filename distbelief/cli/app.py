@@ -93,9 +93,14 @@ def distbelief(
 ) -> None:
     """Train networks on many processes that may be slow, unequal, or gone.
 
-    [dim]$[/dim] distbelief train experiments/speech/demo.toml
+    [dim]$[/dim] distbelief train digits.toml
 
     [dim]$[/dim] distbelief status
+
+    [dim]$[/dim] distbelief partition nets:make --input 784
+
+    digits.toml is a job file of yours, and nets:make a function make() in a file
+    nets.py of yours, in this directory, that returns a model.
     """
 
 
@@ -238,14 +243,19 @@ def partition(  # noqa: PLR0913 -- options
 ) -> None:
     """Say what machines would buy: split a model over them, inside layers too.
 
-    [dim]$[/dim] distbelief partition experiments.images.model:paper_net
-    --input 3x100x100 --batch 32 --loss one_vs_all --machines 1,8,32,81
-    --cluster commodity-2012
+    [dim]$[/dim] distbelief partition nets:make --input 784 --loss cross_entropy
+    --machines 1,2,8 --cluster commodity-2012
 
-    [dim]$[/dim] distbelief partition experiments.speech.model:paper_net --input 440
-    --batch 64 --loss cross_entropy --cluster here
+    [dim]$[/dim] distbelief partition nets:make --input 784 --loss cross_entropy
+    --cluster here --verify
 
     [dim]$[/dim] distbelief partition --diff plan.json other.json
+
+    nets:make is the function make of a file nets.py in this directory, such as:
+
+      from torch import nn
+      def make():
+        return nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
 
     One row per number of machines: the time of a training step and of what it consists,
     the memory, how far the plan may be from the best one. The plan of the last row is
@@ -265,7 +275,7 @@ def partition(  # noqa: PLR0913 -- options
             raise JobError(
                 "there is no model to partition: name the function that makes it and "
                 "the shape of its input, as in `distbelief partition "
-                "experiments.images.model:paper_net --input 3x100x100`"
+                "nets:make --input 784`"
             )
         from distbelief.partition import command, request  # noqa: PLC0415 -- torch
         from distbelief.runtime.task.imports import resolve  # noqa: PLC0415 -- start quickly

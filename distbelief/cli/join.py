@@ -148,7 +148,7 @@ def join(  # noqa: PLR0913 -- options
     """Let a job that runs, or will run, on another machine use this one.
 
     [dim]$[/dim] distbelief join "tcp://10.0.0.1:7700?key=5f0c..."
-    --keys ~/.distbelief/keys --allow-import experiments.speech
+    --keys ~/.distbelief/keys --allow-import nets
 
     The job's model and data are looked for here, from the current directory. It calls
     functions of the modules that you allow, and no others. Ctrl+C: what runs here is

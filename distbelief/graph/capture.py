@@ -175,7 +175,10 @@ def _captured(
         attempt = _Attempt(root=module)
         if is_leaf(module) or is_altered(module):  # what is around it is traced
             attempt = _Attempt(root=_Only(module), prefix=ONLY)
+    reason = ""
+    tried: set[object] = set()
     while True:  # ends: with every round one more module is kept whole, or refused
+        _note(attempt, exports, tried, reason)
         builder = Builder(aliases=_aliases(module))
         for name, spec in specs.items():
             builder.input(name, spec.shape, is_integer=spec.n_values is not None)
@@ -186,7 +189,8 @@ def _captured(
             attempt = _from_outside(module, reason, attempt.whole)
             continue
         except UnsplitError as error:
-            whole = {**attempt.whole, error.path: str(error)}
+            reason = str(error)
+            whole = {**attempt.whole, error.path: reason}
             attempt = replace(attempt, whole=whole)
             continue
         translator = Translator(
@@ -195,7 +199,20 @@ def _captured(
         try:
             return builder.finish(translator.outputs()), traced, attempt
         except UnsplitError as error:
+            reason = str(error)
             attempt = _next(attempt, error, traced, exports)
+
+
+def _note(attempt: _Attempt, exports: Exports, tried: set[object], reason: str) -> None:
+    """Note what is tried.
+
+    Raises:
+        GraphError: it was tried before, and would be for ever.
+    """
+    now = attempt.prefix, frozenset(attempt.whole), frozenset(exports.refused)
+    if now in tried:
+        raise GraphError(f"the model cannot be captured: {reason}")
+    tried.add(now)
 
 
 def _from_outside(module: nn.Module, reason: str, known: Mapping[str, str]) -> _Attempt:
@@ -218,6 +235,8 @@ def _next(
         return attempt
     if error.path:
         return replace(attempt, whole={**traced.whole, error.path: reason})
+    if attempt.prefix:  # from outside already
+        raise GraphError(reason) from error
     return _from_outside(attempt.root, reason, traced.whole)
 
 

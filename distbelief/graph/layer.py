@@ -27,7 +27,6 @@ INPUT = "input"
 """The kind of layers that nothing computes: they are read from the data."""
 
 
-@final
 class GraphError(JobError):
     """A layer graph does not hang together, or a model cannot be made into one."""
 

@@ -6,8 +6,12 @@ without memory; if it needs values (it branches on them), it is run once for rea
 few samples of noise, to see what shape comes out.
 """
 
+import builtins
+import dis
 import operator
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final, final
 
 import torch
@@ -25,6 +29,9 @@ from distbelief.graph.unseen import LostChangeError, lost_change
 N_TRIED: Final = 3
 """Samples of noise for a module that needs values."""
 
+_ASKED_BY_PYTHON: Final = frozenset({"LOAD_ATTR", "MATCH_CLASS"})
+"""Instructions that ask an object for its class; calls of C functions are others."""
+
 
 @final
 class StandIn(fx.Proxy):
@@ -32,10 +39,21 @@ class StandIn(fx.Proxy):
 
     _is_param = False  # what `isinstance(x, nn.Parameter)` asks tensors
 
-    @property  # type: ignore[misc] # that is how `isinstance` is told
+    @property  # type: ignore[misc] # that is how a class is asked for
     @override
     def __class__(self) -> type:
-        """A forward that asks whether it has a tensor is told that it has."""
+        """A tensor's class where Python code asks (`match`, `x.__class__`).
+
+        C code is told the truth: torch's own would read the memory of a tensor that
+        there is none of, and the process would die (`torch.pow(x, 3)`).
+        """
+        asking = sys._getframe(1)  # noqa: SLF001 -- the only way to know who asks
+        word = dis.opname[asking.f_code.co_code[asking.f_lasti]]
+        return self.told if word in _ASKED_BY_PYTHON else StandIn
+
+    @property
+    def told(self) -> type:
+        """The class that a forward is told it has."""
         value = self.node.meta.get("value")
         return torch.Tensor if isinstance(value, torch.Tensor) else StandIn
 
@@ -128,6 +146,26 @@ class StandIn(fx.Proxy):
             self.tracer.create_proxy("call_function", operator.getitem, (self, i), {})
             for i in range(len(self))
         )
+
+
+@contextmanager
+def taken_for_tensors() -> Iterator[None]:
+    """Let `isinstance` take stand-ins for tensors, wherever Python code calls it.
+
+    Not C code, which would read their memory: see `StandIn`.
+    """
+    original = builtins.isinstance
+
+    def told(value: object, kinds: type, /) -> bool:
+        if original(value, kinds):
+            return True
+        return type(value) is StandIn and issubclass(value.told, kinds)
+
+    builtins.isinstance = told  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        builtins.isinstance = original
 
 
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,9 @@ class Tracer(fx.Tracer):
             return forward(*args, **kwargs)
         before = self.innermost
         self._check()
-        self.innermost = self.path_of_module(m)
+        path = self.path_of_module(m)
+        if not self.is_leaf_module(m, path):  # to blame is then who calls it
+            self.innermost = path
         result: object = super().call_module(m, forward, args, kwargs)
         self._check()
         self.innermost = before  # not after an error: it tells where that was

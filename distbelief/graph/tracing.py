@@ -18,6 +18,7 @@ from torch.utils import checkpoint
 
 from distbelief.graph.alterations import has_gradient_hooks
 from distbelief.graph.layer import GraphError
+from distbelief.graph.stand_in import taken_for_tensors
 from distbelief.graph.tracer import Tracer, explained, no_custom_functions
 from distbelief.graph.unseen import tensors_kept
 
@@ -78,6 +79,7 @@ def trace(
                 no_custom_functions(),
                 _no_checkpoints(),
                 tensors_kept(module),
+                taken_for_tensors(),
                 torch.inference_mode(mode=False),
                 torch.enable_grad(),
             ):
@@ -86,7 +88,7 @@ def trace(
             raise
         except Exception as error:  # whatever the user's forward does with a proxy
             path = tracer.innermost
-            if not path:
+            if not path or path in kept:  # there is nothing more to keep whole
                 raise UntracedRootError(explained(error)) from error
             kept[path] = explained(error)
         else:

@@ -23,6 +23,7 @@ from distbelief.graph.translation import (
     translate_function,
     translate_module,
 )
+from distbelief.graph.wholes import CallError
 
 
 Known = Operand | Several | torch.Tensor | tuple[object, ...]
@@ -97,8 +98,9 @@ class Translator:
                     self._change_in_place(node, index)
             except GraphError as error:
                 reason = f"{error}{node.meta.get('place', '')}"
-                path = _inside(node)
-                if path or _is_unknown(node):
+                calls = isinstance(error, CallError)  # then the caller may be whole
+                path = _caller(node) if calls else _inside(node)
+                if path or calls or _is_unknown(node):
                     raise UnsplitError(path, reason) from error
                 raise GraphError(reason) from error
         return names
@@ -306,6 +308,12 @@ def _inside(node: fx.Node) -> str:
     if node.op == "call_module" or not around:
         return ""
     return str(around[-1][0])
+
+
+def _caller(node: fx.Node) -> str:
+    """Return the path of the module whose forward calls a module; or ""."""
+    around = list(node.meta.get("nn_module_stack", {}).values())[:-1]  # itself apart
+    return str(around[-1][0]) if around else ""
 
 
 def _is_unknown(node: fx.Node) -> bool:

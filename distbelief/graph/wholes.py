@@ -1,6 +1,7 @@
 """Modules that one machine computes: what there is no way to split."""
 
 import inspect
+from typing import final
 
 import torch
 from torch import nn
@@ -14,14 +15,19 @@ from distbelief.graph.operation import Operand, Operation, Several, Translated
 from distbelief.graph.stand_in import run_without_memory
 
 
+@final
+class CallError(GraphError):
+    """A module is called in a way in which no single machine can compute it alone."""
+
+
 def whole_module(
     builder: Builder, module: nn.Module, operation: Operation, *, reason: str
 ) -> Translated:
     """Add a layer that one machine computes, by the module itself.
 
     Raises:
-        GraphError: it takes what such a layer cannot give it, or it keeps statistics,
-            which would be lost.
+        CallError: it takes what such a layer cannot give it, or returns no tensors.
+        GraphError: it keeps statistics, which would be lost.
     """
     _refuse_statistics(module, operation, reason)
     _refuse_replaced(module, operation)
@@ -54,7 +60,7 @@ def whole_module(
         return add((), operation.result)
     if isinstance(operation.result, tuple | list):
         return Several(results=tuple(operation.result), add=add)
-    raise GraphError(
+    raise CallError(
         f"{operation.name} ({type(module).__name__}) is computed whole ({reason}) "
         f"and returns a {type(operation.result).__name__}: return tensors"
     )
@@ -106,7 +112,7 @@ def _positional(
         others = [item for item in arguments if not isinstance(item, Operand)]
         culprit = next(iter(given.values()), others[0] if others else None)
         shown = "a tensor" if isinstance(culprit, torch.Tensor) else repr(culprit)
-        raise GraphError(
+        raise CallError(
             f"{operation.name} ({type(module).__name__}) is computed whole "
             f"({reason}), and is called with {shown}: it may take outputs of layers "
             "only, by position; keep other arguments in the module"

@@ -24,7 +24,7 @@ from distbelief.graph.kind import Cut, LayerKind, Step, Work
 from distbelief.graph.kinds.dropout import mask as dropout_mask
 from distbelief.graph.kinds.pointwise import broadcast, lined_up
 from distbelief.graph.layer import Layer
-from distbelief.graph.region import Region
+from distbelief.graph.region import Region, Shape
 
 
 @final
@@ -119,15 +119,19 @@ def attention_layer(
     )
 
 
+def scores_shape(layer: Layer) -> Shape:
+    """Return the shape of the weights, of which some are dropped."""
+    return (*layer.shape[:-1], layer.input_shapes[1][-2])
+
+
 def _fates(
     layer: Layer, output: Region, weights: torch.Tensor, step: Step
 ) -> torch.Tensor:
     """Return which weights are kept, as factors; of keys as far as they are read."""
-    scores = (*layer.shape[:-1], layer.input_shapes[1][-2])
     part = Region((*output.intervals[:-1], (0, weights.shape[-1])))
     return dropout_mask(
         layer.name,
-        scores,
+        scores_shape(layer),
         part,
         probability=layer.number("dropout"),
         like=weights,

@@ -16,7 +16,7 @@ from msgspec import inspect
 from distbelief import units
 from distbelief.errors import JobError, JobFileError
 from distbelief.job.configuration import toml_text
-from distbelief.spelling import nearest
+from distbelief.spelling import SYNONYMS, nearest
 
 
 Path = tuple[str, ...]  # of keys, from the top of the file
@@ -44,6 +44,32 @@ _EXPECTED = re.compile(
     r"Expected `(?P<type>[^`]*)`"
     r"(?: (?P<relation>[<>]=?) (?P<bound>\S+))?(?:, got `[^`]*`)?"
 )
+
+
+_RULE = "rule of [algorithm], as in rule = {{ name = {}, {} }}"
+_PLACES = {
+    "epochs": "[stop]",
+    "samples": "[stop]",
+    "batch_size": "[algorithm]",
+    "loss": "[algorithm]",
+    "rule": "[algorithm]",
+    "clip_norm": "[algorithm]",
+    "replicas": "[cluster]",
+    "shards": "[cluster]",
+    "partitions": "[cluster]",
+    "device": "[cluster]",
+    "metric": "[evaluation]",
+    "directory": "[output]",
+    "learning_rate": _RULE.format('"sgd"', "learning_rate = 0.1"),
+    "weight_decay": _RULE.format('"sgd"', "learning_rate = 0.1, weight_decay = 1e-4"),
+    "momentum": _RULE.format('"momentum"', "learning_rate = 0.1, momentum = 0.9"),
+}
+"""Where a key belongs that is often found elsewhere."""
+
+_NAMES = {
+    "adamw": 'It is name = "adam" with decoupled_weight_decay = true.',
+}
+"""What is called by another name here, and needs more than that."""
 
 
 class Mistake(JobFileError):  # noqa: N818 -- whose it is stands in the name
@@ -107,8 +133,16 @@ def check_known(table: Mapping[str, object], known: Iterable[str], path: Path) -
         if key not in known:
             raise Mistake(
                 (*path, key),
-                f"{header(path)} has no key '{key}'. {nearest(key, known)}",
+                f"{header(path)} has no key '{key}'. {_hint(key, known)}",
             )
+
+
+def _hint(key: str, known: Iterable[str]) -> str:
+    """Return what may have been meant by a key, and where it belongs."""
+    meant = SYNONYMS.get(key.lower(), key)
+    if meant in known or meant not in _PLACES:
+        return nearest(key, known)
+    return f"'{meant}' belongs into {_PLACES[meant]}."
 
 
 def header(path: Path) -> str:
@@ -160,7 +194,7 @@ def _check_below(value: object, kind: inspect.Type, path: Path) -> None:
         raise Mistake(
             (*path, tag_field),
             f"{header(path)} {tag_field} = {toml_text.excerpt(tag)}: unknown. "
-            f"{nearest(str(tag), structs)}",
+            f"{_NAMES.get(str(tag).lower()) or nearest(str(tag), structs)}",
         )
     _check_keys(value, structs[tag], path)
 

@@ -23,7 +23,7 @@ from distbelief.errors import DistBeliefError, JobError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.layer import LayerGraph
 from distbelief.job.rehearsal.pulse import beat
-from distbelief.job.rehearsal.rehearsal import Rehearsal, Seen
+from distbelief.job.rehearsal.rehearsal import SEED, Rehearsal, Seen
 from distbelief.job.rehearsal.rehearsing import Pairs, Rehearsing, SameCourse
 from distbelief.memory import PrivateMemory
 from distbelief.node import Node
@@ -170,7 +170,7 @@ def _role(rehearsal: Rehearsal, plan: Plan, machine: int) -> tuple[Machine, Rehe
             course=course,
             micro_batches=plan.micro_batches,
             training=rehearsal.trains,
-            seed=(0, 0),
+            seed=SEED,
         ),
         couriers=couriers,
         course=course,

@@ -33,6 +33,8 @@ from distbelief.runtime.task.task import TaskSpec
 END_SECONDS: Final = 10.0
 POLL_SECONDS: Final = 0.02
 SECONDS_MAX: Final = 24 * 3600.0
+SEED: Final = (0, 0)
+"""Of the randomness of all steps."""
 
 _LOG_MAX: Final = 2000  # characters of it that are shown
 

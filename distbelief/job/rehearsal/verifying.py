@@ -23,12 +23,14 @@ from distbelief.graph.kinds.embedding import Embedding
 from distbelief.graph.kinds.whole import Whole
 from distbelief.graph.layer import LayerGraph
 from distbelief.job.processes.signals import ended_by_signals
-from distbelief.job.rehearsal.rehearsal import Rehearsal, Seen, rehearse
+from distbelief.job.rehearsal.masks import SameMasks
+from distbelief.job.rehearsal.rehearsal import SEED, Rehearsal, Seen, rehearse
 from distbelief.job.rehearsal.rehearsing import OUTPUT, gradient_file
 from distbelief.job.rehearsal.verified import Agreement, Link, Verified
 from distbelief.partition.outlook import Outlook
 from distbelief.program.compilation import compile_plan
 from distbelief.program.plan import Plan
+from distbelief.runtime.machine.course import step_seed
 from distbelief.runtime.task.losses import Loss, loss_function
 from distbelief.runtime.task.samples import Sample
 from distbelief.runtime.task.task import DataSpec, ModelSpec, TaskSpec, build_model
@@ -62,7 +64,8 @@ def verify(
         n_steps: How many count.
 
     Raises:
-        JobError: the model cannot be run so: it has no loss, several inputs, chance.
+        JobError: the model cannot be run so: it has no loss, several inputs, or draws
+            random numbers that are no masks of dropout.
     """
     graph, plan = outlook.order.graph, outlook.plan
     _check(graph, loss)
@@ -103,9 +106,17 @@ def verify(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        single, alone = _reference(module, inputs, targets, function, n_steps=n_steps)
-        exact, _ = _reference(
-            module.double(), _double(inputs), _double(targets), function, n_steps=0
+        alone = _seconds(module, inputs, targets, function, n_steps=n_steps)
+        # Of the machines' last step, which is the one that is compared.
+        seed = step_seed(SEED, (rehearsal.n_steps - 1) * plan.batch)
+        single = _reference(module, inputs, targets, function, graph=graph, seed=seed)
+        exact = _reference(
+            module.double(),
+            _double(inputs),
+            _double(targets),
+            function,
+            graph=graph,
+            seed=seed,
         )
     finally:
         torch.set_num_threads(threads)
@@ -125,12 +136,6 @@ def _check(graph: LayerGraph, loss: str) -> None:
     if not loss:
         raise JobError(
             "--verify takes steps: name the loss, as in --loss cross_entropy"
-        )
-    chance = [layer.name for layer in graph.layers if layer.kind == "dropout"]
-    if chance:
-        raise JobError(
-            f"--verify cannot compare {chance[0]!r}: chance differs from process to "
-            "process; make the model without dropout"
         )
     inputs = [layer.name for layer in graph.layers if layer.kind == "input"]
     if len(inputs) != 2:
@@ -214,30 +219,46 @@ def _load(rehearsal: Rehearsal, name: str) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def _reference(
+def _seconds(
     module: nn.Module,
     inputs: torch.Tensor,
     targets: torch.Tensor,
     loss: Loss,
     *,
     n_steps: int,
-) -> tuple[dict[str, torch.Tensor], float]:
-    """Return what one process computes, and the seconds of its steps."""
+) -> float:
+    """Return what a step takes in one process."""
     times: list[float] = []
-    found: dict[str, torch.Tensor] = {}
     for _ in range(1 + n_steps):
         module.zero_grad()
         begun = time.perf_counter()
+        loss(module(inputs), targets).backward()
+        times.append(time.perf_counter() - begun)
+    return median(times[1:])
+
+
+def _reference(
+    module: nn.Module,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    loss: Loss,
+    *,
+    graph: LayerGraph,
+    seed: int,
+) -> dict[str, torch.Tensor]:
+    """Return what one process computes that drops what machines drop in this step."""
+    module.zero_grad()
+    masks = SameMasks(graph, seed=seed)
+    with masks:
         outputs = module(inputs)
         value = loss(outputs, targets)
         value.backward()
-        times.append(time.perf_counter() - begun)
-        if not found:  # running statistics are others after the first
-            found = {"outputs": outputs.detach(), "loss": value.detach()}
-            for name, parameter in module.named_parameters():
-                if parameter.grad is not None:
-                    found[name] = parameter.grad.clone()
-    return found, median(times[1:] or times)
+    masks.check()
+    found = {"outputs": outputs.detach(), "loss": value.detach()}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            found[name] = parameter.grad.clone()
+    return found
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:

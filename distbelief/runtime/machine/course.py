@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Protocol, final
 
+import numpy as np
+
 from distbelief.data.subset import BatchCursor, DataShard, Indices
 
 
@@ -124,6 +126,12 @@ class MeasuringCourse:
         return Chosen(
             position=first, indices=self._indices[first : first + self._chunk]
         )
+
+
+def step_seed(seed: Sequence[int], position: int) -> int:
+    """Return the seed of a step's randomness, equal on all machines."""
+    sequence = np.random.SeedSequence((*seed, position))
+    return int(sequence.generate_state(1, np.uint64)[0])
 
 
 def micro_sizes(n_samples: int, micro_batches: int) -> list[int]:

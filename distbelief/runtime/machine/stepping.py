@@ -22,7 +22,7 @@ from distbelief.runtime.execution.execution import Execution, Found, Given, Put
 from distbelief.runtime.execution.operations import Dataflow, Enter
 from distbelief.runtime.execution.timetable import Agenda, Timetable
 from distbelief.runtime.machine.courier import Courier, Parcel
-from distbelief.runtime.machine.course import Chosen, Course, micro_sizes
+from distbelief.runtime.machine.course import Course, micro_sizes, step_seed
 from distbelief.runtime.machine.inbox import Inbox, Label, blocks_of
 from distbelief.runtime.machine.leading import AHEAD
 from distbelief.runtime.machine.portions import Portion
@@ -255,7 +255,7 @@ class Stepping:
             inputs=portion.inputs,
             sizes=sizes,
             training=self._training,
-            seed=self._seed_at(chosen),
+            seed=step_seed(self._seed, chosen.position),
         )
         self._execution.begin(table, given)
         self._open = _Open(
@@ -326,7 +326,3 @@ class Stepping:
     def _sizes(self, step: int) -> list[int]:
         n_samples = len(self._course.batch(step).indices)
         return micro_sizes(n_samples, self._micro_batches)
-
-    def _seed_at(self, chosen: Chosen) -> int:
-        sequence = np.random.SeedSequence((*self._seed, chosen.position))
-        return int(sequence.generate_state(1, np.uint64)[0])

@@ -289,6 +289,11 @@ def _check_gradient(module: nn.Module, *, names: Names) -> None:
             "requires grad has a part in the outputs"
         )
     for name, gradient in gradients.items():
+        if gradient.is_sparse:
+            raise JobError(
+                f"[model] {names.model}: the gradient of {name!r} is sparse, and "
+                "shards take dense ones: make its nn.Embedding with sparse=False"
+            )
         if not bool(gradient.isfinite().all()):
             raise JobError(
                 f"[model] {names.model}: the gradient of {name!r} is NaN or infinite, "

@@ -1,8 +1,11 @@
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+import tomllib
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO
@@ -57,8 +60,57 @@ def a_run(path: str, *, age: float = 0.0, **status: bool | str) -> RunDirectory:
 # ----------------------------------------------------------------------- help
 
 
+def helps(words: tuple[str, ...], group: object) -> Iterator[tuple[str, str]]:
+    """Yield every command with what its help says."""
+    yield " ".join(words), command(*words, "-h").stdout
+    for name, below in getattr(group, "commands", {}).items():
+        yield from helps((*words, name), below)
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def not_installed() -> re.Pattern[str]:
+    """Return what finds the names of packages that the wheel does not carry."""
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = settings["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    others = packages - set(wheel)
+    assert others == {"experiments", "tests"}
+    return re.compile(rf"\b({'|'.join(sorted(others))})[./]")
+
+
+def test_help_names_nothing_that_pip_does_not_install() -> None:
+    """Its examples were all of `experiments`, which only a checkout has."""
+    texts = dict(helps((), typer.main.get_command(app)))
+    assert {"train", "partition", "keys allow"} <= texts.keys()
+    missing = not_installed()
+    assert [name for name, text in texts.items() if missing.search(text)] == []
+
+
+def test_what_help_shows_of_a_file_of_ones_own_makes_a_model(tmp_path: Path) -> None:
+    text = command("partition", "-h").stdout
+    begin = text.index("from torch import nn")
+    end = text.index("\n", text.index("return nn.Sequential"))
+    lines = [line.strip() for line in text[begin:end].splitlines()]
+    (tmp_path / "nets.py").write_text(f"{lines[0]}\n{lines[1]}\n    {lines[2]}\n")
+    told = ["--input", "784", "--machines", "1,2", "--cluster", "commodity-2012"]
+    found = command("partition", "nets:make", *told, "--loss", "cross_entropy")
+    assert found.exit_code == 0, found.output
+
+
+def test_the_readme_says_which_of_its_commands_need_a_checkout() -> None:
+    missing = not_installed()
+    before = ""
+    for index, part in enumerate((ROOT / "README.md").read_text().split("```")):
+        commands = [line for line in part.splitlines() if re.match(r"[\w-]*\$ ", line)]
+        if index % 2 and missing.search("\n".join(commands)):
+            assert "checkout" in before.rstrip().rsplit("\n\n", 1)[-1], commands
+        before = part
+
+
 def test_help_teaches_by_example() -> None:
-    assert "$ distbelief train experiments/speech/demo.toml" in command("-h").stdout
+    assert "$ distbelief train digits.toml" in command("-h").stdout
     said = command("train", "--help").stdout
     assert "$ distbelief train speech.toml --set cluster.replicas=4" in said
     assert "$ distbelief train --resume runs/speech" in said

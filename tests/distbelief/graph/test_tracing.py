@@ -1,6 +1,8 @@
 """Forwards that cannot be traced, and what is kept whole for it."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -188,7 +190,7 @@ def test_statistics_of_a_whole_module_are_not_lost_silently() -> None:
         whole_of(nn.Sequential(Keeping()))
 
 
-def test_whole_modules_take_outputs_of_layers_only() -> None:
+def test_who_calls_a_whole_module_with_a_number_is_whole_too() -> None:
     class Called(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -204,8 +206,89 @@ def test_whole_modules_take_outputs_of_layers_only() -> None:
         def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
             return x.cumsum(1) * factor if x.sum() > 0 else x
 
-    with pytest.raises(GraphError, match=r"is called with 2\.0"):
-        whole_of(Called())
+    (reason,) = whole_of(Called()).values()
+    assert re.search(r"part .Scaling. is computed whole .* is called with 2\.0", reason)
+
+
+class Cubed(nn.Module):
+    """What once ended the process: C code of torch's read a tensor that is none.
+
+    Found with GPT-2 of transformers, whose activation is `torch.pow(x, 3.0)`: torch
+    asks whether `x`, of a function that takes a number in its place as well, is a
+    tensor, was told so by the stand-in, and read its memory.
+    """
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x > 0, torch.pow(x, 3.0), 0.0)
+
+
+def test_functions_that_take_a_number_for_a_tensor_do_not_end_the_process() -> None:
+    code = (
+        "from distbelief.graph.capture import InputSpec, capture\n"
+        "from tests.distbelief.graph.test_tracing import Cubed\n"
+        "print(capture(Cubed(), [InputSpec(shape=(4,))]).layers[-1].name)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "where\n"), done.stderr
+
+
+class Matching(nn.Module):
+    """Asks for its class in the other ways that Python has."""
+
+    @override
+    def forward(self, x: object) -> object:
+        kind: object = x.__class__
+        match x:
+            case torch.Tensor() if kind is torch.Tensor:
+                return -x
+            case _:
+                return x
+
+
+def test_stand_ins_look_like_tensors_to_every_question_of_python() -> None:
+    graph = capture(Matching(), [InputSpec(shape=(4,))])
+    assert graph.layers[-1].name == "neg"
+
+
+class Cache:
+    """What torch.fx cannot hand on."""
+
+    def __init__(self, *kept: torch.Tensor) -> None:
+        self.kept = kept
+
+
+class Attending(nn.Module):
+    """Does what has no rule, and is handed a cache."""
+
+    @override
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        return (x + cache.kept[0]).cummax(1).values
+
+
+class Caching(nn.Module):
+    """As GPT-2: hands a cache to a module that is kept whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = Attending()
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.attend(x, Cache(x))
+        return result
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_hands_a_whole_module_what_cannot_be_traced_is_whole(depth: int) -> None:
+    """It was traced again and again, for ever: the whole module got the blame."""
+    model: nn.Module = Caching()
+    for _ in range(depth - 1):
+        model = nn.Sequential(nn.Linear(4, 4), model)
+    (reason,) = whole_of(model).values()
+    assert "Cache" in reason
 
 
 def test_hooks_run_with_the_whole_module() -> None:

@@ -152,8 +152,10 @@ def wrapped(*, kind: str) -> nn.Module:
     return Wrapped(kind)
 
 
-def embedding_net(max_norm: float | None = None) -> nn.Module:
-    table = nn.Embedding(10, 2, max_norm=max_norm)
+def embedding_net(
+    *, n_words: int = 10, max_norm: float | None = None, sparse: bool = False
+) -> nn.Module:
+    table = nn.Embedding(n_words, 2, max_norm=max_norm, sparse=sparse)
     return nn.Sequential(table, nn.Flatten(), nn.Linear(8, 2))
 
 

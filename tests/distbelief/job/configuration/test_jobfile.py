@@ -12,7 +12,7 @@ from distbelief.downpour.settings import DownpourSettings
 from distbelief.errors import JobError, JobFileError
 from distbelief.job.configuration import algorithms, toml_text
 from distbelief.job.configuration.jobfile import Job, job_from_json, load_job, parse_job
-from distbelief.parameter_server.rules.update_rules import Adagrad
+from distbelief.parameter_server.rules.update_rules import Adagrad, Adam
 from tests.distbelief.job.jobs import SPEECH, speech
 
 
@@ -408,3 +408,34 @@ def test_a_job_is_a_value() -> None:
     assert speech() == speech()
     assert speech() != speech("cluster.replicas=3")
     assert isinstance(speech(), Job)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm.rule.lr=0.1", "Did you mean 'learning_rate'?"),
+        ("algorithm.lr=0.1", "'learning_rate' belongs into rule of [algorithm]"),
+        ("algorithm.batch=8", "Did you mean 'batch_size'?"),
+        ("algorithm.optimizer=adam", "Did you mean 'rule'?"),
+        ("optimizer.name=adam", "'rule' belongs into [algorithm]"),
+        ("algorithm.epochs=3", "'epochs' belongs into [stop]"),
+        ("algorithm.num_epochs=3", "'epochs' belongs into [stop]"),
+        ("stop.batch_size=3", "'batch_size' belongs into [algorithm]"),
+        ("algorithm.momentum=0.9", 'rule = { name = "momentum"'),
+        ("algorithm.rule.momentum=0.9", 'rule = { name = "momentum"'),
+        ("cluster.workers=3", "Did you mean 'replicas'?"),
+        ("algorithm.criterion=mse", "Did you mean 'loss'?"),
+    ],
+)
+def test_everyday_words_of_torch_are_led_to_ours(override: str, said: str) -> None:
+    assert said in mistake(override)
+
+
+def test_adamw_is_adam_with_an_option() -> None:
+    text = mistake("algorithm.rule.name=adamw")
+    assert 'name = "adam" with decoupled_weight_decay = true' in text
+    job = speech(
+        "algorithm.rule.name=adam", "algorithm.rule.decoupled_weight_decay=true"
+    )
+    assert isinstance(job.algorithm, DownpourSettings)
+    assert job.algorithm.rule == Adam(learning_rate=0.02, decoupled_weight_decay=True)

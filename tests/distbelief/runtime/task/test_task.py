@@ -240,6 +240,13 @@ def test_a_factory_of_no_data_is_told_what_it_returned() -> None:
             "0 is an Embedding with max_norm = 1: it rewrites rows when they are read",
         ),
         (
+            task(model="embedding_net", train="tokens", n_words=13, sparse=True),
+            (
+                "gradient of '0.weight' is sparse, and shards take dense ones: "
+                "make its nn.Embedding with sparse=False"
+            ),
+        ),
+        (
             task(loss="mse", train="flat_targets"),
             "(8,) and float32: let the data set return targets of shape (8, 2) and f",
         ),
