@@ -31,7 +31,7 @@ SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 WELCOME: Final = {b"PLAIN": b"\x04\x08\x07WELCOME", b"NULL": b"\x04\x06\x05READY"}
 TURN_SECONDS: Final = 0.02
 LINKS_MAX: Final = 50
-LISTENS: Final = {"tcp": "0A", "unix": "00010000"}
+LISTENS: Final = "0A"  # in /proc/net/tcp
 
 
 class Thief:
@@ -56,10 +56,11 @@ class Thief:
 
     def turn(self) -> None:
         self._look()
-        ports = self._listening_ports()
-        for port in self.ports - ports:
+        taken, of_victim = self._listening_ports()
+        self.ports |= of_victim
+        for port in self.ports - taken:
             self._listen(f"port {port}", socket.AF_INET, ("127.0.0.1", port))
-        for port in ports & self.ports:
+        for port in of_victim:
             self._call(f"tcp://127.0.0.1:{port}")
         for directory in self.directories:
             self._enter(directory)
@@ -89,16 +90,16 @@ class Thief:
                 if path.name.split("-")[1] in owner
             )
 
-    def _listening_ports(self) -> set[int]:
-        """Return all ports where somebody listens; know the victim's."""
-        found = set()
+    def _listening_ports(self) -> tuple[set[int], set[int]]:
+        """Return the ports where anybody listens, and those where the victim does."""
+        found, of_victim = set[int](), set[int]()
         for row in self._rows("tcp"):
-            if row[3] == LISTENS["tcp"]:
+            if row[3] == LISTENS:
                 port = int(row[1].rpartition(":")[2], 16)
                 found.add(port)
                 if row[9] in self.inodes:
-                    self.ports.add(port)
-        return found
+                    of_victim.add(port)
+        return found, of_victim
 
     @staticmethod
     def _rows(kind: str) -> list[list[str]]:
