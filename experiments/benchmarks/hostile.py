@@ -319,7 +319,7 @@ def _address(
     request = msgspec.json.decode(file.read_bytes(), type=Request)
     return ServerAddress(
         endpoint=_endpoint(host),
-        token=request.token,
+        run=request.run,
         key=KeyFiles(folder / "server-keys").pair().public,
         n_shards=request.n_shards,
         shard_copies=request.shard_copies,

@@ -111,8 +111,8 @@ class Server:
 
         monkeypatch.setattr("distbelief.optimizer.Session", OfThis)
         address = ServerAddress(
-            endpoint="tcp://127.0.0.1:1",
-            token="t",
+            endpoint="ipc:///nowhere/.supervisor.1",
+            run="t",
             n_shards=len(self.shards),
             memory="",
         )

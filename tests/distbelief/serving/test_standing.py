@@ -131,7 +131,7 @@ def test_from_scratch_it_begins_anew_and_keeps_what_was(
     assert (aside / "initial.safetensors").read_bytes() == initial
     assert not saved.exists()
     before, now = served
-    assert before.token != now.token  # so that no worker goes on with what was
+    assert before.run != now.run  # so that no worker goes on with what was
 
 
 def test_a_server_of_which_all_is_damaged_does_not_begin_anew(

@@ -323,7 +323,7 @@ def test_a_machine_without_the_data_does_not_end_the_job() -> None:
 def test_a_machine_that_stays_is_told_why_it_is_sent_away() -> None:
     """It "began anew", as after any job, and nobody looked for what was wrong there."""
     config = HostConfig(label="b", cores=2, memory_bytes=1, stays=True)
-    host = Host(config, site=Site())
+    host = Host(config, site=Site(patience=600.0))
     sent_away = Dismiss(life=1, again=False, reason="no such file", refused=True)
     host.handle(Started(incarnation=1), 0.0)
     said, *others = host.handle(
