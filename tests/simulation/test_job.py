@@ -331,7 +331,7 @@ def test_a_supervisor_that_was_stopped_finds_its_job_at_work(
     assert view.pushes_applied == view.step
 
 
-@copies
+@pytest.mark.parametrize("shard_copies", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_leader_that_dies_while_the_supervisor_is_stopped(shard_copies: int) -> None:
     """With two copies nothing is lost; with one, what came after its snapshot."""
     pause = Pause(at=5.0, role=SUPERVISOR, seconds=10.0)
@@ -375,8 +375,15 @@ class Acknowledged:
         return n
 
 
-@copies
-@pytest.mark.parametrize("host", ["host-0", ""], ids=["one host", "block messages"])
+@pytest.mark.parametrize(
+    ("shard_copies", "host"),
+    [
+        (1, "host-0"),
+        (2, ""),  # by block messages
+        pytest.param(1, "", marks=pytest.mark.soak),
+        pytest.param(2, "host-0", marks=pytest.mark.soak),
+    ],
+)
 def test_shards_save_before_they_end_without_a_supervisor(
     shard_copies: int, host: str
 ) -> None:
