@@ -717,6 +717,16 @@ def test_slots_of_who_is_gone_are_taken_back_after_minutes() -> None:
     assert (welcome.watermark, welcome.applied) == (1, 1)  # it is still known
 
 
+def test_the_end_of_a_former_life_is_not_that_of_the_present_one() -> None:
+    """The news of it may come late: its buffers would count no more."""
+    alone = Alone()
+    alone.hello(life=2)
+    alone.shard.handle(PeerLost(peer=CLIENT, incarnation=1, reason="killed"), 0.0)
+    assert alone.shard.status()[1]["clients"] == 1
+    alone.shard.handle(PeerLost(peer=CLIENT, incarnation=2, reason="killed"), 0.0)
+    assert alone.shard.status()[1]["clients"] == 0
+
+
 def test_who_is_back_in_time_keeps_its_slots() -> None:
     alone = Alone()
     alone.hello()

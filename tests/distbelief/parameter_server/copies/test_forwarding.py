@@ -24,8 +24,9 @@ from distbelief.parameter_server.copies.forwarding import (
     STALL_SECONDS,
     TICK_SECONDS,
 )
+from distbelief.parameter_server.state.shard_config import ABSENCE_SECONDS_MAX
 from distbelief.parameter_server.state.slots import slot_views
-from distbelief.roles import SUPERVISOR, Action, Halt
+from distbelief.roles import SUPERVISOR, Action, Halt, PeerLost
 from tests.distbelief.parameter_server.pair import CLIENT, LARGE, OTHER, layout_of
 from tests.distbelief.parameter_server.twins import (
     A,
@@ -194,6 +195,20 @@ def test_a_block_of_what_is_held_is_answered_by_a_sign_of_life() -> None:
     assert kinds(answer, CLIENT) == ["PushCredit"]
     assert only(answer, PushCredit).received == 1
     assert only(acknowledge(copy, 0), Acknowledge).sequence == 1
+
+
+def test_who_is_gone_keeps_its_slots_until_nothing_of_it_is_held() -> None:
+    """The second may still read them: it would apply what another client put there."""
+    copy = leader()
+    pushed(copy, 1)
+    copy.work()
+    lost = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
+    copy._note(copy.shard.handle(lost, copy.now))
+    copy.wait(ABSENCE_SECONDS_MAX + 1.0)
+    assert copy.counters()["slots_bytes"] > 0
+    acknowledge(copy, 0)
+    copy.wait(ABSENCE_SECONDS_MAX + 1.0)
+    assert copy.counters()["slots_bytes"] == 0
 
 
 def test_a_new_life_of_a_client_waits_until_nothing_of_the_old_one_is_held() -> None:
