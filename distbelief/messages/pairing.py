@@ -87,7 +87,9 @@ class Forward(AnyMessage, frozen=True):
     slots_region: Name  # "": blocks
     slot: Count
     holds: Vector | None = None  # of the client, as in its Hello
-    touches: Vector | None = None  # as in its Push
+    # It holds everything, and `holds` is instead what its push `touches`: a message has
+    # one array at the most.
+    touches: bool = False
 
 
 class Leading(AnyMessage, frozen=True):

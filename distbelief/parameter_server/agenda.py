@@ -121,12 +121,12 @@ class Agenda:
         forwarded = self._standing.begin_next()
         if forwarded is None:
             return []
-        n_clients = max(1, forwarded.message.n_pushing)
+        message = forwarded.message
         return self._apply(
             forwarded.values,
-            n_clients=n_clients,
+            n_clients=max(1, message.n_pushing),
             holding=forwarded.holding,
-            touches=forwarded.message.touches,
+            touches=message.holds if message.touches else None,
         )
 
     def _serve(self, now: Seconds) -> list[Action]:

@@ -209,7 +209,8 @@ class Following:
             return [self._push_credit(message.clock + 1, self._received(message))]
         holding = self._holding(message)
         reason = self._values.steps.know(holding)
-        reason = reason or self._values.why_not(message.touches, holding)
+        touches = message.holds if message.touches else None
+        reason = reason or self._values.why_not(touches, holding)
         if reason is not None:
             raise RemoteProtocolError(f"{sender} forwards a push, but {reason}")
         self._queue.append(Forwarded(message, values, holding))
@@ -340,7 +341,8 @@ class Following:
         Raises:
             RemoteProtocolError: it cannot be.
         """
-        return self._values.holdings.get(message.holds)
+        holdings = self._values.holdings
+        return holdings.whole if message.touches else holdings.get(message.holds)
 
     def _steps(self, message: Follow) -> Steps:
         """Return what the elements have met at the clock of this message."""

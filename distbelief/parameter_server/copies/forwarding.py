@@ -142,6 +142,7 @@ class Forwarding:
         if not self._is_there:
             return []
         clock, push = self._values.clock, applying.push
+        holding = applying.client.holding
         message = Forward(
             pairing=self.pairing,
             clock=clock,
@@ -149,8 +150,8 @@ class Forwarding:
             n_pushing=n_clients,
             slots_region="",
             slot=push.sequence % N_SLOTS,
-            holds=applying.client.holding.stripes,
-            touches=push.touches,
+            holds=holding.stripes if push.touches is None else push.touches,
+            touches=push.touches is not None,
         )
         if not self._awaits:
             self._heard_at = self._progress_at = now
