@@ -7,9 +7,9 @@
 A supervisor that only says `Stop` learns of progress late, and is heard late. So each
 replica has a bound (`Begin.samples`): it begins no step once it has so many. It holds
 half of its share of what is left, by its speed, and at least what it trains in a few
-seconds: its bound is raised long before it gets there, even by a slow supervisor. At
-the end the pool runs dry, and all come to their bounds at about the same time (guided
-self-scheduling: Polychronopoulos and Kuck 1987).
+seconds, up to its share: its bound is raised long before it gets there, even by a slow
+supervisor. At the end the pool runs dry, and all come to their bounds at about the same
+time (guided self-scheduling: Polychronopoulos and Kuck 1987).
 
 A replica that is dead or silent holds nothing: the others get what it has not reported.
 If it goes on after all, its part is trained beyond the bound of the job.
@@ -25,7 +25,7 @@ from distbelief.roles import Address
 
 
 AHEAD_SECONDS: Final = 2.0
-"""A replica holds at least what it trains in so long."""
+"""A replica holds at least what it trains in so long, up to its share."""
 
 AHEAD_SECONDS_EACH: Final = 0.01
 """Of each replica, where they are many: these report less often."""
@@ -121,7 +121,9 @@ class Allowances:
         all_together = sum(usual if rate is None else rate for rate in rates)
         share = own / all_together if all_together else 1.0 / max(len(replicas), 1)
         seconds = max(AHEAD_SECONDS, AHEAD_SECONDS_EACH * len(replicas))
-        wanted = max(share * self._left / 2, own * seconds, 1.0)
+        # Never more than its share: a short job would leave the others without work.
+        fair = share * self._left
+        wanted = max(min(max(fair / 2, own * seconds), fair), 1.0)
         return -int(-wanted // self._batch_size) * self._batch_size
 
     @property

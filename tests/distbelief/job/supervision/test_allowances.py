@@ -106,6 +106,17 @@ def test_bounds_never_add_up_to_more_than_the_job() -> None:
     assert (told["replica-0"] or 0) >= 390  # raised before it got there
 
 
+def test_a_fast_replica_of_a_short_job_leaves_the_others_their_share() -> None:
+    """It got what it trains in two seconds, all of the job: the others were idle."""
+    desk = a_job()
+    told = bounds(desk.join())
+    for step in range(1, 45):
+        desk.now += 0.01  # 1,000 samples a second
+        told |= bounds(report(desk, "replica-0", step * BATCH))
+    share = (TOTAL - 440) / 2  # of what is left
+    assert (told["replica-0"] or 0) <= 440 + share + BATCH
+
+
 def test_a_bound_that_is_not_heard_of_is_said_again() -> None:
     desk = a_job()
     bound = bounds(desk.join())["replica-0"]
