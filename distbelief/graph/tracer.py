@@ -218,7 +218,8 @@ class Tracer(fx.Tracer):
         args, kwargs = _without_memory(node.args), _without_memory(node.kwargs)
         assert isinstance(args, tuple)
         assert isinstance(kwargs, dict)
-        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        given_to_it = (*args, *kwargs.values())
+        tensors = [value for value in given_to_it if isinstance(value, torch.Tensor)]
         if tensors and is_like_input(module):
             return torch.empty_like(tensors[0])
         try:

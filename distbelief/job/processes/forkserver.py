@@ -12,12 +12,13 @@
 One JSON object a line. Rules:
 
 * It has one thread, and never computes: what it forks is a clean copy.
-* A child writes to its own log, reads nothing, and does not see Ctrl+C or SIGHUP, which
-  the terminal sends to everybody: ending the job is the supervisor's business.
+* A child writes to its own log, reads nothing, and does not see Ctrl+C, SIGHUP or
+  SIGTERM, which a terminal or a service manager sends to every process of a job: ending
+  it is the supervisor's business.
 * Nobody is left behind: a child ends with this process (where the kernel offers that:
   Linux), and this process, having ended its children, with the one that writes to it.
-* If that one has died, children are asked to end (SIGTERM): shards save what only they
-  have. Who has not ended in time is ended by force.
+* If that one has died, children are asked to end (`ABANDONED`): shards save what only
+  they have. Who has not ended in time is ended by force.
 * Nor is the memory that they shared, should that one have had no time to remove it.
 """
 
@@ -64,6 +65,9 @@ where compiled Python is not kept), in every process of 32 on a host with 16 mac
 """
 
 REQUEST_BYTES_MAX: Final = 1 << 20
+
+ABANDONED: Final = signal.SIGUSR1
+"""Tells a child that its supervisor is gone."""
 
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
@@ -185,9 +189,11 @@ class ForkServer:
     def serve(self) -> bool:
         """Do what is asked until nobody can ask any more; then end every child.
 
-        SIGTERM says so too, which the kernel sends when the parent is gone. Return
-        whether the end was asked for.
+        SIGTERM says so too, which the kernel sends when the parent is gone; while that
+        lives, it was sent to all processes of the job. Return whether the end was asked
+        for.
         """
+        parent = os.getppid()
         bell, ringer = socket.socketpair()
         bell.settimeout(0)
         ringer.settimeout(0)
@@ -201,7 +207,7 @@ class ForkServer:
             while True:
                 ready = {key.fd for key, _ in selector.select()}
                 if bell.fileno() in ready:
-                    if signal.SIGTERM in bell.recv(4096):
+                    if signal.SIGTERM in bell.recv(4096) and os.getppid() != parent:
                         return self._may_leave
                     self._reap()
                 if self._requests in ready and not self._read():
@@ -274,7 +280,7 @@ class ForkServer:
     def _let_save(self) -> None:
         """Ask every child to end, and wait, but not for long."""
         for pid in self._children:
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, ABANDONED)
         deadline = time.monotonic() + SAVE_SECONDS_MAX
         while self._children and time.monotonic() < deadline:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -314,8 +320,8 @@ def _run(start: Start, *, parent: int) -> NoReturn:
     status = 1
     try:
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         end_with_parent(parent, signal.SIGKILL)
         _redirect(start.log)
         status = _program(start.program)(start.name, start.incarnation, start.spec)

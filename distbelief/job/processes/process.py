@@ -24,6 +24,7 @@ from distbelief.job.configuration.jobfile import job_from_json
 from distbelief.job.configuration.sections import Job
 from distbelief.job.directory.store import SnapshotStore
 from distbelief.job.processes.allowing import check_allowed
+from distbelief.job.processes.forkserver import ABANDONED
 from distbelief.job.supervision.member import Member, MemberConfig, heartbeat_seconds
 from distbelief.memory import Memory, PrivateMemory
 from distbelief.messages import Failed
@@ -158,26 +159,23 @@ def _live(
 
         store = SnapshotStore(Path(spec.snapshots), report=warn)
         node = Node(member, transport=transport, log=report, store=SharedShelf(store))
-        _end_at_sigterm(node)
+        _end_when_abandoned(node)
         error = node.run()
         if error is not None and not member.told_failure:
             transport.send(SUPERVISOR, Failed(error=error[:8192], culprit_is_job=False))
     return error
 
 
-def _end_at_sigterm(node: Node) -> None:
-    """Let SIGTERM end the role as a supervisor does that is gone: a shard saves first.
-
-    It is what the fork server sends when the supervisor's process was killed.
-    """
+def _end_when_abandoned(node: Node) -> None:
+    """End once the fork server says that the supervisor is gone; a shard saves."""
     if threading.current_thread() is not threading.main_thread():
         return
 
     def end(_number: int, _frame: object) -> None:
-        lost = PeerLost(peer=SUPERVISOR, incarnation=0, reason="ended by SIGTERM")
-        node.post(lost)
+        reason = "the supervisor was killed"
+        node.post(PeerLost(peer=SUPERVISOR, incarnation=0, reason=reason))
 
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(ABANDONED, end)
 
 
 def import_from(job: Job) -> None:

@@ -114,7 +114,8 @@ from distbelief.job.processes import forkserver
 
 def child(name, incarnation, spec):
     stubborn = name == "stubborn"
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else lambda *_: None)
+    asked = signal.SIG_IGN if stubborn else lambda *_: None
+    signal.signal(forkserver.ABANDONED, asked)
     print(name, incarnation, spec, sys.stdin.read() == "",
           signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
           "colorsys" in sys.modules, flush=True)
@@ -235,11 +236,18 @@ def test_told_to_leave_the_server_ends_children_at_once(
     assert "saved" not in (tmp_path / "shard-0.log").read_text()
 
 
-def test_children_end_when_the_server_is_told_to(
+def test_sigterm_is_the_supervisors_business_while_that_lives(
     server: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
+    """A service manager sends it to all: shards left before they could report."""
     pids = [start(server, tmp_path, f"shard-{k}") for k in range(2)]
-    server.terminate()
+    for pid in (*pids, server.pid):
+        os.kill(pid, signal.SIGTERM)
+    pids.append(start(server, tmp_path, "shard-2"))
+    assert alive(pids) == pids
+    assert "saved" not in (tmp_path / "shard-0.log").read_text()
+    assert server.stdin is not None
+    server.stdin.close()
     assert server.wait(10.0) == 0
     assert alive(pids) == []
 

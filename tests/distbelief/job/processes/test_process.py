@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -261,6 +262,7 @@ def test_a_child_without_room_for_its_last_words_ends_all_the_same(
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(forkserver, "end_with_parent", lambda _parent, _number: None)
     monkeypatch.setattr(forkserver, "_redirect", lambda _log: None)
+    monkeypatch.setattr(signal, "signal", lambda _number, _handler: None)
     monkeypatch.setattr(forkserver, "_program", lambda _program: run)
     monkeypatch.setattr(sys, "stdout", Full())
     monkeypatch.setattr(sys, "stderr", Full())

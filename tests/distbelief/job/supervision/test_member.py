@@ -295,7 +295,7 @@ def test_a_shard_is_told_of_the_silence_and_ends_by_itself_once_it_has_saved() -
 
 def test_a_shard_that_cannot_save_in_time_ends_all_the_same() -> None:
     driver = running("shard-0")
-    gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="ended by SIGTERM")
+    gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="the supervisor was killed")
     driver.handle(gone)
     actions: list[Action] = []
     while not actions:
@@ -307,16 +307,16 @@ def test_a_shard_that_cannot_save_in_time_ends_all_the_same() -> None:
 @pytest.mark.parametrize("name", ["replica-0", "evaluator", "coordinator"])
 def test_a_role_without_values_ends_when_its_supervisor_is_gone(name: str) -> None:
     driver = running(name)
-    gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="ended by SIGTERM")
-    assert driver.handle(gone) == [Halt(error="ended by SIGTERM")]
+    gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="the supervisor was killed")
+    assert driver.handle(gone) == [Halt(error="the supervisor was killed")]
     assert driver.inner.events == []
 
 
 def test_so_does_a_shard_that_has_not_begun() -> None:
     driver = Driver(name="shard-0")
     driver.start()
-    gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="ended by SIGTERM")
-    assert driver.handle(gone) == [Halt(error="ended by SIGTERM")]
+    gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="the supervisor was killed")
+    assert driver.handle(gone) == [Halt(error="the supervisor was killed")]
 
 
 def test_it_ends_when_the_supervisor_is_gone(driver: Driver) -> None:
