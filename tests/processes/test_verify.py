@@ -55,7 +55,10 @@ def test_a_plan_computes_what_one_process_does(tmp_path: Path, net: str) -> None
     assert found["passed"]
     assert found["machines"] == 3
     assert {"outputs", "loss", "0.weight", "1.weight", "6.bias"} <= set(found["errors"])
-    assert all(each["plan"] < 1e-4 for each in found["errors"].values())
+    errors = {name: each["plan"] for name, each in found["errors"].items()}
+    # The gradient of a bias before BatchNorm is zero but for rounding.
+    assert errors.pop("0.bias") < 1e-2
+    assert max(errors.values()) < 1e-5
     assert sum(link["sent_bytes"] for link in found["links"]) > 0
     for link in found["links"]:
         assert link["sent_bytes"] == link["predicted_bytes"]
