@@ -2,7 +2,7 @@
 
 A file is written into a directory of its own beside its place, forced to the disk, and
 renamed into its place. A process that dies half-way leaves the old file as it was, and
-its directory, which whoever writes next beside it removes.
+its directory, which the next write beside it removes.
 """
 
 import errno

@@ -44,7 +44,7 @@ class StandIn(fx.Proxy):
     def __class__(self) -> type:
         """A tensor's class where Python code asks (`match`, `x.__class__`).
 
-        C code is told the truth: torch's own would read the memory of a tensor that
+        C code gets the true class: torch's own would read the memory of a tensor that
         there is none of, and the process would die (`torch.pow(x, 3)`).
         """
         asking = sys._getframe(1)  # noqa: SLF001 -- the only way to know who asks
@@ -53,7 +53,7 @@ class StandIn(fx.Proxy):
 
     @property
     def told(self) -> type:
-        """The class that a forward is told it has."""
+        """The class that Python code in a forward sees."""
         value = self.node.meta.get("value")
         return torch.Tensor if isinstance(value, torch.Tensor) else StandIn
 

@@ -18,7 +18,7 @@ One JSON object a line. Rules:
 * Nobody is left behind: a child ends with this process (where the kernel offers that:
   Linux), and this process, having ended its children, with the one that writes to it.
 * If that one has died, children are asked to end (`ABANDONED`): shards save what only
-  they have. Who has not ended in time is ended by force.
+  they have. A child that has not ended in time is killed.
 * Nor is the memory that they shared, should that one have had no time to remove it.
 """
 

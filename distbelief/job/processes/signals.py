@@ -1,8 +1,8 @@
 """Ctrl+C, SIGTERM and SIGHUP: caught while a job runs, so that it ends in good order.
 
 SIGHUP comes when the terminal is closed. From then on each write to it is an error, so
-standard input, output and error are led elsewhere. Whoever ignores SIGHUP (nohup) goes
-on doing so.
+standard input, output and error are led elsewhere. A process that ignores SIGHUP
+(nohup) goes on doing so.
 """
 
 import errno

@@ -1,6 +1,6 @@
 """The masks of dropout that machines draw, for the process they are compared with.
 
-torch draws every mask by one operation, `bernoulli_`, whoever asks for it. In a forward
+torch draws every mask by one operation, `bernoulli_`. In a forward
 pass these are the graph's layers that drop, in this order. A machine computes its part
 of a mask by a hash of each element's place (`kinds.dropout`); so can one process. All
 else that is drawn differs from process to process, and is refused.
