@@ -40,6 +40,8 @@ from typing import Final, Literal, NoReturn
 
 import msgspec
 
+from distbelief.job.processes.signals import ABANDONED
+
 
 MODULES: Final = (
     "numpy",
@@ -65,9 +67,6 @@ where compiled Python is not kept), in every process of 32 on a host with 16 mac
 """
 
 REQUEST_BYTES_MAX: Final = 1 << 20
-
-ABANDONED: Final = signal.SIGUSR1
-"""Tells a child that its supervisor is gone."""
 
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 

@@ -24,7 +24,7 @@ from distbelief.job.configuration.jobfile import job_from_json
 from distbelief.job.configuration.sections import Job
 from distbelief.job.directory.store import SnapshotStore
 from distbelief.job.processes.allowing import check_allowed
-from distbelief.job.processes.forkserver import ABANDONED
+from distbelief.job.processes.signals import ABANDONED
 from distbelief.job.supervision.member import Member, MemberConfig, heartbeat_seconds
 from distbelief.memory import Memory, PrivateMemory
 from distbelief.messages import Failed

@@ -27,6 +27,9 @@ REASONS: Final = {
     signal.SIGHUP: "the terminal was closed (SIGHUP)",
 }
 
+ABANDONED: Final = signal.SIGUSR1
+"""The fork server sends it to its children when the supervisor is gone."""
+
 
 @final
 class Caught:

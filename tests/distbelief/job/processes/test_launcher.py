@@ -111,11 +111,12 @@ def test_closing_twice_is_no_harm(launcher: Launcher) -> None:
 CHILD = """
 import os, sys, signal, time
 from distbelief.job.processes import forkserver
+from distbelief.job.processes.signals import ABANDONED
 
 def child(name, incarnation, spec):
     stubborn = name == "stubborn"
     asked = signal.SIG_IGN if stubborn else lambda *_: None
-    signal.signal(forkserver.ABANDONED, asked)
+    signal.signal(ABANDONED, asked)
     print(name, incarnation, spec, sys.stdin.read() == "",
           signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
           "colorsys" in sys.modules, flush=True)
