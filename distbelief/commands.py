@@ -135,9 +135,7 @@ class Pointwise(_Command, frozen=True):
 
     def __post_init__(self) -> None:
         if self.y is None and self.function in _OF_TWO:
-            raise ValueError(
-                f"{self.function!r} of {self.x!r} needs a second vector: give y"
-            )
+            raise ValueError(f"{self.function!r} of {self.x!r} needs a second vector: give y")
 
     @property
     def xs(self) -> tuple[VectorName, ...]:
@@ -177,17 +175,7 @@ class Norm(_Command, frozen=True):
 
 
 Command = (
-    Copy
-    | Fill
-    | Scale
-    | Axpy
-    | Multiply
-    | LinearCombination
-    | Pointwise
-    | Drop
-    | Dot
-    | Gram
-    | Norm
+    Copy | Fill | Scale | Axpy | Multiply | LinearCombination | Pointwise | Drop | Dot | Gram | Norm
 )
 Batch = Annotated[tuple[Command, ...], msgspec.Meta(max_length=1024)]
 
@@ -225,15 +213,7 @@ def writes(command: Command) -> tuple[VectorName, ...]:
             return command.names
         case Dot() | Gram() | Norm():
             return ()
-        case (
-            Copy()
-            | Fill()
-            | Scale()
-            | Axpy()
-            | Multiply()
-            | LinearCombination()
-            | Pointwise()
-        ):
+        case Copy() | Fill() | Scale() | Axpy() | Multiply() | LinearCombination() | Pointwise():
             return (command.target,)
         case _:
             assert_never(command)

@@ -89,9 +89,7 @@ class PrivateMemory:
         try:
             return self._regions[name]
         except KeyError:
-            raise MemoryGoneError(
-                f"no region {name!r} on host {self._host!r}"
-            ) from None
+            raise MemoryGoneError(f"no region {name!r} on host {self._host!r}") from None
 
     def release(self, name: str) -> None:
         """Forget the region; whoever holds the array still may look at it."""

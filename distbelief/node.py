@@ -147,10 +147,7 @@ class Node:
         return self._error
 
     def run(
-        self,
-        on_tick: Callable[[], None] | None = None,
-        *,
-        tick_seconds: Seconds = 0.25,
+        self, on_tick: Callable[[], None] | None = None, *, tick_seconds: Seconds = 0.25
     ) -> str | None:
         """Run the role until it ends; return what went wrong, if anything did.
 
@@ -221,8 +218,7 @@ class Node:
         for work in self._lanes.close(seconds_max=JOIN_SECONDS_MAX):
             self._log(
                 "warning",
-                f"{self._name}: {work} is not done {JOIN_SECONDS_MAX} s after the end: "
-                f"left behind",
+                f"{self._name}: {work} is not done {JOIN_SECONDS_MAX} s after the end: left behind",
             )
         self._alarm.close()
 
@@ -260,9 +256,7 @@ class Node:
             self._fail(f"{type(error).__name__}: {error}")
             return
         started = Started(
-            incarnation=self._transport.incarnation,
-            restored=restored,
-            unrestored=unrestored,
+            incarnation=self._transport.incarnation, restored=restored, unrestored=unrestored
         )
         self._deliver(started)
 
@@ -354,9 +348,7 @@ class Node:
             case _:
                 self._perform_rare(action)
 
-    def _perform_rare(
-        self, action: Report | Connect | Launch | Entrust | Terminate | Halt
-    ) -> None:
+    def _perform_rare(self, action: Report | Connect | Launch | Entrust | Terminate | Halt) -> None:
         match action:
             case Report():
                 self._log(action.level, action.text)
@@ -385,9 +377,7 @@ class Node:
         except LocalProtocolError:
             raise
         except DistBeliefError as error:
-            lost = PeerLost(
-                peer=action.name, incarnation=action.incarnation, reason=str(error)
-            )
+            lost = PeerLost(peer=action.name, incarnation=action.incarnation, reason=str(error))
             self._posted.append(lost)
 
     def _its_launcher(self) -> Launcher:
@@ -398,15 +388,11 @@ class Node:
 
 def _received(envelope: Envelope) -> Received:
     return Received(
-        sender=Address(envelope.sender),
-        incarnation=envelope.incarnation,
-        message=envelope.message,
+        sender=Address(envelope.sender), incarnation=envelope.incarnation, message=envelope.message
     )
 
 
-def _persist(
-    store: SnapshotStore | None, role: Address, snapshot: Snapshot
-) -> Persisted:
+def _persist(store: SnapshotStore | None, role: Address, snapshot: Snapshot) -> Persisted:
     if store is None:
         return Persisted(label=snapshot.label, error="there is no place for snapshots")
     try:

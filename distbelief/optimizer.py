@@ -99,9 +99,7 @@ class DownpourSGD(torch.optim.Optimizer):
                 " between fetches a worker steps by itself: give it a rate above 0"
             )
         super().__init__(params, {"learning_rate": learning_rate or 0.0})
-        self._parameters = list(
-            chain.from_iterable(group["params"] for group in self.param_groups)
-        )
+        self._parameters = list(chain.from_iterable(group["params"] for group in self.param_groups))
         self._n_fetch, self._n_push = n_fetch, n_push
         self._timeout_seconds = timeout_seconds
         is_seldom = n_fetch > 1 or n_push > 1
@@ -247,11 +245,7 @@ class DownpourSGD(torch.optim.Optimizer):
 
     def _rates(self) -> list[float]:
         """Return the rate of this worker's own steps, by parameter."""
-        return [
-            group["learning_rate"]
-            for group in self.param_groups
-            for _ in group["params"]
-        ]
+        return [group["learning_rate"] for group in self.param_groups for _ in group["params"]]
 
     def _push(self) -> None:
         session = self._session
@@ -262,9 +256,7 @@ class DownpourSGD(torch.optim.Optimizer):
             fetched_clocks=self._accrued_clocks,
             skip_missing=True,  # as in torch: what has no gradient does not move
         )()
-        push = StagedPush(
-            outcome=outcome, n_gradients=self._n_accrued, samples=self._samples
-        )
+        push = StagedPush(outcome=outcome, n_gradients=self._n_accrued, samples=self._samples)
         self._n_accrued = 0
         self._accrued = [None] * len(self._parameters)
         session.command(Computed(name=PUSHED, result=push), self._timeout_seconds)
@@ -283,9 +275,7 @@ class DownpourSGD(torch.optim.Optimizer):
         while True:
             self._wait(lambda: client.fetch_complete, "parameters")
             outcome = client.install(session.values)()
-            session.command(
-                Computed(name=INSTALLED, result=outcome), self._timeout_seconds
-            )
+            session.command(Computed(name=INSTALLED, result=outcome), self._timeout_seconds)
             if not outcome.torn:
                 break
             session.node.pump(lambda: False, timeout_seconds=TORN_WAIT_SECONDS)

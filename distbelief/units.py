@@ -58,12 +58,7 @@ _SHOWN: Mapping[Dimension, tuple[str, ...]] = {
     "rate": ("Gbit/s", "Mbit/s", "kbit/s", "B/s"),
     "compute": ("PFLOP/s", "TFLOP/s", "GFLOP/s", "MFLOP/s", "kFLOP/s", "FLOP/s"),
 }
-_BASE: Mapping[Dimension, str] = {
-    "time": "s",
-    "bytes": "B",
-    "rate": "B/s",
-    "compute": "FLOP/s",
-}
+_BASE: Mapping[Dimension, str] = {"time": "s", "bytes": "B", "rate": "B/s", "compute": "FLOP/s"}
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)\s*(\S.*?)?\s*")
 _TEXT_MAX = 64
 
@@ -77,11 +72,7 @@ def parse(value: object, dimension: Dimension) -> float:
         JobFileError: what is wrong with `value`, and how to mend it.
     """
     example = _EXAMPLES[dimension]
-    if (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and 0 <= value < math.inf
-    ):
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
         raise JobFileError(f'{value} has no unit: write "{value} {_BASE[dimension]}"')
     if not isinstance(value, str):
         raise JobFileError(f"{value!r} is no quantity: write for example {example}")
@@ -93,9 +84,7 @@ def parse(value: object, dimension: Dimension) -> float:
         )
     number, unit = match.groups()
     if unit is None:
-        raise JobFileError(
-            f'"{value}" has no unit: write "{number} {_BASE[dimension]}"'
-        )
+        raise JobFileError(f'"{value}" has no unit: write "{number} {_BASE[dimension]}"')
     scale = UNITS[dimension].get(unit)
     if scale is None:
         raise JobFileError(_unknown_unit(value, unit, dimension))

@@ -86,9 +86,7 @@ class Wire:
         try:
             header = self._encoder.encode(envelope)
         except (UnicodeEncodeError, OverflowError) as error:
-            raise LocalProtocolError(
-                f"cannot send {type(message).__name__}: {error}"
-            ) from None
+            raise LocalProtocolError(f"cannot send {type(message).__name__}: {error}") from None
         if len(header) > HEADER_BYTES_MAX:
             raise LocalProtocolError(
                 f"cannot send {type(message).__name__}: its header has {len(header)} "

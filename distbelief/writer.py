@@ -38,11 +38,7 @@ class Writer:
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        tell: Callable[[str], object],
-        n_waiting_max: int = N_WAITING_MAX,
+        self, name: str, *, tell: Callable[[str], object], n_waiting_max: int = N_WAITING_MAX
     ) -> None:
         self._name = name
         self._tell = tell
@@ -61,9 +57,7 @@ class Writer:
             self._closing = False
             if self._thread is None:
                 # A daemon: a write that hangs must not keep the process from exiting.
-                self._thread = threading.Thread(
-                    target=self._work, name=self._name, daemon=True
-                )
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
 
     def write(self, job: Job) -> None:

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
     from sandblaster.minimizing import minimize as minimize
     from sandblaster.reasons import Reason as Reason
 
-_HOMES = {
-    "Reason": "sandblaster.reasons",
-    "minimize": "sandblaster.minimizing",
-}
+_HOMES = {"Reason": "sandblaster.reasons", "minimize": "sandblaster.minimizing"}
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 -- derived, so that the two cannot differ
 

@@ -22,10 +22,7 @@ from distbelief.runtime.common_roles import (
     shard_names,
 )
 from distbelief.runtime.machine.machine_names import place_of
-from distbelief.runtime.task.task import (
-    BuildContext,
-    RosterEntry,
-)
+from distbelief.runtime.task.task import BuildContext, RosterEntry
 from sandblaster.building import build_coordinator, build_replica
 from sandblaster.config import SandblasterSettings
 from sandblaster.coordination.shares import NAMES as SHARES
@@ -111,9 +108,7 @@ class SandblasterAlgorithm:
             *(evaluator_entries(n_machines) if evaluates else []),
         ]
 
-    def build(
-        self, name: str, *, config: SandblasterSettings, context: BuildContext
-    ) -> Role:
+    def build(self, name: str, *, config: SandblasterSettings, context: BuildContext) -> Role:
         """Return the role of this name, in the process that is to run it.
 
         Raises:

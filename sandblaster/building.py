@@ -66,9 +66,7 @@ def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> 
     rounding = float(np.finfo(layout_of(context).dtype).eps) / 2.0
     return Coordinator(
         CoordinatorConfig(
-            cutting=config.cutting(
-                n_examples=n_examples, n_replicas=context.n_replicas
-            ),
+            cutting=config.cutting(n_examples=n_examples, n_replicas=context.n_replicas),
             window_sets=max(WINDOW_SETS_MIN, 2 * context.n_replicas),
             backups=config.backups,
             n_warm=0 if config.warm_start is None else context.n_replicas,
@@ -91,9 +89,7 @@ def goal_of(method: AnyMethod, *, loss: str) -> str:
     return json.dumps({"loss": loss, **kept}, sort_keys=True)
 
 
-def build_replica(
-    config: SandblasterSettings, *, index: int, context: BuildContext
-) -> Role:
+def build_replica(config: SandblasterSettings, *, index: int, context: BuildContext) -> Role:
     """Return a replica: all are alike, but for their part in a warm start."""
     task = context.task
     dataset = context.train_data()
@@ -113,9 +109,7 @@ def build_replica(
     n_examples = len(dataset)
     client = build_client(context, pushes=True)
     replica = SandblasterReplica(
-        ReplicaConfig(
-            cutting=config.cutting(n_examples=n_examples, n_replicas=context.n_replicas)
-        ),
+        ReplicaConfig(cutting=config.cutting(n_examples=n_examples, n_replicas=context.n_replicas)),
         client=client,
         trainer=trainer,
         samples=Samples(n_examples, seed=config.order_seed),
@@ -126,12 +120,8 @@ def build_replica(
     settings = config.warm_start.downpour(
         loss=task.loss, seed=config.seed, n_replicas=context.n_replicas
     )
-    first = build_first_part(
-        settings, index=index, client=client, model=model, context=context
-    )
-    return WarmStartReplica(
-        downpour=first, sandblaster=replica, await_begin=context.await_begin
-    )
+    first = build_first_part(settings, index=index, client=client, model=model, context=context)
+    return WarmStartReplica(downpour=first, sandblaster=replica, await_begin=context.await_begin)
 
 
 def build_first_part(
@@ -160,10 +150,7 @@ def build_first_part(
         seed=(config.seed, index),
     )
     data_shard = DataShard(
-        len(dataset),
-        replica_index=index,
-        n_replicas=context.n_replicas,
-        seed=config.seed,
+        len(dataset), replica_index=index, n_replicas=context.n_replicas, seed=config.seed
     )
     return ModelReplica(
         config,

@@ -98,9 +98,7 @@ class WarmStart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
 
-class SandblasterSettings(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
-):
+class SandblasterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Table [algorithm] of a job with name = "sandblaster".
 
     Attributes:

@@ -71,9 +71,7 @@ def minimize_flat(
         ValueError: the gradient has another shape than x0.
     """
 
-    def of_examples(
-        x: Doubles, examples: Examples | None
-    ) -> tuple[float, Doubles, int]:
+    def of_examples(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
         del examples
         return (*function(x), 1)
 
@@ -144,18 +142,14 @@ class Local:
         """Return a whole vector."""
         whole = torch.zeros(self._n, dtype=torch.float64)
         for k, algebra in enumerate(self.algebras):
-            self._layout.scatter(
-                k, self._padded(k, algebra.vector(name)), self._tensors(whole)
-            )
+            self._layout.scatter(k, self._padded(k, algebra.vector(name)), self._tensors(whole))
         return whole.numpy()
 
     def put(self, name: VectorName, values: Doubles) -> None:
         """Set a whole vector."""
         whole = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64))
         for k, algebra in enumerate(self.algebras):
-            self._layout.gather(
-                k, self._tensors(whole), self._padded(k, algebra.vector(name))
-            )
+            self._layout.gather(k, self._tensors(whole), self._padded(k, algebra.vector(name)))
 
     def export(self, names: tuple[VectorName, ...]) -> list[Mapping[str, Vector]]:
         """Return copies of these vectors, per shard."""
@@ -179,9 +173,7 @@ class Local:
 
     def _evaluate(self, request: Evaluate) -> Evaluation:
         before = self.perform(request.before)
-        loss, gradient, n_examples = self._function(
-            self.get(request.point), request.examples
-        )
+        loss, gradient, n_examples = self._function(self.get(request.point), request.examples)
         if np.shape(gradient) != (self._n,):
             raise ValueError(
                 f"the gradient has shape {np.shape(gradient)}, the point ({self._n},): "
@@ -189,6 +181,4 @@ class Local:
             )
         self.put(request.gradient, gradient)
         after = self.perform(request.after)
-        return Evaluation(
-            loss=float(loss), n_examples=n_examples, scalars=before + after
-        )
+        return Evaluation(loss=float(loss), n_examples=n_examples, scalars=before + after)

@@ -127,9 +127,7 @@ def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
             problem.write(directory, resumes=resume is not None)
         del problem  # which may hold copies of the data
         with nullcontext() if told is None else HeldBack(told) as watch:
-            run = train(
-                job, resume=resume, from_scratch=from_scratch, show=show, watch=watch
-            )
+            run = train(job, resume=resume, from_scratch=from_scratch, show=show, watch=watch)
             module = model if isinstance(model, nn.Module) else None
             result = result_of(run, module=module)
         if told is not None:

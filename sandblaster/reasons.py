@@ -10,9 +10,7 @@ class Reason(Enum):
 
     CONVERGED_GRADIENT = "the gradient is as small as was asked for"
     CONVERGED_VALUE = "an iteration improved the loss by less than was asked for"
-    CONVERGED_ROUNDING = (
-        "no step improves the loss, and none could by more than its rounding error"
-    )
+    CONVERGED_ROUNDING = "no step improves the loss, and none could by more than its rounding error"
     MAX_ITERATIONS = "the number of iterations reached its bound"
     MAX_EVALUATIONS = "the number of evaluations reached its bound"
     LINE_SEARCH_FAILED = (

@@ -17,9 +17,7 @@ from tests.tracing import (
 
 
 # No deadlines: the first example of a law may pay for a lazy import of torch.
-settings.register_profile(
-    "ci", derandomize=True, max_examples=50, deadline=None, print_blob=True
-)
+settings.register_profile("ci", derandomize=True, max_examples=50, deadline=None, print_blob=True)
 settings.register_profile(
     "nightly", derandomize=False, max_examples=2000, deadline=None, print_blob=True
 )
@@ -77,9 +75,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
 ) -> None:
-    if fixturedef.func.__module__.startswith("tests.") and not is_untraced(
-        request.node
-    ):
+    if fixturedef.func.__module__.startswith("tests.") and not is_untraced(request.node):
         vars(fixturedef)["func"] = measured_fixture(fixturedef.func)
 
 

@@ -20,15 +20,10 @@ def answers(module: str, question: str) -> list[str]:
         module: Imported there as `t`.
         question: Expression of it, a list of words.
     """
-    program = (
-        "import torch; torch.set_num_threads(1); "
-        f"import {module} as t; print(*{question})"
-    )
+    program = f"import torch; torch.set_num_threads(1); import {module} as t; print(*{question})"
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     unmeasured = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("COVERAGE_PROCESS")
+        name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")
     }
     return subprocess.run(
         [sys.executable, "-c", program],

@@ -150,10 +150,7 @@ def train(  # noqa: PLR0913 -- options
             hosting = None
             if listen is not None or on is not None:
                 # Only who lets others join needs it.
-                from distbelief.serving.options import (  # noqa: PLC0415 -- start quickly
-                    ANY_PORT,
-                    hosting_of,
-                )
+                from distbelief.serving.options import ANY_PORT, hosting_of  # noqa: PLC0415 -- start quickly
 
                 hosting = hosting_of(
                     listen or ANY_PORT,
@@ -303,10 +300,7 @@ def partition(  # noqa: PLR0913 -- options
             from distbelief.job.rehearsal import verifying  # noqa: PLC0415 -- start quickly
 
             trial = partial(
-                verifying.verify,
-                factory=model,
-                loss=loss,
-                n_cores=len(os.sched_getaffinity(0)),
+                verifying.verify, factory=model, loss=loss, n_cores=len(os.sched_getaffinity(0))
             )
         fits = command.run(asked, resolve(model, table="model"), verify=trial)
     raise typer.Exit(0 if fits else FAILED)

@@ -15,8 +15,7 @@ ListenOption = Annotated[
     typer.Option(
         "--listen",
         metavar="tcp://HOST:PORT",
-        help="Let other machines join here (distbelief join); 0.0.0.0: at all "
-        "interfaces.",
+        help="Let other machines join here (distbelief join); 0.0.0.0: at all interfaces.",
         show_default=False,
     ),
 ]
@@ -32,9 +31,7 @@ TrainKeysOption = Annotated[
 ]
 HostsOption = Annotated[
     int,
-    typer.Option(
-        "--hosts", metavar="N", min=0, max=1024, help="Begin when so many have joined."
-    ),
+    typer.Option("--hosts", metavar="N", min=0, max=1024, help="Begin when so many have joined."),
 ]
 HostsSecondsOption = Annotated[
     float,
@@ -66,8 +63,7 @@ OnOption = Annotated[
     ),
 ]
 AddressArgument = Annotated[
-    str,
-    typer.Argument(metavar="tcp://HOST:PORT?key=...", help="Of the job."),
+    str, typer.Argument(metavar="tcp://HOST:PORT?key=...", help="Of the job.")
 ]
 CoresOption = Annotated[
     int | None,
@@ -82,9 +78,7 @@ CoresOption = Annotated[
 MemoryOption = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE",
-        help='Likewise, such as "4 GiB"; all by default.',
-        show_default=False,
+        metavar="SIZE", help='Likewise, such as "4 GiB"; all by default.', show_default=False
     ),
 ]
 DeviceOption = Annotated[
@@ -119,16 +113,11 @@ DirectoryOption = Annotated[
     Path, typer.Option(metavar="DIR", help="For the logs of what runs here.")
 ]
 StayOption = Annotated[
-    bool,
-    typer.Option(
-        "--stay", metavar=" ", help="When a job is over, wait for the next one."
-    ),
+    bool, typer.Option("--stay", metavar=" ", help="When a job is over, wait for the next one.")
 ]
 WaitOption = Annotated[
     float,
-    typer.Option(
-        "--wait", metavar="S", min=1.0, help="Seconds for a job to take this machine."
-    ),
+    typer.Option("--wait", metavar="S", min=1.0, help="Seconds for a job to take this machine."),
 ]
 
 

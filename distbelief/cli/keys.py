@@ -19,9 +19,7 @@ DEFAULT: Final = Path("~/.distbelief/keys")
 
 KeysOption = Annotated[
     Path,
-    typer.Option(
-        "--keys", metavar="DIR", help="Where this machine's keys and allow-list are."
-    ),
+    typer.Option("--keys", metavar="DIR", help="Where this machine's keys and allow-list are."),
 ]
 RoleOption = Annotated[
     list[str] | None,
@@ -42,9 +40,7 @@ keys = typer.Typer(
 
 
 @keys.command()
-def new(
-    *, directory: KeysOption = DEFAULT, tracebacks: TracebackOption = False
-) -> None:
+def new(*, directory: KeysOption = DEFAULT, tracebacks: TracebackOption = False) -> None:
     """Make this machine's key, and print the public one.
 
     The secret one stays in a file that only you can read, and is never printed.
@@ -69,9 +65,7 @@ def show(
             "directory": str(files.directory),
             "key": files.pair().public,
             "next": None if following is None else following.public,
-            "allowed": [
-                {"key": e.key, "roles": list(e.roles), "name": e.name} for e in entries
-            ],
+            "allowed": [{"key": e.key, "roles": list(e.roles), "name": e.name} for e in entries],
         }
         if as_json:
             typer.echo(json.dumps(content))
@@ -140,8 +134,7 @@ def revoke(
 def rotate(
     *,
     finish: Annotated[
-        bool,
-        typer.Option("--finish", metavar=" ", help="Use the new key from now on."),
+        bool, typer.Option("--finish", metavar=" ", help="Use the new key from now on.")
     ] = False,
     directory: KeysOption = DEFAULT,
     tracebacks: TracebackOption = False,

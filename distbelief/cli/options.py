@@ -7,8 +7,7 @@ import typer
 
 
 JobArgument = Annotated[
-    Path | None,
-    typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False),
+    Path | None, typer.Argument(metavar="JOB.toml", help="The job file.", show_default=False)
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -49,20 +48,14 @@ JsonOption = Annotated[
     bool, typer.Option("--json", metavar=" ", help="Print JSON, for other programs.")
 ]
 TracebackOption = Annotated[
-    bool,
-    typer.Option(
-        "--traceback", metavar=" ", help="Show where in the program an error arose."
-    ),
+    bool, typer.Option("--traceback", metavar=" ", help="Show where in the program an error arose.")
 ]
 
-TrainedArgument = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")
-]
+TrainedArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")]
 PredictInputArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="INPUT",
-        help="Inputs, samples first: a .npy file, or .safetensors with one tensor.",
+        metavar="INPUT", help="Inputs, samples first: a .npy file, or .safetensors with one tensor."
     ),
 ]
 PredictOutOption = Annotated[
@@ -100,15 +93,12 @@ InputOption = Annotated[
         show_default=False,
     ),
 ]
-BatchOption = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Samples of one step.")
-]
+BatchOption = Annotated[int, typer.Option(metavar="N", min=1, help="Samples of one step.")]
 LossOption = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="torch's name of the loss, or one_vs_all; without it, the outputs' own "
-        "gradients.",
+        help="torch's name of the loss, or one_vs_all; without it, the outputs' own gradients.",
         show_default=False,
     ),
 ]
@@ -145,22 +135,18 @@ PinOption = Annotated[
 ]
 ExactlyOption = Annotated[
     bool,
-    typer.Option(
-        "--exactly", metavar=" ", help="Use all machines, even if fewer were faster."
-    ),
+    typer.Option("--exactly", metavar=" ", help="Use all machines, even if fewer were faster."),
 ]
 ExplainOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="LAYER",
-        help="List every split of a layer, its cost, and why it lost. May be given "
-        "several times.",
+        help="List every split of a layer, its cost, and why it lost. May be given several times.",
         show_default=False,
     ),
 ]
 OutOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write plan.json.", show_default=False),
+    Path | None, typer.Option(metavar="FILE", help="Write plan.json.", show_default=False)
 ]
 PictureOption = Annotated[
     Path | None,
@@ -189,9 +175,7 @@ VerifyOption = Annotated[
 ]
 DiffOption = Annotated[
     tuple[Path, Path] | None,
-    typer.Option(
-        metavar="A B", help="Show where two plan files differ.", show_default=False
-    ),
+    typer.Option(metavar="A B", help="Show where two plan files differ.", show_default=False),
 ]
 SimulatedClusterOption = Annotated[
     str | None,
@@ -204,16 +188,10 @@ SimulatedClusterOption = Annotated[
     ),
 ]
 SeedOption = Annotated[
-    int,
-    typer.Option(
-        metavar="N", min=0, help="Of all chance; the same seed, the same run."
-    ),
+    int, typer.Option(metavar="N", min=0, help="Of all chance; the same seed, the same run.")
 ]
 SeedsOption = Annotated[
-    int,
-    typer.Option(
-        metavar="K", min=1, help="Runs of each configuration: p10 to p90 is shown."
-    ),
+    int, typer.Option(metavar="K", min=1, help="Runs of each configuration: p10 to p90 is shown.")
 ]
 SweepOption = Annotated[
     list[str] | None,
@@ -267,15 +245,12 @@ PricedOption = Annotated[
     typer.Option(
         "--priced",
         metavar=" ",
-        help="Compute nothing of the model: times and bytes only, of thousands of "
-        "machines.",
+        help="Compute nothing of the model: times and bytes only, of thousands of machines.",
     ),
 ]
 RealOption = Annotated[
     bool,
     typer.Option(
-        "--real",
-        metavar=" ",
-        help="Break processes of this machine, instead of simulated ones.",
+        "--real", metavar=" ", help="Break processes of this machine, instead of simulated ones."
     ),
 ]

@@ -7,31 +7,22 @@ from typing import Annotated, Final
 import typer
 
 from distbelief.cli.errors import FAILED, told
-from distbelief.cli.options import (
-    FromScratchOption,
-    ModelArgument,
-    SeedOption,
-    TracebackOption,
-)
+from distbelief.cli.options import FromScratchOption, ModelArgument, SeedOption, TracebackOption
 from distbelief.errors import JobError
 
 
 RULES: Final = ("sgd", "momentum", "adagrad", "rmsprop", "adam")
 
 RuleOption = Annotated[
-    str,
-    typer.Option(metavar="NAME", help=f"How a push is applied: {', '.join(RULES)}."),
+    str, typer.Option(metavar="NAME", help=f"How a push is applied: {', '.join(RULES)}.")
 ]
-RateOption = Annotated[
-    float, typer.Option("--learning-rate", metavar="R", help="Of that rule.")
-]
+RateOption = Annotated[float, typer.Option("--learning-rate", metavar="R", help="Of that rule.")]
 OptionOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Another value of the rule, such as momentum=0.9. May be given several "
-        "times.",
+        help="Another value of the rule, such as momentum=0.9. May be given several times.",
         show_default=False,
     ),
 ]
@@ -59,8 +50,7 @@ InsecureOption = Annotated[
     typer.Option(
         "--insecure",
         metavar=" ",
-        help="Listen beyond this machine without key files: whoever has the address "
-        "is let in.",
+        help="Listen beyond this machine without key files: whoever has the address is let in.",
     ),
 ]
 DirectoryOption = Annotated[
@@ -113,10 +103,7 @@ def serve(  # noqa: PLR0913 -- options
                 "there is no model to serve: name the function that makes it, as in "
                 "`distbelief serve nets:make --rule adagrad --learning-rate 0.02`"
             )
-        from distbelief.serving import (  # noqa: PLC0415 -- torch
-            options as serving_options,
-            standing,
-        )
+        from distbelief.serving import options as serving_options, standing  # noqa: PLC0415 -- torch
 
         here = str(Path.cwd())  # where a function beside the user is found
         sys.path[:0] = [] if here in sys.path else [here]

@@ -64,9 +64,7 @@ def _newest_run() -> "RunDirectory":
     return run
 
 
-def _show_status(
-    run: "RunDirectory", *, pid: int | None, now: float, as_json: bool
-) -> None:
+def _show_status(run: "RunDirectory", *, pid: int | None, now: float, as_json: bool) -> None:
     import msgspec  # noqa: PLC0415 -- start quickly
     from rich.console import Console  # noqa: PLC0415 -- start quickly
     from rich.text import Text  # noqa: PLC0415 -- start quickly

@@ -37,9 +37,7 @@ class _BatchedDataset(Protocol):
     def __getitems__(self, indices: list[int], /) -> object: ...
 
 
-def read_batch(
-    dataset: Dataset, indices: Sequence[int], *, table: str = "data.train"
-) -> Batch:
+def read_batch(dataset: Dataset, indices: Sequence[int], *, table: str = "data.train") -> Batch:
     """Return the samples of these indices, joined in this order.
 
     Args:
@@ -58,8 +56,7 @@ def read_batch(
             read = [dataset[index] for index in wanted]
     except Exception as error:  # the data set is the user's: anything may come
         raise JobError(
-            f"[{table}] reading samples {_shown(wanted)} failed: "
-            f"{type(error).__name__}: {error}"
+            f"[{table}] reading samples {_shown(wanted)} failed: {type(error).__name__}: {error}"
         ) from error
     if isinstance(read, tuple):
         return _whole_batch(read, wanted, table=table)
@@ -71,9 +68,7 @@ def read_batch(
     return _joined(read, wanted, table=table)
 
 
-def _whole_batch(
-    read: tuple[object, ...], wanted: Sequence[int], *, table: str
-) -> Batch:
+def _whole_batch(read: tuple[object, ...], wanted: Sequence[int], *, table: str) -> Batch:
     match read:
         case (inputs, targets):
             pass
@@ -96,8 +91,7 @@ def _joined(samples: list[object], wanted: Sequence[int], *, table: str) -> Batc
     for index, sample in zip(wanted, samples, strict=True):
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             raise JobError(
-                f"[{table}] sample {index} is {_kind(sample)}: it must be a pair "
-                "(input, target)"
+                f"[{table}] sample {index} is {_kind(sample)}: it must be a pair (input, target)"
             )
     try:
         inputs, targets = default_collate(samples)

@@ -54,9 +54,7 @@ class DataShard:
 
     def __post_init__(self) -> None:
         if not 0 <= self.replica_index < self.n_replicas:
-            raise ValueError(
-                f"replica_index is {self.replica_index} of {self.n_replicas} replicas"
-            )
+            raise ValueError(f"replica_index is {self.replica_index} of {self.n_replicas} replicas")
         if self.n_samples < self.n_replicas:
             raise JobError(
                 f"{self.n_replicas} replicas but {self.n_samples} training samples: "
@@ -101,9 +99,7 @@ def dealt(places: Indices, *, n_samples: int, seed: int) -> Indices:
     inside, which keeps it a permutation (Black & Rogaway 2002, "cycle walking").
     """
     n_bits = max(1, ((n_samples - 1).bit_length() + 1) // 2)
-    keys = np.random.default_rng((seed, n_samples)).integers(
-        0, 1 << 64, _N_ROUNDS, dtype=np.uint64
-    )
+    keys = np.random.default_rng((seed, n_samples)).integers(0, 1 << 64, _N_ROUNDS, dtype=np.uint64)
     found = np.asarray(places, np.uint64)
     outside = np.ones(len(found), np.bool_)
     while outside.any():
@@ -126,9 +122,7 @@ def _permuted(
     return (left << shift) | right
 
 
-def fresh_positions(
-    n_consumed: int, *, n_samples: int, n_replicas: int
-) -> tuple[int, ...]:
+def fresh_positions(n_consumed: int, *, n_samples: int, n_replicas: int) -> tuple[int, ...]:
     """Return where each replica begins when others consumed so many samples before.
 
     Args:
@@ -142,8 +136,7 @@ def fresh_positions(
     ]
     # Differences of one rounded line, so that nothing is lost to rounding.
     return tuple(
-        n_consumed * part.stop // n_samples - n_consumed * part.start // n_samples
-        for part in parts
+        n_consumed * part.stop // n_samples - n_consumed * part.start // n_samples for part in parts
     )
 
 

@@ -28,12 +28,7 @@ from distbelief.runtime.common_roles import (
 from distbelief.runtime.machine.machine_names import place_of
 from distbelief.runtime.task import trial
 from distbelief.runtime.task.local_model import LocalModel
-from distbelief.runtime.task.task import (
-    BuildContext,
-    RosterEntry,
-    build_loss,
-    build_model,
-)
+from distbelief.runtime.task.task import BuildContext, RosterEntry, build_loss, build_model
 
 
 @final
@@ -78,9 +73,7 @@ class DownpourAlgorithm:
             *(evaluator_entries(n_machines) if evaluates else []),
         ]
 
-    def build(
-        self, name: str, *, config: DownpourSettings, context: BuildContext
-    ) -> Role:
+    def build(self, name: str, *, config: DownpourSettings, context: BuildContext) -> Role:
         """Return the role of this name, in the process that is to run it.
 
         Builds the model and the data where the role needs them, which may take long;
@@ -115,10 +108,7 @@ def _replica(index: int, *, config: DownpourSettings, context: BuildContext) -> 
     task = context.task
     dataset = context.train_data()
     data_shard = DataShard(
-        len(dataset),
-        replica_index=index,
-        n_replicas=context.n_replicas,
-        seed=config.seed,
+        len(dataset), replica_index=index, n_replicas=context.n_replicas, seed=config.seed
     )
     module = build_model(task.model)
     module.train()

@@ -56,9 +56,7 @@ class DownpourConfig:
                 f"clip_norm is {self.clip_norm}; use a number above 0, or leave it out"
             )
         if self.progress_seconds < 0.0:
-            raise ValueError(
-                f"progress_seconds is {self.progress_seconds}; use 0 or more"
-            )
+            raise ValueError(f"progress_seconds is {self.progress_seconds}; use 0 or more")
 
     @property
     def checks_every_gradient(self) -> bool:

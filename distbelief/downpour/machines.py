@@ -8,13 +8,7 @@ from distbelief.downpour.part_steps import PartTrainer
 from distbelief.downpour.settings import DownpourSettings
 from distbelief.downpour.training import Training
 from distbelief.roles import Role
-from distbelief.runtime.assembling import (
-    Makings,
-    Split,
-    assemble,
-    evaluating_machine,
-    place_in,
-)
+from distbelief.runtime.assembling import Makings, Split, assemble, evaluating_machine, place_in
 from distbelief.runtime.machine.course import TrainingCourse
 from distbelief.runtime.machine.leading import Leader
 from distbelief.runtime.machine.machine_names import EVALUATORS, Place
@@ -67,10 +61,7 @@ def _training_machine(
         await_begin=context.await_begin,
     )
     leader = Leader(
-        n_machines,
-        plan=split.fingerprint,
-        steps_max=of_replica.max_steps,
-        n_steps=course.n_steps,
+        n_machines, plan=split.fingerprint, steps_max=of_replica.max_steps, n_steps=course.n_steps
     )
     if not context.await_begin:
         leader.begin(0.0)

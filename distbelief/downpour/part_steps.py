@@ -137,9 +137,7 @@ class PartTrainer:
 
         def install() -> Installed:
             if self._gains is None:  # else an install was torn: values are a mixture
-                self._gains = {
-                    item: self.values[item] - sent for item, sent in self._sent.items()
-                }
+                self._gains = {item: self.values[item] - sent for item, sent in self._sent.items()}
             installed = work()
             if not installed.torn:
                 self._put_back(rate)
@@ -231,6 +229,5 @@ def _blame(sample: int | None) -> str | None:
     if sample is None:
         return None
     return (
-        f"[data.train] sample {sample} has NaN or infinite values: mend or leave out "
-        "such samples"
+        f"[data.train] sample {sample} has NaN or infinite values: mend or leave out such samples"
     )

@@ -25,12 +25,7 @@ class BatchReader:
     """
 
     def __init__(
-        self,
-        data_shard: DataShard,
-        trainer: Trainer,
-        *,
-        batch_size: int,
-        n_batches_max: int | None,
+        self, data_shard: DataShard, trainer: Trainer, *, batch_size: int, n_batches_max: int | None
     ) -> None:
         self._cursor = BatchCursor(data_shard)
         self._trainer = trainer

@@ -37,12 +37,7 @@ from distbelief.downpour.config import DownpourConfig
 from distbelief.downpour.reading import BatchReader
 from distbelief.downpour.steps import Attempt, Batch, Outcome, Trainer
 from distbelief.downpour.tally import Counters, Tally
-from distbelief.errors import (
-    DistBeliefError,
-    JobError,
-    LocalProtocolError,
-    RemoteProtocolError,
-)
+from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.messages import Begin, Finished, Message, Stop
 from distbelief.parameter_server.client.client import Installed, ParameterClient, Staged
 from distbelief.roles import (
@@ -92,10 +87,7 @@ class ModelReplica:
         self._client = client
         self._trainer = trainer
         self._reader = BatchReader(
-            data_shard,
-            trainer,
-            batch_size=config.batch_size,
-            n_batches_max=config.max_steps,
+            data_shard, trainer, batch_size=config.batch_size, n_batches_max=config.max_steps
         )
         self._tally = Tally(config)
         self._begun = not await_begin
@@ -325,10 +317,7 @@ class ModelReplica:
         return Compute(
             name="replica:step",
             work=partial(self._trainer.step, batch, attempt, local_rate=rate),
-            cost=Cost(
-                flops=model.flops(batch.n_samples),
-                n_bytes=float(n_copies * model.n_bytes),
-            ),
+            cost=Cost(flops=model.flops(batch.n_samples), n_bytes=float(n_copies * model.n_bytes)),
             remaining=lambda: float(not attempt.is_torn),
         )
 
@@ -375,9 +364,7 @@ class ModelReplica:
         model = self._trainer.model
         # A shard that has restarted since counts from an older clock again.
         oldest = map(min, self._accrued_clocks, self._client.clocks)
-        stage = self._client.stage(
-            model.accrued, model.values, fetched_clocks=tuple(oldest)
-        )
+        stage = self._client.stage(model.accrued, model.values, fetched_clocks=tuple(oldest))
         return [
             Compute(
                 name="replica:push",

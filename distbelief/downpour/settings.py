@@ -8,9 +8,7 @@ from distbelief.downpour.config import DownpourConfig
 from distbelief.parameter_server.rules.update_rules import UpdateRule
 
 
-class DownpourSettings(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
-):
+class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Table [algorithm] of a job with name = "downpour".
 
     Attributes:
@@ -59,14 +57,10 @@ class DownpourSettings(
             ValueError: which msgspec turns into an error that names the table.
         """
         if self.warm_start_steps < 0:
-            raise ValueError(
-                f"warm_start_steps is {self.warm_start_steps}; use 0 or more"
-            )
+            raise ValueError(f"warm_start_steps is {self.warm_start_steps}; use 0 or more")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; use 0 or more")
-        if self.local_learning_rate is not None and not (
-            0.0 < self.local_learning_rate < math.inf
-        ):
+        if self.local_learning_rate is not None and not (0.0 < self.local_learning_rate < math.inf):
             raise ValueError(
                 f"local_learning_rate is {self.local_learning_rate}; use a number "
                 "above 0, or leave it out"

@@ -90,7 +90,7 @@ class Trainer:
         seed: Of the model's own randomness, one stream for each position.
     """
 
-    def __init__(  # noqa: PLR0913 -- one call site; each is a thing of its own
+    def __init__(
         self,
         model: LocalModel,
         dataset: Dataset,
@@ -133,9 +133,7 @@ class Trainer:
             self.model.after_fetch(rate)
         return installed
 
-    def step(
-        self, batch: Batch, attempt: Attempt, *, local_rate: float | None
-    ) -> Outcome | None:
+    def step(self, batch: Batch, attempt: Attempt, *, local_rate: float | None) -> Outcome | None:
         """Compute, step locally at `local_rate`, accrue; None if the fetch was torn.
 
         Raises:
@@ -177,8 +175,7 @@ class Trainer:
                 model.clip(self._clip_norm)
         except MemoryError as error:
             raise JobError(
-                f"out of memory in a step of {batch.n_samples} samples: use a smaller "
-                "batch_size"
+                f"out of memory in a step of {batch.n_samples} samples: use a smaller batch_size"
             ) from error
         except DistBeliefError:
             raise

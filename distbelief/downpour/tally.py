@@ -56,10 +56,7 @@ class Tally:
     def figures(self) -> dict[str, float]:
         """Return counts and sums by name."""
         counters = self.counters
-        figures = {
-            name: float(getattr(counters, name))
-            for name in counters.__dataclass_fields__
-        }
+        figures = {name: float(getattr(counters, name)) for name in counters.__dataclass_fields__}
         figures["samples"] = float(self.position)
         figures["seconds_computing"] = self.seconds_computing
         return figures
@@ -109,9 +106,7 @@ class Tally:
         """What was looked at is finite: a row of bad gradients, if any, is over."""
         self._n_bad_in_row = 0
 
-    def skip(
-        self, blame: str | None = None, *, samples: Sequence[int] = ()
-    ) -> Sequence[Action]:
+    def skip(self, blame: str | None = None, *, samples: Sequence[int] = ()) -> Sequence[Action]:
         """Count the gradient of the last step, which is not finite.
 
         Args:
@@ -126,11 +121,7 @@ class Tally:
         return self.bad(1, [Report(text=text, level="warning")], blame=blame)
 
     def bad(
-        self,
-        n_gradients: int,
-        warning: Sequence[Action],
-        *,
-        blame: str | None = None,
+        self, n_gradients: int, warning: Sequence[Action], *, blame: str | None = None
     ) -> Sequence[Action]:
         """Count gradients that were not finite; return the warning, once for each row.
 

@@ -41,13 +41,7 @@ class Telling:
         self._told = _Told()
 
     def report(
-        self,
-        leader: Leader,
-        now: Seconds,
-        *,
-        final: bool,
-        computing: Seconds,
-        elapsed: Seconds,
+        self, leader: Leader, now: Seconds, *, final: bool, computing: Seconds, elapsed: Seconds
     ) -> Progress | None:
         """Return what is new, if anything is and it is time.
 

@@ -26,15 +26,7 @@ from distbelief.downpour.telling import Telling
 from distbelief.errors import LocalProtocolError
 from distbelief.messages import Begin, Evaluate, Stop
 from distbelief.parameter_server.client.client import ParameterClient, Staged
-from distbelief.roles import (
-    SUPERVISOR,
-    Action,
-    Compute,
-    Computed,
-    Cost,
-    Seconds,
-    Send,
-)
+from distbelief.roles import SUPERVISOR, Action, Compute, Computed, Cost, Seconds, Send
 from distbelief.runtime.execution.execution import Found, Put
 from distbelief.runtime.machine.course import Chosen
 from distbelief.runtime.machine.duty import Install, Vote
@@ -215,9 +207,7 @@ class Training:
             return []
         self._push_due, self._staging = False, True
         oldest = self._accrued.fetched_clocks(self._client.clocks)
-        stage = self._client.stage(
-            self._accrued.sums, self.values, fetched_clocks=oldest
-        )
+        stage = self._client.stage(self._accrued.sums, self.values, fetched_clocks=oldest)
         n_bytes = 2.0 * sum(value.nbytes for value in self.values)
         return [Compute(name=PUSH, work=stage, cost=Cost(n_bytes=n_bytes))]
 
@@ -235,9 +225,7 @@ class Training:
     def _staged(
         self, staged: Staged, *, n_gradients: int, stop: int, now: Seconds
     ) -> Sequence[Action]:
-        actions = self._client.staged(
-            staged, n_gradients=n_gradients, samples=stop, now=now
-        )
+        actions = self._client.staged(staged, n_gradients=n_gradients, samples=stop, now=now)
         if not staged.finite:  # the client's report names the tensors
             return self._tally.bad(n_gradients, actions)
         self._pushed = max(self._pushed, stop)
@@ -248,9 +236,7 @@ class Training:
 
     # ---------------------------------------------------------------------- the leader
 
-    def command(
-        self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds
-    ) -> Outgoing:
+    def command(self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds) -> Outgoing:
         """Obey the supervisor, if this machine leads."""
         match message:
             case Begin():

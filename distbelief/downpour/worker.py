@@ -165,10 +165,7 @@ class Worker:
                 return self.client.installed(outcome, now)
             case "worker:pushed", StagedPush() as push:
                 return self.client.staged(
-                    push.outcome,
-                    n_gradients=push.n_gradients,
-                    samples=push.samples,
-                    now=now,
+                    push.outcome, n_gradients=push.n_gradients, samples=push.samples, now=now
                 )
             case "worker:leave", None:
                 return [Send(receiver=SUPERVISOR, message=Finished(counters={}))]

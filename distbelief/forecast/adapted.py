@@ -17,9 +17,7 @@ Handled = Callable[[str, Event, Callable[[], Sequence[Action]]], Sequence[Action
 """Given the kind of a role, an event and how it handles that; returns what it asks."""
 
 
-def _plainly(
-    kind: str, event: Event, handle: Callable[[], Sequence[Action]]
-) -> Sequence[Action]:
+def _plainly(kind: str, event: Event, handle: Callable[[], Sequence[Action]]) -> Sequence[Action]:
     del kind, event
     return handle()
 
@@ -61,9 +59,7 @@ def adapted(
 
     def build_with(name: Address, build: Builder) -> Builder:
         def build_it(memory: Memory) -> Role:
-            return AdaptedRole(
-                kind=kinds[name], role=build(memory), adapt=adapt, handled=handled
-            )
+            return AdaptedRole(kind=kinds[name], role=build(memory), adapt=adapt, handled=handled)
 
         return build_it
 

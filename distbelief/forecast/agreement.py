@@ -149,13 +149,8 @@ def real_side(job: Job, *, blows: Sequence[Blow] = (), horizon: Seconds = 1.0) -
         return attacker.watch(view)
 
     attacker = Attacker(lambda _: blows, horizon=horizon)
-    with (
-        scratch() as folder,
-        attacker.turns,
-    ):
-        output = msgspec.structs.replace(
-            _reporting(job).output, directory=str(folder / "run")
-        )
+    with scratch() as folder, attacker.turns:
+        output = msgspec.structs.replace(_reporting(job).output, directory=str(folder / "run"))
         with Launcher() as launcher:
             run = train(
                 msgspec.structs.replace(job, output=output),

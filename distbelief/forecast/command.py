@@ -54,9 +54,7 @@ def simulate(wish: Wish, *, as_json: bool) -> bool:
     if forecast.drawn is not None and forecast.drawn.error is not None:
         raise forecast.drawn.error
     return all(
-        outcome.error is None
-        for variant in forecast.variants
-        for outcome in variant.outcomes
+        outcome.error is None for variant in forecast.variants for outcome in variant.outcomes
     )
 
 
@@ -76,9 +74,7 @@ def _print(forecast: Forecast, wish: Wish, console: Console) -> None:
     if len(run) == 1:
         console.print(details_of(run[0]), soft_wrap=True)
     if forecast.best is not None:
-        chosen = " ".join(
-            f"--set {key}={value}" for key, value in forecast.best.settings.items()
-        )
+        chosen = " ".join(f"--set {key}={value}" for key, value in forecast.best.settings.items())
         console.print(f"suggested: {chosen}", soft_wrap=True, markup=False)
     for line in remarks_on(forecast.variants):
         console.print(line, soft_wrap=True, markup=False)
@@ -92,14 +88,7 @@ def _print(forecast: Forecast, wish: Wish, console: Console) -> None:
     console.print(constants_table(forecast.constants))
 
 
-def chaos(
-    job_file: Path,
-    *,
-    seed: int,
-    real: bool,
-    overrides: Sequence[str],
-    as_json: bool,
-) -> int:
+def chaos(job_file: Path, *, seed: int, real: bool, overrides: Sequence[str], as_json: bool) -> int:
     """Do what `distbelief chaos` does; return its exit code.
 
     Raises:
@@ -111,11 +100,7 @@ def chaos(
     if real:
         story = break_really(job, seed=seed, console=aside)
     else:
-        with (
-            ended_by_signals(),
-            Staging() as staging,
-            Waiting(aside, n_runs=N_RUNS) as waiting,
-        ):
+        with ended_by_signals(), Staging() as staging, Waiting(aside, n_runs=N_RUNS) as waiting:
             waiting.say("Trying model and data")
             staged = staging.stage(job)
             story = break_virtually(staged, seed=seed, waiting=waiting)

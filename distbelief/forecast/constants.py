@@ -53,10 +53,7 @@ def constants_of(cluster: Cluster) -> list[Constant]:
     ]
     rows += [
         (name, _process(process), _origin(cluster, name))
-        for name, process in (
-            ("failures", cluster.failures),
-            ("preemptions", cluster.preemptions),
-        )
+        for name, process in (("failures", cluster.failures), ("preemptions", cluster.preemptions))
         if process is not None
     ]
     if (trace := cluster.trace) is not None:
@@ -66,9 +63,7 @@ def constants_of(cluster: Cluster) -> list[Constant]:
 
 
 def _machine(cluster: Cluster, machine: Machine) -> list[Constant]:
-    rows: list[Constant] = [
-        ("cores", str(machine.cores), _origin(cluster, "cores")),
-    ]
+    rows: list[Constant] = [("cores", str(machine.cores), _origin(cluster, "cores"))]
     for name, dimension in _DIMENSIONS.items():
         value = getattr(machine, name)
         if math.isfinite(value) and value:

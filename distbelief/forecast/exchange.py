@@ -107,9 +107,7 @@ class Counting:
     """
 
     def __init__(
-        self,
-        again: Callable[[Seconds], Action],
-        chill: Callable[[], None] | None = None,
+        self, again: Callable[[Seconds], Action], chill: Callable[[], None] | None = None
     ) -> None:
         self.n = 0
         self.n_wanted = 0
@@ -175,9 +173,7 @@ def exchange(n_bytes: int) -> Exchange:
     """
     chill = Chill(n_bytes)
     with _one_thread():
-        work, at_once = (
-            _turns(partial(_work, each), each) for each in (chill, Chill(0))
-        )
+        work, at_once = (_turns(partial(_work, each), each) for each in (chill, Chill(0)))
         timer = _turns(_timer, chill, first=True)
         message, _ = _messages(chill)
         _, latency = _messages(None)
@@ -217,8 +213,7 @@ def _messages(chill: Chill | None) -> tuple[Seconds, Seconds]:
         one.connect("other", 1, other.endpoint)
         other.connect("one", 1, one.endpoint)
         roles = {
-            name: Counting(_sending(to), chill)
-            for name, to in (("one", "other"), ("other", "one"))
+            name: Counting(_sending(to), chill) for name, to in (("one", "other"), ("other", "one"))
         }
         with (
             Node(roles["one"], transport=one, log=_silent) as here,
@@ -242,9 +237,7 @@ def _cores_but(chill: Chill | None) -> Seconds:
     return time.process_time() - (chill.seconds if chill is not None else 0.0)
 
 
-def _talk(
-    here: Node, there: Node, roles: Mapping[str, Counting], *, n_more: int
-) -> None:
+def _talk(here: Node, there: Node, roles: Mapping[str, Counting], *, n_more: int) -> None:
     """Let both answer each other so often."""
     one, other = roles["one"], roles["other"]
     one.n_wanted = other.n_wanted = 1 << 62
@@ -267,9 +260,7 @@ def _timer(now: Seconds) -> Action:
     return SetTimer(name="soon", at=now + 1e-5)
 
 
-def _turns(
-    again: Callable[[Seconds], Action], chill: Chill, *, first: bool = False
-) -> Seconds:
+def _turns(again: Callable[[Seconds], Action], chill: Chill, *, first: bool = False) -> Seconds:
     """Return what it takes of a core to be asked for something, and to answer.
 
     Args:
@@ -298,9 +289,7 @@ def _handing() -> tuple[Seconds, Seconds]:
         Node(role, transport=transport, log=_silent) as node,
     ):
         node.tell(Computed(name="begin"))
-        node.pump(
-            lambda: len(role.answered) >= N_HANDED, timeout_seconds=WAIT_SECONDS_MAX
-        )
+        node.pump(lambda: len(role.answered) >= N_HANDED, timeout_seconds=WAIT_SECONDS_MAX)
     return fmean(role.begun or [0.0]), fmean(role.answered or [0.0])
 
 

@@ -93,9 +93,7 @@ class Hosting:
             return 1
         return 1 + sum(has_machine(name, kinds) for name in kinds)
 
-    def options(
-        self, staged: StagedJob, *, faults: Sequence[Fault] = ()
-    ) -> ClusterOptions:
+    def options(self, staged: StagedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return what the simulation is to be told of machines and links.
 
         Raises:
@@ -121,9 +119,7 @@ class Hosting:
         cluster = self.cluster
         return any((cluster.failures, cluster.preemptions, cluster.trace))
 
-    def outages(
-        self, staged: StagedJob, *, seed: int, horizon: Seconds
-    ) -> tuple[Fault, ...]:
+    def outages(self, staged: StagedJob, *, seed: int, horizon: Seconds) -> tuple[Fault, ...]:
         """Return when machines of the job are gone, within so many seconds.
 
         That of the supervisor never is: it is where the user sits.
@@ -142,9 +138,7 @@ class Hosting:
         except GraphError as error:
             raise JobError(f"--cluster {self.cluster.name}: {error}") from error
 
-    def builders(
-        self, staged: StagedJob, *, scale: Scale = ONE
-    ) -> dict[Address, Builder]:
+    def builders(self, staged: StagedJob, *, scale: Scale = ONE) -> dict[Address, Builder]:
         """Return how to build the roles of a job, with the costs that were measured.
 
         Args:
@@ -218,13 +212,7 @@ def memory_of(staged: StagedJob) -> dict[Address, float]:
 
 
 def _at_cost(
-    kind: str,
-    asked: Compute,
-    *,
-    rates: Rates,
-    reference: Machine,
-    on_one_host: bool,
-    scale: Scale,
+    kind: str, asked: Compute, *, rates: Rates, reference: Machine, on_one_host: bool, scale: Scale
 ) -> Compute:
     """Return the work with a cost that comes to the measured time on this host.
 

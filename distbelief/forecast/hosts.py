@@ -51,9 +51,7 @@ class Hosts:
         JobError: there is no such cluster, or it has fewer machines.
     """
 
-    def __init__(
-        self, name: str | None, *, machines: int | None, measures: bool
-    ) -> None:
+    def __init__(self, name: str | None, *, machines: int | None, measures: bool) -> None:
         self._measures = measures
         self._budget = machines
         self._rates: dict[str, Rates] = {}
@@ -76,13 +74,7 @@ class Hosts:
             share = min(rates.share for rates in self._rates.values())
             if share < SHARE_MIN:
                 measured += f", when others left {100 * share:.0f} % of each core"
-            rows.append(
-                (
-                    "work of the roles",
-                    f"{n_kinds} kinds of it",
-                    measured,
-                )
-            )
+            rows.append(("work of the roles", f"{n_kinds} kinds of it", measured))
             if self._together:
                 rows += _exchange_rows([*self._rates.values()][-1], measured)
         elif not self._measures:
@@ -147,13 +139,9 @@ def _exchange_rows(rates: Rates, origin: str) -> list[tuple[str, str, str]]:
         for name, word in words.items()
     ]
     handling = max(
-        (seconds for key, seconds in rates.handling.items() if " " not in key),
-        default=0.0,
+        (seconds for key, seconds in rates.handling.items() if " " not in key), default=0.0
     )
-    return [
-        *rows,
-        ("handling of an event, at most", f"{1e6 * handling:.3g} us", origin),
-    ]
+    return [*rows, ("handling of an event, at most", f"{1e6 * handling:.3g} us", origin)]
 
 
 def this_host() -> Cluster:

@@ -22,21 +22,9 @@ from distbelief.allocator import keep_memory
 from distbelief.errors import DistBeliefError, JobError
 from distbelief.forecast.adapted import adapted
 from distbelief.forecast.exchange import Exchange, exchange
-from distbelief.forecast.rates import (
-    Rate,
-    Rates,
-    Unit,
-    now,
-)
+from distbelief.forecast.rates import Rate, Rates, Unit, now
 from distbelief.forecast.staging import Staging
-from distbelief.forecast.stopwatch import (
-    Piece,
-    Stopwatch,
-    idle,
-    rate_of,
-    waiting_of,
-    warm,
-)
+from distbelief.forecast.stopwatch import Piece, Stopwatch, idle, rate_of, waiting_of, warm
 from distbelief.job.configuration.jobfile import job_from_json
 from distbelief.job.configuration.sections import Job, StopTable
 from distbelief.roles import SUPERVISOR, Seconds
@@ -84,9 +72,7 @@ def measure(job: Job, *, n_processes: int) -> Rates:
             for index in range(n_processes)
         ]
         try:
-            said = [
-                worker.communicate()[0].decode(errors="replace") for worker in workers
-            ]
+            said = [worker.communicate()[0].decode(errors="replace") for worker in workers]
         finally:
             for worker in workers:
                 worker.kill()
@@ -108,9 +94,7 @@ def _alone(job: Job) -> Job:
 
 def _read(path: Path, said: str) -> _Found:
     if not path.is_file():
-        raise JobError(
-            f"the job's work could not be measured; it said:\n{said[-2000:]}"
-        )
+        raise JobError(f"the job's work could not be measured; it said:\n{said[-2000:]}")
     return msgspec.json.decode(path.read_bytes(), type=_Found)
 
 
@@ -164,15 +148,10 @@ def main(folder: str, index: int, n_processes: int) -> int:
             staged = staging.stage(job)
             # The clock of many threads goes on while nobody computes.
             watch = (
-                Stopwatch(idle=idle)
-                if job.cluster.threads == 1
-                else Stopwatch(time.perf_counter)
+                Stopwatch(idle=idle) if job.cluster.threads == 1 else Stopwatch(time.perf_counter)
             )
             builders = adapted(
-                staged.builders(),
-                staged.kinds,
-                adapt=watch.adapt,
-                handled=watch.handled,
+                staged.builders(), staged.kinds, adapt=watch.adapt, handled=watch.handled
             )
             options = ClusterOptions(start=(SUPERVISOR,))
             simulation = SimulatedCluster(builders, seed=0, options=options)
@@ -180,10 +159,7 @@ def main(folder: str, index: int, n_processes: int) -> int:
             _meet(path, index, n_processes)
             begun, ran, slept = time.perf_counter(), time.thread_time(), idle()
             simulation.run_until(
-                lambda: (
-                    time.perf_counter() - begun > SECONDS
-                    or SUPERVISOR in simulation.halted
-                ),
+                lambda: time.perf_counter() - begun > SECONDS or SUPERVISOR in simulation.halted,
                 within=_WITHIN,
                 max_events=N_EVENTS_MAX,
             )

@@ -151,11 +151,7 @@ def reached_at(job: Job, view: SupervisorView) -> Seconds | None:
     target = StopTable(accuracy=job.stop.accuracy, loss=job.stop.loss)
     rules = StopRules(target, n_train=1, has_test=job.data.test is not None)
     last = Reached(
-        samples=0,
-        seconds=0.0,
-        metric=view.metric,
-        held_out_loss=view.held_out_loss,
-        loss=view.loss,
+        samples=0, seconds=0.0, metric=view.metric, held_out_loss=view.held_out_loss, loss=view.loss
     )
     return None if rules.reason(last) is None else view.training_seconds
 

@@ -53,9 +53,7 @@ class PricedHosting:
         """Return how many machines a job takes."""
         return self.hosting.n_needed(staged)
 
-    def options(
-        self, staged: StagedJob, *, faults: Sequence[Fault] = ()
-    ) -> ClusterOptions:
+    def options(self, staged: StagedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return what the simulation is to be told of machines, links and scales.
 
         Raises:
@@ -67,12 +65,7 @@ class PricedHosting:
         names = {n: scale.flops for n, kind in staged.kinds.items() if kind != "shard"}
         return replace(
             options,
-            scales=scales_for(
-                small,
-                large,
-                names,
-                data_bytes=scale.data_bytes,
-            ),
+            scales=scales_for(small, large, names, data_bytes=scale.data_bytes),
             block_bytes=block_bytes_for(small, large),
             codec=False,
             trace="order",
@@ -182,6 +175,5 @@ def _bytes_of_sample(staged: StagedJob) -> int:
 
 def _data(facts: DataFacts, width: int) -> DataSpec:
     return DataSpec(
-        factory=f"{_HOME}:data",
-        arguments={"n_samples": facts.n_samples, "width": width},
+        factory=f"{_HOME}:data", arguments={"n_samples": facts.n_samples, "width": width}
     )

@@ -92,10 +92,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         other = self.handling.get(kind, fmean(usual) if usual else 0.0)
         found = self.exchange
         return Handling(
-            seconds=seconds,
-            other=other + found.message,
-            begins=found.begins,
-            answers=found.answers,
+            seconds=seconds, other=other + found.message, begins=found.begins, answers=found.answers
         )
 
     def _besides(self, label: str) -> Seconds:

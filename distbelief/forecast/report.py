@@ -74,8 +74,7 @@ def table_of(variants: Sequence[Variant], *, best: Variant | None = None) -> Tab
         cells = [variant.settings[key] for key in keys]
         cells.append(str(variant.n_machines))
         cells += [
-            spread_text(found.get(name), show, n_runs=n_runs)
-            for name, (_, show) in shown.items()
+            spread_text(found.get(name), show, n_runs=n_runs) for name, (_, show) in shown.items()
         ]
         accuracy = partial(words.metric, name=metric)
         cells.append(spread_text(found.get("metric"), accuracy, n_runs=n_runs))
@@ -108,9 +107,7 @@ def details_of(variant: Variant) -> RenderableType:
     outcome = variant.outcomes[0]
     lines = [Text(f"ended: {outcome.error or outcome.ended}")]
     if outcome.utilisation:
-        busy = ", ".join(
-            f"{kind} {_share(share)}" for kind, share in outcome.utilisation.items()
-        )
+        busy = ", ".join(f"{kind} {_share(share)}" for kind, share in outcome.utilisation.items())
         lines.append(Text(f"at work: {busy}"))
     if outcome.traffic:
         sent = ", ".join(
@@ -127,8 +124,7 @@ def details_of(variant: Variant) -> RenderableType:
         lines.append(Text("; ".join(notes)))
     lines.append(
         Text(
-            f"seed {outcome.seed}, trace {outcome.digest[:16]}, "
-            f"{outcome.n_messages:,} messages",
+            f"seed {outcome.seed}, trace {outcome.digest[:16]}, {outcome.n_messages:,} messages",
             "dim",
         )
     )
@@ -152,9 +148,7 @@ def remarks_on(variants: Sequence[Variant]) -> list[str]:
 
 
 def _settings_of(variant: Variant) -> str:
-    return "".join(
-        f"{key.rpartition('.')[2]} {value}, " for key, value in variant.settings.items()
-    )
+    return "".join(f"{key.rpartition('.')[2]} {value}, " for key, value in variant.settings.items())
 
 
 def constants_table(constants: Sequence[tuple[str, str, str]]) -> Table:
@@ -180,8 +174,7 @@ def as_json(
         "job": job.name,
         "cluster": cluster,
         "constants": [
-            {"name": name, "value": value, "origin": origin}
-            for name, value, origin in constants
+            {"name": name, "value": value, "origin": origin} for name, value, origin in constants
         ],
         "variants": [_plain(variant) for variant in variants],
         "suggested": None if best is None else dict(best.settings),

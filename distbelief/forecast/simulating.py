@@ -18,14 +18,7 @@ from distbelief.forecast.hosts import Hosts
 from distbelief.forecast.ledger import Ledger
 from distbelief.forecast.pricing import check_learns_nothing
 from distbelief.forecast.staging import Staging
-from distbelief.forecast.sweeping import (
-    Axis,
-    Variant,
-    axes_of,
-    best_of,
-    combinations,
-    usual_axes,
-)
+from distbelief.forecast.sweeping import Axis, Variant, axes_of, best_of, combinations, usual_axes
 from distbelief.forecast.timeline import check_place, write_trace
 from distbelief.forecast.trial import Trial
 from distbelief.forecast.waiting import Waiting
@@ -68,22 +61,18 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Refuse what cannot be."""
         if not 1 <= len(self.seeds) <= N_SEEDS_MAX:
-            raise JobError(
-                f"--seeds {len(self.seeds)}: use 1 to {N_SEEDS_MAX} runs of each"
-            )
+            raise JobError(f"--seeds {len(self.seeds)}: use 1 to {N_SEEDS_MAX} runs of each")
         if min(self.seeds) < 0:
             raise JobError(f"--seed {min(self.seeds)}: use 0 or more")
         if self.machines is not None and self.machines < 1:
             raise JobError(f"--machines {self.machines}: use 1 or more")
         if self.trace is not None and (self.axes or self.suggests):
             raise JobError(
-                f"--trace {self.trace}: of which configuration? Leave --sweep and "
-                "--suggest out"
+                f"--trace {self.trace}: of which configuration? Leave --sweep and --suggest out"
             )
         if self.suggests and self.machines is None:
             raise JobError(
-                "--suggest: within how many machines? Give --machines, for example "
-                "--machines 16"
+                "--suggest: within how many machines? Give --machines, for example --machines 16"
             )
 
 
@@ -150,9 +139,7 @@ def simulate(  # noqa: PLR0913 -- a front door: all but the first are options
     Raises:
         JobError: the job cannot be run, or the cluster cannot hold it.
     """
-    axes = axes_of(
-        [f"{key}={','.join(map(str, values))}" for key, values in (sweep or {}).items()]
-    )
+    axes = axes_of([f"{key}={','.join(map(str, values))}" for key, values in (sweep or {}).items()])
     wish = Wish(
         job=job if isinstance(job, Job) else Path(job),
         overrides=tuple(overrides),
@@ -216,9 +203,7 @@ def fulfil(wish: Wish, *, console: Console) -> Forecast:
 def _job(wish: Wish, settings: Mapping[str, str]) -> Job:
     if isinstance(wish.job, Job):
         if settings or wish.overrides:
-            raise JobError(
-                "a job that is no file cannot be varied: give the path of its file"
-            )
+            raise JobError("a job that is no file cannot be varied: give the path of its file")
         return wish.job
     overrides = [*wish.overrides, *(f"{key}={v}" for key, v in settings.items())]
     return load_job(wish.job, overrides=overrides)

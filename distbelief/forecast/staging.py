@@ -15,13 +15,7 @@ import msgspec
 import torch
 
 from distbelief.data.dataset import Dataset
-from distbelief.job.configuration.algorithms import (
-    Algorithm,
-    check_cluster,
-    find,
-    load,
-    roster_of,
-)
+from distbelief.job.configuration.algorithms import Algorithm, check_cluster, find, load, roster_of
 from distbelief.job.configuration.sections import Job
 from distbelief.job.configuring import check_data, supervisor_config
 from distbelief.job.processes.checking import Answer, Question, answer_to
@@ -32,13 +26,7 @@ from distbelief.job.supervision.supervisor_config import SupervisorConfig
 from distbelief.memory import Memory
 from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import SUPERVISOR, Address, Role
-from distbelief.runtime.task.task import (
-    BuildContext,
-    DataSpec,
-    RosterEntry,
-    build_dataset,
-    prepare,
-)
+from distbelief.runtime.task.task import BuildContext, DataSpec, RosterEntry, build_dataset, prepare
 from distbelief.scratch import Scratch
 from distbelief.simulation.world import Builder
 
@@ -95,10 +83,7 @@ class StagedJob:
                 patience_seconds=job.cluster.patience,
             )
             return Member(
-                config,
-                build=lambda: algorithm.build(
-                    name, config=job.algorithm, context=context
-                ),
+                config, build=lambda: algorithm.build(name, config=job.algorithm, context=context)
             )
 
         return build
@@ -149,9 +134,7 @@ class Staging:
         check_cluster(job)
         answer, plan = self._answer(job)
         check_data(job, answer)
-        layout = Layout.of(
-            answer.tensors, n_shards=job.cluster.shards, dtype=answer.dtype
-        )
+        layout = Layout.of(answer.tensors, n_shards=job.cluster.shards, dtype=answer.dtype)
         return StagedJob(
             job=job,
             answer=answer,
@@ -182,9 +165,7 @@ class Staging:
     def _data(self, job: Job) -> dict[str, Dataset]:
         tables = {"data.train": job.data.train, "data.test": job.data.test}
         return {
-            table: self._dataset(spec, table)
-            for table, spec in tables.items()
-            if spec is not None
+            table: self._dataset(spec, table) for table, spec in tables.items() if spec is not None
         }
 
     def _dataset(self, spec: DataSpec, table: str) -> Dataset:

@@ -113,9 +113,7 @@ def axes_of(texts: Sequence[str]) -> list[Axis]:
     for axis in axes:
         n_variants *= len(axis.values)
     if n_variants > N_VARIANTS_MAX:
-        raise JobError(
-            f"--sweep: {n_variants:,} combinations; use at most {N_VARIANTS_MAX:,}"
-        )
+        raise JobError(f"--sweep: {n_variants:,} combinations; use at most {N_VARIANTS_MAX:,}")
     return axes
 
 
@@ -164,14 +162,11 @@ def best_of(variants: Sequence[Variant], *, n_machines: int) -> Variant:
     ran = [v for v in few if v.outcomes]
     if not ran:
         raise JobError(
-            f"--machines {n_machines}: none of {len(few)} configurations fits; "
-            f"{few[0].left_out}"
+            f"--machines {n_machines}: none of {len(few)} configurations fits; {few[0].left_out}"
         )
     fitting = [v for v in ran if v.failure is None]
     if not fitting:
-        raise JobError(
-            f"none of {len(ran)} configurations comes to its end: {ran[0].failure}"
-        )
+        raise JobError(f"none of {len(ran)} configurations comes to its end: {ran[0].failure}")
     rank = better(fitting[0].job)
     best = min(fitting, key=rank)
     if rank(best) == float("inf"):

@@ -35,9 +35,7 @@ def chrome_trace(ledger: Ledger) -> list[TraceEvent]:
     trace: list[TraceEvent] = []
     for role, number in roles.items():
         trace.append(_name("process_name", number, 0, role))
-        trace += [
-            _name("thread_name", number, row, lane.value) for lane, row in _ROWS.items()
-        ]
+        trace += [_name("thread_name", number, row, lane.value) for lane, row in _ROWS.items()]
     trace += [
         {
             "ph": "X",
@@ -121,10 +119,4 @@ def _refused(path: Path, error: OSError) -> StorageError:
 
 
 def _name(what: str, process: int, row: int, text: str) -> TraceEvent:
-    return {
-        "ph": "M",
-        "pid": process,
-        "tid": row,
-        "name": what,
-        "args": {"name": text},
-    }
+    return {"ph": "M", "pid": process, "tid": row, "name": what, "args": {"name": text}}

@@ -83,10 +83,7 @@ class Trial:
             except JobError as error:
                 left_out = str(error)
         return Variant(
-            settings=self.settings,
-            job=self.job.job,
-            n_machines=n_machines,
-            left_out=left_out,
+            settings=self.settings, job=self.job.job, n_machines=n_machines, left_out=left_out
         )
 
     def run(self, *, seed: int, waiting: Waiting, keeps_spans: bool) -> Ended:
@@ -113,17 +110,13 @@ class Trial:
             ended = replace(ended, outcome=as_of(self.job, self.runs, ended.outcome))
         return ended
 
-    def _run(
-        self, seed: int, tell: Tell, *, keeps_spans: bool, horizon: Seconds | None
-    ) -> Ended:
+    def _run(self, seed: int, tell: Tell, *, keeps_spans: bool, horizon: Seconds | None) -> Ended:
         outages = self.hosting.outages
         return run_virtually(
             self.runs,
             self.host,
             seed=seed,
-            faults=()
-            if horizon is None
-            else outages(self.runs, seed=seed, horizon=horizon),
+            faults=() if horizon is None else outages(self.runs, seed=seed, horizon=horizon),
             tell=tell,
             keeps_spans=keeps_spans,
         )

@@ -45,9 +45,7 @@ class Host(Protocol):
         """Return how many machines a job takes."""
         ...
 
-    def options(
-        self, staged: StagedJob, *, faults: Sequence[Fault] = ()
-    ) -> ClusterOptions:
+    def options(self, staged: StagedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return what the simulation is to be told of them."""
         ...
 
@@ -80,9 +78,7 @@ def run_virtually(
         SimulationFailed: it does not end, or a role broke an assertion.
     """
     simulation = SimulatedCluster(
-        hosting.builders(staged),
-        seed=seed,
-        options=hosting.options(staged, faults=faults),
+        hosting.builders(staged), seed=seed, options=hosting.options(staged, faults=faults)
     )
     ledger = Ledger(keeps_spans=keeps_spans)
 
@@ -97,12 +93,7 @@ def run_virtually(
         tell(view)
     return Ended(
         outcome=_outcome(
-            staged,
-            view,
-            ledger,
-            simulation,
-            seed=seed,
-            n_machines=hosting.n_needed(staged),
+            staged, view, ledger, simulation, seed=seed, n_machines=hosting.n_needed(staged)
         ),
         view=view,
         ledger=ledger,

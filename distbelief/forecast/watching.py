@@ -23,9 +23,7 @@ def view_of(simulation: SimulatedCluster) -> SupervisorView:
     return supervisor.view(simulation.now)
 
 
-def told_until_over(
-    simulation: SimulatedCluster, tell: Tell | None
-) -> Callable[[], bool]:
+def told_until_over(simulation: SimulatedCluster, tell: Tell | None) -> Callable[[], bool]:
     """Return whether the job is over: to be asked after every event.
 
     Args:

@@ -176,7 +176,7 @@ def _value(part: object) -> Tensor:
     return part if constant is None else constant
 
 
-def _slice_scatter(  # noqa: PLR0913, PLR0917 -- aten's
+def _slice_scatter(
     emit: Emit,
     source: Tensor,
     part: Tensor,
@@ -201,9 +201,7 @@ def _slice_scatter(  # noqa: PLR0913, PLR0917 -- aten's
     return emit(torch.cat, there, dim % len(_shape(source)))
 
 
-def _select_scatter(
-    emit: Emit, source: Tensor, part: Tensor, dim: int, index: int
-) -> Tensor:
+def _select_scatter(emit: Emit, source: Tensor, part: Tensor, dim: int, index: int) -> Tensor:
     first = index % _shape(source)[dim]
     thin = emit("unsqueeze", part, dim % len(_shape(source)))
     return _slice_scatter(emit, source, thin, dim, first, first + 1)
@@ -230,13 +228,7 @@ def _product(emit: Emit, one: fx.Node, other: fx.Node) -> object:
 
 
 def _added_product(
-    emit: Emit,
-    bias: fx.Node,
-    one: fx.Node,
-    other: fx.Node,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
+    emit: Emit, bias: fx.Node, one: fx.Node, other: fx.Node, *, beta: float = 1, alpha: float = 1
 ) -> object:
     weight = _turned(other)
     if weight is None or (beta, alpha) != (1, 1):
@@ -333,9 +325,7 @@ _REWRITTEN: Final[Mapping[str, object]] = {
     "layer_norm": lambda emit, x, shape, weight=None, bias=None, eps=1e-5, _=True: emit(
         functional.layer_norm, x, shape, weight, bias, eps
     ),
-    "einsum": lambda emit, equation, tensors, **_: emit(
-        torch.einsum, equation, *tensors
-    ),
+    "einsum": lambda emit, equation, tensors, **_: emit(torch.einsum, equation, *tensors),
     "constant_pad_nd": lambda emit, x, pad, value=0.0: emit(
         functional.pad, x, pad, "constant", value
     ),

@@ -6,14 +6,7 @@ from typing import Self, final
 import msgspec
 from torch import nn
 
-from distbelief.graph.layer import (
-    INPUT,
-    GraphError,
-    Layer,
-    LayerGraph,
-    Option,
-    TensorUse,
-)
+from distbelief.graph.layer import INPUT, GraphError, Layer, LayerGraph, Option, TensorUse
 from distbelief.graph.region import Shape
 
 
@@ -54,7 +47,7 @@ class Builder:
         layer = Layer(name=name, kind=INPUT, shape=shape, is_integer=is_integer)
         return self.add_layer(layer)
 
-    def add(  # noqa: PLR0913 -- the fields of a layer
+    def add(
         self,
         name: str,
         kind: str,
@@ -86,9 +79,7 @@ class Builder:
         if layer.name in self._layers:
             raise GraphError(f"two layers are called {layer.name!r}")
         tensors = {
-            word: msgspec.structs.replace(
-                use, name=self._aliases.get(use.name, use.name)
-            )
+            word: msgspec.structs.replace(use, name=self._aliases.get(use.name, use.name))
             for word, use in layer.tensors.items()
         }
         self._layers[layer.name] = msgspec.structs.replace(layer, tensors=tensors)
@@ -98,10 +89,7 @@ class Builder:
         """Return the layer, last of those added, that gives a tensor its new value."""
         name = self._aliases.get(tensor, tensor)
         for layer in reversed(self._layers.values()):
-            if (
-                layer.kind == "running_average"
-                and layer.tensors["running"].name == name
-            ):
+            if layer.kind == "running_average" and layer.tensors["running"].name == name:
                 return layer
         return None
 
@@ -118,34 +106,23 @@ class Builder:
         What replaces running statistics stays: a training step is not without effect
         because nobody reads its output.
         """
-        effects = {
-            layer.name
-            for layer in self._layers.values()
-            if layer.kind == "running_average"
-        }
+        effects = {layer.name for layer in self._layers.values() if layer.kind == "running_average"}
         needed = {*outputs, *effects}
         for layer in reversed(self._layers.values()):
             if layer.name in needed:
                 needed.update(layer.inputs)
         kept = tuple(
-            layer
-            for layer in self._layers.values()
-            if layer.name in needed or layer.kind == INPUT
+            layer for layer in self._layers.values() if layer.name in needed or layer.kind == INPUT
         )
         return LayerGraph(kept, tuple(outputs))
 
 
 def uses(module: nn.Module, path: str, *words: str) -> dict[str, TensorUse]:
     """Return the module's own tensors as layers use them; all, or these."""
-    found = {
-        **dict(module.named_parameters()),
-        **dict(module.named_buffers()),
-    }
+    found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {
         word: TensorUse(
-            name=below(path, word),
-            shape=tuple(tensor.shape),
-            trains=tensor.requires_grad,
+            name=below(path, word), shape=tuple(tensor.shape), trains=tensor.requires_grad
         )
         for word, tensor in found.items()
         if not words or word in words

@@ -28,11 +28,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph import kinds, translations
-from distbelief.graph.alterations import (
-    is_altered,
-    refuse_bounded_tables,
-    refuse_parameter_hooks,
-)
+from distbelief.graph.alterations import is_altered, refuse_bounded_tables, refuse_parameter_hooks
 from distbelief.graph.building import Builder
 from distbelief.graph.exports import Exports
 from distbelief.graph.layer import GraphError, LayerGraph
@@ -91,10 +87,7 @@ def capture(module: nn.Module, inputs: Sequence[InputSpec]) -> LayerGraph:
     specs = dict(zip(names, inputs, strict=True))
     exports = Exports()
     with attributes_kept(module), _in_mode(module, training=True):
-        tries = [
-            _captured(module, specs, batch=batch, exports=exports)[:2]
-            for batch in BATCHES
-        ]
+        tries = [_captured(module, specs, batch=batch, exports=exports)[:2] for batch in BATCHES]
     if any(_drops(traced) for _, traced in tries):
         _refuse_dropping_in_evaluation(module, specs)
     first, second = (graph for graph, _ in tries)
@@ -125,9 +118,7 @@ def evaluation_difference(module: nn.Module, inputs: Sequence[InputSpec]) -> str
     batch = BATCHES[0]
     with attributes_kept(module):
         with _in_mode(module, training=True):
-            _, training, attempt = _captured(
-                module, specs, batch=batch, exports=Exports()
-            )
+            _, training, attempt = _captured(module, specs, batch=batch, exports=Exports())
         exports = Exports()
         for path in training.whole.keys() - training.exported:
             exports.refuse(path, training.whole[path])
@@ -221,9 +212,7 @@ def _from_outside(module: nn.Module, reason: str, known: Mapping[str, str]) -> _
     return _Attempt(root=_Only(module), prefix=ONLY, whole={ONLY: reason, **below})
 
 
-def _next(
-    attempt: _Attempt, error: UnsplitError, traced: Traced, exports: Exports
-) -> _Attempt:
+def _next(attempt: _Attempt, error: UnsplitError, traced: Traced, exports: Exports) -> _Attempt:
     """Return the attempt after one that met what cannot be split.
 
     Raises:
@@ -241,11 +230,7 @@ def _next(
 
 
 def _traced(
-    attempt: _Attempt,
-    specs: Mapping[str, InputSpec],
-    *,
-    batch: int,
-    exports: Exports,
+    attempt: _Attempt, specs: Mapping[str, InputSpec], *, batch: int, exports: Exports
 ) -> Traced:
     """Trace it, and put in what is exported.
 
@@ -271,9 +256,7 @@ def _traced(
     return complete
 
 
-def _refuse_dropping_in_evaluation(
-    module: nn.Module, specs: Mapping[str, InputSpec]
-) -> None:
+def _refuse_dropping_in_evaluation(module: nn.Module, specs: Mapping[str, InputSpec]) -> None:
     """Check that functions that drop in training do not in evaluation mode.
 
     Raises:
@@ -346,16 +329,11 @@ def _check_sizes(inputs: Sequence[InputSpec]) -> None:
 
 def _names(module: nn.Module, inputs: Sequence[InputSpec]) -> list[str]:
     """Return what the forward calls its inputs."""
-    positional = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(module.forward).parameters.values())
     known = [p for p in parameters if p.kind in positional]
     wanted = [p.name for p in known if p.default is p.empty]
-    hidden = [
-        p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty
-    ]
+    hidden = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     several = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if hidden or len(inputs) < max(1, len(wanted)):
         raise GraphError(

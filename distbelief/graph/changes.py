@@ -67,8 +67,7 @@ def refuse_change(node: fx.Node) -> None:
     """
     if node.meta.get("changed"):
         raise GraphError(
-            f"{node.target} changes its input in place, and is computed whole: use "
-            "inplace=False"
+            f"{node.target} changes its input in place, and is computed whole: use inplace=False"
         )
 
 

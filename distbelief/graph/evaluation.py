@@ -74,8 +74,7 @@ def _assembled(
 ) -> torch.Tensor:
     if not tile(layer.region, parts):
         raise GraphError(
-            f"parts {', '.join(map(str, parts))} do not tile {layer.name!r}, "
-            f"{layer.region}"
+            f"parts {', '.join(map(str, parts))} do not tile {layer.name!r}, {layer.region}"
         )
     kind = kind_of(layer)
     whole: torch.Tensor | None = None
@@ -84,11 +83,7 @@ def _assembled(
             continue
         reads, uses = kind.reads(layer, part), kind.uses(layer, part)
         value = kind.compute(
-            layer,
-            part,
-            _cut_inputs(layer, reads, values),
-            _cut_tensors(layer, uses, tensors),
-            step,
+            layer, part, _cut_inputs(layer, reads, values), _cut_tensors(layer, uses, tensors), step
         )
         _check(layer, value, part)
         # Out of place, for autograd: each index is in one part.
@@ -107,8 +102,7 @@ def _combined(
 ) -> torch.Tensor:
     if not tile(Region.of(*layer.input_shapes[0]), parts):
         raise GraphError(
-            f"parts {', '.join(map(str, parts))} do not tile the first input of "
-            f"{layer.name!r}"
+            f"parts {', '.join(map(str, parts))} do not tile the first input of {layer.name!r}"
         )
     partial = kind_of(layer).partial
     if partial is None:
@@ -133,9 +127,7 @@ def _combined(
     return stacked.sum(0) if sums else stacked.amax(0)
 
 
-def _placed(
-    layer: Layer, value: torch.Tensor, part: Region, *, fill: float
-) -> torch.Tensor:
+def _placed(layer: Layer, value: torch.Tensor, part: Region, *, fill: float) -> torch.Tensor:
     """Return `value` as the part of a whole output that is `fill` elsewhere."""
     if part == layer.region:
         return value
@@ -156,10 +148,7 @@ def _cut_inputs(
 def _cut_tensors(
     layer: Layer, uses: Mapping[str, Region], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    return {
-        word: tensors[layer.tensors[word].name][region.slices]
-        for word, region in uses.items()
-    }
+    return {word: tensors[layer.tensors[word].name][region.slices] for word, region in uses.items()}
 
 
 def _check(layer: Layer, value: torch.Tensor, part: Region) -> None:

@@ -160,27 +160,19 @@ def export(
 
 def _program(closed: _Closed, *, batch: int) -> "ExportedProgram":
     """Export it; replace functions without a rule by what they consist of."""
-    from torch.export import (  # noqa: PLC0415 -- takes a second, for few models
-        Dim,
-        default_decompositions,
-        export as export_of_torch,
-    )
+    from torch.export import Dim, default_decompositions, export as export_of_torch  # noqa: PLC0415 -- takes a second, for few models
 
     examples = tuple(_like(tensor, closed) for tensor in closed._call[0].tensors)  # noqa: SLF001
     dim = Dim("batch", min=2)
     dims = tuple({0: dim} if x.shape[:1] == (batch,) else None for x in examples)
     with _quietly():
-        program = export_of_torch(
-            closed, examples, dynamic_shapes={"tensors": dims}, strict=False
-        )
+        program = export_of_torch(closed, examples, dynamic_shapes={"tensors": dims}, strict=False)
     _check_gradients(program)  # what stops them is soon gone
     _check_modes(program)
     for number in range(_ROUNDS_MAX):
         unknown = {node.target for node in _unknown(program)}
         table = {
-            target: rule
-            for target, rule in default_decompositions().items()
-            if target in unknown
+            target: rule for target, rule in default_decompositions().items() if target in unknown
         }
         if number and not table:
             break
@@ -203,9 +195,7 @@ def _like(tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
     """Return an example where the module's own tensors are, of their type."""
     own = next((p for p in module.parameters() if p.is_floating_point()), None)
     device = torch.device("cpu") if own is None else own.device
-    dtype = (
-        own.dtype if own is not None and tensor.is_floating_point() else tensor.dtype
-    )
+    dtype = own.dtype if own is not None and tensor.is_floating_point() else tensor.dtype
     return torch.empty(tensor.shape, dtype=dtype, device=device)
 
 
@@ -215,9 +205,7 @@ def _tensors(signature: "ExportGraphSignature") -> dict[str, str]:
     Raises:
         ExportError: the forward changes one.
     """
-    changed = [
-        path.removeprefix(f"{INNER}.") for path in signature.buffers_to_mutate.values()
-    ]
+    changed = [path.removeprefix(f"{INNER}.") for path in signature.buffers_to_mutate.values()]
     if changed:
         raise ExportError(f"the forward changes {changed[0]!r}, a tensor of the model")
     paths = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}

@@ -63,15 +63,9 @@ class Exports:
                 and node.target not in self.refused
             ]
             if not calls:
-                return replace(
-                    traced, whole=self._reasons(traced), exported=frozenset(exported)
-                )
+                return replace(traced, whole=self._reasons(traced), exported=frozenset(exported))
             try:
-                inline(
-                    calls[0],
-                    self._exported(calls[0], traced, root, batch=batch),
-                    root=root,
-                )
+                inline(calls[0], self._exported(calls[0], traced, root, batch=batch), root=root)
             except ExportError as error:
                 path = str(calls[0].target)
                 inner = f"{path}.{error.inner}"
@@ -84,14 +78,10 @@ class Exports:
             else:
                 exported.add(str(calls[0].target))
 
-    def _exported(
-        self, call: fx.Node, traced: Traced, root: nn.Module, *, batch: int
-    ) -> Exported:
+    def _exported(self, call: fx.Node, traced: Traced, root: nn.Module, *, batch: int) -> Exported:
         path = str(call.target)
         below = frozenset(
-            other.removeprefix(f"{path}.")
-            for other in traced.whole
-            if other.startswith(f"{path}.")
+            other.removeprefix(f"{path}.") for other in traced.whole if other.startswith(f"{path}.")
         )
         if not all(_is_tensor(node) for node in call.all_input_nodes):
             raise ExportError("it is given several tensors as one")
@@ -113,10 +103,7 @@ class Exports:
 
     def _reasons(self, traced: Traced) -> dict[str, str]:
         """Return why modules stay whole: both reasons, if they differ."""
-        return {
-            path: both(reason, self.refused.get(path))
-            for path, reason in traced.whole.items()
-        }
+        return {path: both(reason, self.refused.get(path)) for path, reason in traced.whole.items()}
 
 
 def _is_tensor(node: fx.Node) -> bool:

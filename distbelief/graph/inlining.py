@@ -129,9 +129,7 @@ class _Inlining:
         path = f"{self._path}.{call.path}"
         module = self._root.get_submodule(path)
         value = run_without_memory(module, _hollow(arguments), _hollow(keywords))
-        node = self._node(
-            "call_module", path, args=arguments, kwargs=keywords, value=value
-        )
+        node = self._node("call_module", path, args=arguments, kwargs=keywords, value=value)
         return _Result(self, node, call.places)
 
     def _emit(self, target: object, *args: object, **kwargs: object) -> fx.Node:
@@ -148,9 +146,7 @@ class _Inlining:
         """Return the tensor at a place of a module's result."""
         for key in place:
             value = node.meta["value"][key]
-            node = self._node(
-                "call_function", operator.getitem, args=(node, key), value=value
-            )
+            node = self._node("call_function", operator.getitem, args=(node, key), value=value)
         return node
 
     def _node(
@@ -211,10 +207,7 @@ class _Result:
     """
 
     def __init__(
-        self,
-        inlining: _Inlining,
-        node: fx.Node,
-        places: Sequence[tuple[object, ...]],
+        self, inlining: _Inlining, node: fx.Node, places: Sequence[tuple[object, ...]]
     ) -> None:
         self._inlining = inlining
         self._node = node
@@ -258,12 +251,8 @@ def _replace(node: fx.Node, result: object) -> None:
         return
     for user in list(node.users):
         if user.op == "output":
-            user.args = cast(
-                "tuple[fx.node.Argument, ...]", _put(user.args, node, result)
-            )
-        elif user.target is operator.getitem and isinstance(
-            result, tuple | list | dict
-        ):
+            user.args = cast("tuple[fx.node.Argument, ...]", _put(user.args, node, result))
+        elif user.target is operator.getitem and isinstance(result, tuple | list | dict):
             _replace(user, result[user.args[1]])  # type: ignore[index] # as it was in the forward
             user.graph.erase_node(user)
         else:

@@ -161,9 +161,7 @@ class LayerGraph:
     @cached_property
     def tensors(self) -> Mapping[str, TensorUse]:
         """Every tensor of the model that some layer uses, by name, sorted."""
-        uses = {
-            use.name: use for layer in self.layers for use in layer.tensors.values()
-        }
+        uses = {use.name: use for layer in self.layers for use in layer.tensors.values()}
         return MappingProxyType(dict(sorted(uses.items())))
 
     @property

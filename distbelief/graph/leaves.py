@@ -39,23 +39,16 @@ class Call:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        arguments: tuple[tuple[object, ...], dict[str, object]],
+        self, module: nn.Module, path: str, arguments: tuple[tuple[object, ...], dict[str, object]]
     ) -> None:
         self.module = module
         self.path = path
         self.places: list[tuple[object, ...]] = []
         flat, self._spec = pytree.tree_flatten(arguments)
         self.tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-        self._others = [
-            None if isinstance(value, torch.Tensor) else (value,) for value in flat
-        ]
+        self._others = [None if isinstance(value, torch.Tensor) else (value,) for value in flat]
 
-    def arguments(
-        self, tensors: Sequence[object]
-    ) -> tuple[tuple[object, ...], dict[str, object]]:
+    def arguments(self, tensors: Sequence[object]) -> tuple[tuple[object, ...], dict[str, object]]:
         """Return arguments and keywords with these in the place of its tensors."""
         given = iter(tensors)
         flat = [next(given) if other is None else other[0] for other in self._others]
@@ -72,9 +65,7 @@ class Call:
             self.places = [()]
             return [torch.empty_like(inputs[0])]
         there = [
-            torch.empty(
-                x.shape, device="meta", dtype=None if x.is_floating_point() else x.dtype
-            )
+            torch.empty(x.shape, device="meta", dtype=None if x.is_floating_point() else x.dtype)
             for x in inputs
         ]
         arguments, keywords = self.arguments(there)
@@ -90,9 +81,7 @@ class Call:
         self.places = [place for place, _ in found]
         return [
             torch.empty(
-                x.shape,
-                dtype=floats if x.is_floating_point() else x.dtype,
-                device=inputs[0].device,
+                x.shape, dtype=floats if x.is_floating_point() else x.dtype, device=inputs[0].device
             )
             for _, x in found
         ]
@@ -117,9 +106,7 @@ def _leaf(inputs: Sequence[torch.Tensor], key: int) -> list[torch.Tensor]:
 
 
 @contextmanager
-def leaves(
-    module: nn.Module, calls: dict[int, Call], whole: frozenset[str]
-) -> Iterator[None]:
+def leaves(module: nn.Module, calls: dict[int, Call], whole: frozenset[str]) -> Iterator[None]:
     """Let calls of modules that are not looked into be one operation each.
 
     Args:
@@ -183,7 +170,5 @@ def _nested(found: Sequence[tuple[tuple[object, ...], object]]) -> object:
         groups.setdefault(first, []).append((tuple(rest), value))
     if all(isinstance(key, int) for key in groups):
         size = max(cast("int", key) for key in groups) + 1
-        return tuple(
-            _nested(groups[index]) if index in groups else None for index in range(size)
-        )
+        return tuple(_nested(groups[index]) if index in groups else None for index in range(size))
     return {key: _nested(group) for key, group in groups.items()}

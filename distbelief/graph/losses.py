@@ -111,18 +111,13 @@ def append_loss(
     wanted = _target_shape(scores, loss, labels=labels, dim=dim)
     if targets is not None and isinstance(loss, str) and targets != wanted:
         raise GraphError(
-            f"targets of {loss!r} on {scores.name!r} have shape {list(wanted)}, not "
-            f"{list(targets)}"
+            f"targets of {loss!r} on {scores.name!r} have shape {list(wanted)}, not {list(targets)}"
         )
     target = builder.input(
-        builder.free_name("targets"),
-        wanted if targets is None else targets,
-        is_integer=labels,
+        builder.free_name("targets"), wanted if targets is None else targets, is_integer=labels
     )
     last = builder.extend(
-        _layers(
-            builder.free_name("loss"), (scores, builder[target]), loss=name, dim=dim
-        )
+        _layers(builder.free_name("loss"), (scores, builder[target]), loss=name, dim=dim)
     )
     return builder.finish([*graph.outputs, last])
 
@@ -162,9 +157,7 @@ def _target_shape(scores: Layer, loss: str | Loss, *, labels: bool, dim: int) ->
     return (*scores.shape[:dim], *scores.shape[dim + 1 :])
 
 
-def _layers(
-    name: str, sources: tuple[Layer, Layer], *, loss: str, dim: int
-) -> list[Layer]:
+def _layers(name: str, sources: tuple[Layer, Layer], *, loss: str, dim: int) -> list[Layer]:
     if loss in {"cross_entropy", "nll"}:
         return cross_entropy_layers(name, sources, dim=dim, normalised=loss == "nll")
     if loss in PLACES:

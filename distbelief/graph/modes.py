@@ -39,9 +39,7 @@ class _Described:
     constant: torch.Tensor | None
 
 
-def first_difference(
-    training: Traced, evaluating: Traced, *, root: nn.Module
-) -> str | None:
+def first_difference(training: Traced, evaluating: Traced, *, root: nn.Module) -> str | None:
     """Return where training does something else than evaluation, if anywhere.
 
     Args:

@@ -131,9 +131,7 @@ class Operation:
             GraphError: it has lost the batch, or is no tensor.
         """
         if not isinstance(result, torch.Tensor):
-            raise GraphError(
-                f"{self.name} returns a {type(result).__name__}, not a tensor"
-            )
+            raise GraphError(f"{self.name} returns a {type(result).__name__}, not a tensor")
         if not self.batched:
             return tuple(result.shape)
         if not result.dim() or result.shape[0] != self.batch:
@@ -181,8 +179,7 @@ class Operation:
         dim = given % n_dims - self.batched
         if dim < 0:
             raise GraphError(
-                f"{self.name} is about the batch dimension: a layer must keep "
-                "samples apart"
+                f"{self.name} is about the batch dimension: a layer must keep samples apart"
             )
         return dim
 

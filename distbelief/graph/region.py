@@ -118,9 +118,7 @@ class Region:
         return Region(
             tuple(
                 (a - start, b - start)
-                for (a, b), (start, _) in zip(
-                    self.intervals, origin.intervals, strict=True
-                )
+                for (a, b), (start, _) in zip(self.intervals, origin.intervals, strict=True)
             )
         )
 
@@ -128,9 +126,7 @@ class Region:
         """Return it with another interval in dimension `dim`."""
         return Region((*self.intervals[:dim], interval, *self.intervals[dim + 1 :]))
 
-    def cut(
-        self, dim: int, weights: Sequence[float], *, unit: int = 1
-    ) -> list["Region"]:
+    def cut(self, dim: int, weights: Sequence[float], *, unit: int = 1) -> list["Region"]:
         """Return it cut along `dim` into consecutive parts, in proportion to `weights`.
 
         Args:
@@ -187,6 +183,4 @@ def tile(whole: Region, parts: Iterable[Region]) -> bool:
     if not all(part in whole for part in parts):
         return False
     # Equal counts and no overlap leave no gap.
-    return not any(
-        (a & b).n_elements for i, a in enumerate(parts) for b in parts[i + 1 :]
-    )
+    return not any((a & b).n_elements for i, a in enumerate(parts) for b in parts[i + 1 :])

@@ -188,12 +188,8 @@ def run_without_memory(
     return result
 
 
-def run_on_noise(  # noqa: C901 -- three small functions in one
-    module: nn.Module,
-    arguments: tuple[object, ...],
-    keywords: Mapping[str, object],
-    *,
-    batch: int,
+def run_on_noise(
+    module: nn.Module, arguments: tuple[object, ...], keywords: Mapping[str, object], *, batch: int
 ) -> object:
     """Return what `module` returns, after it was run for real on a few samples.
 
@@ -232,9 +228,7 @@ def run_on_noise(  # noqa: C901 -- three small functions in one
         if shape[:1] == (N_TRIED,):
             shape = (batch, *shape[1:])
         return torch.empty(
-            shape,
-            dtype=torch.float32 if value.is_floating_point() else value.dtype,
-            device="meta",
+            shape, dtype=torch.float32 if value.is_floating_point() else value.dtype, device="meta"
         )
 
     before = dict(state)
@@ -249,9 +243,7 @@ def run_on_noise(  # noqa: C901 -- three small functions in one
 
 
 def _refuse_change(
-    module: nn.Module,
-    before: Mapping[str, torch.Tensor],
-    after: Mapping[str, torch.Tensor],
+    module: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
 ) -> None:
     """Check that a forward has changed no tensor of its module, statistics apart.
 

@@ -23,19 +23,12 @@ from typing_extensions import override
 
 from distbelief.graph.alterations import is_replaced
 from distbelief.graph.layer import GraphError
-from distbelief.graph.stand_in import (
-    StandIn,
-    run_on_noise,
-    run_without_memory,
-    without_memory,
-)
+from distbelief.graph.stand_in import StandIn, run_on_noise, run_without_memory, without_memory
 from distbelief.graph.translation import is_like_input, knows_module
 from distbelief.graph.unseen import LostChangeError, UnseenError, Watch
 
 
-_OURS: Final = tuple(
-    f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__)
-)
+_OURS: Final = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
 # torch.fx could record places as well, but imports compilers for it, for seconds.
 
 ONLY: Final = "only"
@@ -58,11 +51,7 @@ class Tracer(fx.Tracer):
         whole: Paths of modules that are not to be looked into.
     """
 
-    def __init__(
-        self,
-        inputs: Mapping[str, torch.Tensor],
-        whole: frozenset[str],
-    ) -> None:
+    def __init__(self, inputs: Mapping[str, torch.Tensor], whole: frozenset[str]) -> None:
         super().__init__()
         self.proxy_buffer_attributes = True
         self._inputs = inputs
@@ -85,11 +74,7 @@ class Tracer(fx.Tracer):
 
     @override
     def call_module(
-        self,
-        m: nn.Module,
-        forward: object,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
+        self, m: nn.Module, forward: object, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         assert callable(forward)
         if self._evaluating:
@@ -117,9 +102,7 @@ class Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: object, is_module: bool, concrete_args: object = None
     ) -> tuple[object, list[object]]:
-        proxies = [
-            self.create_proxy("placeholder", name, (), {}) for name in self._inputs
-        ]
+        proxies = [self.create_proxy("placeholder", name, (), {}) for name in self._inputs]
         return root_fn, [self.root, *proxies]
 
     @override
@@ -130,10 +113,7 @@ class Tracer(fx.Tracer):
             return super().create_arg(a)
         tensors = {
             id(tensor): name
-            for name, tensor in (
-                *self.root.named_parameters(),
-                *self.root.named_buffers(),
-            )
+            for name, tensor in (*self.root.named_parameters(), *self.root.named_buffers())
         }
         node = self.create_node("get_attr", tensors.get(id(a), "constant"), (), {})
         node.meta["value"] = without_memory(a)
@@ -257,8 +237,7 @@ def _called_name(node: fx.Node, module: nn.Module) -> str:
 
 
 _ONE_WAY: Final = (
-    ". Let it do the same whatever they are (torch.where), or compute the model in one "
-    "process"
+    ". Let it do the same whatever they are (torch.where), or compute the model in one process"
 )
 
 
@@ -287,10 +266,7 @@ def _hint(module: nn.Module, tensors: Sequence[torch.Tensor]) -> str:
             "many there are (--input 128:30000), or give an example of whole numbers"
         )
     if not wants_words and any(not tensor.is_floating_point() for tensor in tensors):
-        return (
-            ". It reads whole numbers: embed them first, or give the input as floating "
-            "point"
-        )
+        return ". It reads whole numbers: embed them first, or give the input as floating point"
     return ". Is the shape of the input right?"
 
 
@@ -339,9 +315,7 @@ def _is_stand_in(value: object) -> bool:
 
 
 @contextmanager
-def no_custom_functions(
-    refused: Callable[[object], bool] = _is_stand_in,
-) -> Iterator[None]:
+def no_custom_functions(refused: Callable[[object], bool] = _is_stand_in) -> Iterator[None]:
     """Let no `torch.autograd.Function` be inlined: its backward would be lost.
 
     Args:

@@ -23,9 +23,7 @@ from distbelief.graph.tracer import Tracer, explained, no_custom_functions
 from distbelief.graph.unseen import tensors_kept
 
 
-_GRADIENT_HOOKS: Final = (
-    "it has hooks on its gradients, which run with the whole module only"
-)
+_GRADIENT_HOOKS: Final = "it has hooks on its gradients, which run with the whole module only"
 
 
 @final
@@ -50,10 +48,7 @@ class Traced:
 
 
 def trace(
-    module: nn.Module,
-    inputs: Mapping[str, torch.Tensor],
-    *,
-    whole: Mapping[str, str] | None = None,
+    module: nn.Module, inputs: Mapping[str, torch.Tensor], *, whole: Mapping[str, str] | None = None
 ) -> Traced:
     """Trace `module`.
 

@@ -10,19 +10,9 @@ from torch import fx, nn
 from distbelief.graph.building import Builder
 from distbelief.graph.changes import refuse_change, renamed
 from distbelief.graph.layer import GraphError, TensorUse
-from distbelief.graph.operation import (
-    Operand,
-    Operation,
-    Several,
-    Translated,
-    is_integer,
-)
+from distbelief.graph.operation import Operand, Operation, Several, Translated, is_integer
 from distbelief.graph.tracing import Traced
-from distbelief.graph.translation import (
-    knows_function,
-    translate_function,
-    translate_module,
-)
+from distbelief.graph.translation import knows_function, translate_function, translate_module
 from distbelief.graph.wholes import CallError
 
 
@@ -56,13 +46,7 @@ class Translator:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        builder: Builder,
-        *,
-        batch: int,
-        traced: Traced,
-        prefix: str = "",
+        self, module: nn.Module, builder: Builder, *, batch: int, traced: Traced, prefix: str = ""
     ) -> None:
         self._module = module
         self._builder = builder
@@ -109,21 +93,15 @@ class Translator:
         if node.op == "placeholder":
             name = str(node.target)
             layer = self._builder[name]
-            self._known[node] = Operand(
-                name=name, shape=layer.shape, is_integer=layer.is_integer
-            )
+            self._known[node] = Operand(name=name, shape=layer.shape, is_integer=layer.is_integer)
         elif node.op == "get_attr":
             constant = node.meta.get("constant")
             tensor = node.meta["value"]
-            self._known[node] = (
-                self._parameter(node, tensor) if constant is None else constant
-            )
+            self._known[node] = self._parameter(node, tensor) if constant is None else constant
         else:
             operation = self._operation(node)
             if operation is not None:
-                known = self._understood(
-                    self._translated(node, operation), node.meta["value"]
-                )
+                known = self._understood(self._translated(node, operation), node.meta["value"])
                 detached = node.meta.get("detached")
                 self._known[node] = self._detached(known) if detached else known
 
@@ -199,18 +177,13 @@ class Translator:
             tuple(tensor.shape),
             tensors={
                 "value": TensorUse(
-                    name=self._path(path),
-                    shape=tuple(tensor.shape),
-                    trains=owned.requires_grad,
+                    name=self._path(path), shape=tuple(tensor.shape), trains=owned.requires_grad
                 )
             },
             is_integer=is_integer(tensor),
         )
         return Operand(
-            name=name,
-            shape=tuple(tensor.shape),
-            batched=False,
-            is_integer=is_integer(tensor),
+            name=name, shape=tuple(tensor.shape), batched=False, is_integer=is_integer(tensor)
         )
 
     def _path(self, target: str) -> str:
@@ -231,8 +204,7 @@ class Translator:
         if isinstance(translated, tuple):
             assert isinstance(result, tuple | list), translated
             return tuple(
-                self._understood(name, one)
-                for name, one in zip(translated, result, strict=False)
+                self._understood(name, one) for name, one in zip(translated, result, strict=False)
             )
         assert isinstance(translated, str), translated
         assert isinstance(result, torch.Tensor), translated
@@ -244,10 +216,7 @@ class Translator:
                 f"operation {list(result.shape[1:])}: it is wrong"
             )
         return Operand(
-            name=translated,
-            shape=layer.shape,
-            batched=batched,
-            is_integer=is_integer(result),
+            name=translated, shape=layer.shape, batched=batched, is_integer=is_integer(result)
         )
 
     def _change_in_place(self, node: fx.Node, index: int) -> None:
@@ -255,20 +224,13 @@ class Translator:
         known = self._known.get(node)
         if isinstance(known, Operand) and self._builder[known.name].whole:
             refuse_change(node)
-        later = [
-            other
-            for other in self._nodes[:index]
-            if self._last_use.get(other, -1) > index
-        ]
+        later = [other for other in self._nodes[:index] if self._last_use.get(other, -1) > index]
         for other in renamed(node, later):
             self._known[other] = self._known[node]
 
     def _outputs(self, node: fx.Node) -> list[str]:
         known: list[object] = []
-        fx.map_arg(
-            node.args,
-            lambda source: known.append(self._known.get(source, source)),
-        )
+        fx.map_arg(node.args, lambda source: known.append(self._known.get(source, source)))
         names = [name for item in known for name in self._names(item)]
         if not names:
             raise GraphError("the model returns no tensors")

@@ -32,8 +32,7 @@ _LIKE_THEIR_INPUT: set[type[nn.Module]] = set()
 def translates(
     *kinds: type[M], like_input: bool = False
 ) -> Callable[
-    [Callable[[Builder, M, Operation], Translated]],
-    Callable[[Builder, M, Operation], Translated],
+    [Callable[[Builder, M, Operation], Translated]], Callable[[Builder, M, Operation], Translated]
 ]:
     """Register a translation for modules of exactly these types.
 
@@ -55,9 +54,7 @@ def translates(
     return register
 
 
-def translates_function(
-    *targets: object,
-) -> Callable[[FunctionTranslation], FunctionTranslation]:
+def translates_function(*targets: object) -> Callable[[FunctionTranslation], FunctionTranslation]:
     """Register a translation for these functions, and methods by their names."""
 
     def register(translation: FunctionTranslation) -> FunctionTranslation:
@@ -98,12 +95,7 @@ def translate_module(
 
 
 def translate_child(
-    builder: Builder,
-    module: nn.Module,
-    path: str,
-    sources: Sequence[Layer],
-    *,
-    of: Operation,
+    builder: Builder, module: nn.Module, path: str, sources: Sequence[Layer], *, of: Operation
 ) -> Layer:
     """Add the layers of a module that another one calls on its own.
 
@@ -116,9 +108,7 @@ def translate_child(
     operation = Operation(
         name=path,
         target=path,
-        arguments=tuple(
-            Operand(name=source.name, shape=source.shape) for source in sources
-        ),
+        arguments=tuple(Operand(name=source.name, shape=source.shape) for source in sources),
         keywords={},
         result=torch.empty(of.batch, *shape, device="meta"),
         batch=of.batch,
@@ -129,9 +119,7 @@ def translate_child(
     return builder[name]
 
 
-def translate_function(
-    builder: Builder, target: object, operation: Operation
-) -> Translated:
+def translate_function(builder: Builder, target: object, operation: Operation) -> Translated:
     """Add the layers of a function or method.
 
     Raises:

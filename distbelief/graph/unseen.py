@@ -22,9 +22,7 @@ from distbelief.graph.layer import GraphError
 
 _DEVICES: Final = ("cpu", "cuda")
 
-Generator = (
-    random.Random | np.random.Generator | np.random.RandomState | torch.Generator
-)
+Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 
 
 @final
@@ -75,9 +73,7 @@ class Watch:
         for mode, (before, now) in enumerate(zip(self._modes, _modes(), strict=True)):
             if before != now:
                 word = "torch.autocast" if mode else "torch.inference_mode"
-                raise UnseenError(
-                    f"it computes under {word}, which is not split{place()}"
-                )
+                raise UnseenError(f"it computes under {word}, which is not split{place()}")
 
     def check_seeds(self, place: Callable[[], str]) -> None:
         """Check that nothing was drawn but of torch's own generator.
@@ -122,9 +118,7 @@ def _state(generator: Generator) -> object:
 
 def _plain(state: object) -> object:
     assert isinstance(state, tuple)
-    return tuple(
-        part.tobytes() if isinstance(part, np.ndarray) else part for part in state
-    )
+    return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in state)
 
 
 @contextmanager

@@ -98,9 +98,7 @@ def _refuse_replaced(module: nn.Module, operation: Operation) -> None:
             )
 
 
-def _positional(
-    module: nn.Module, operation: Operation, reason: str
-) -> tuple[Operand, ...]:
+def _positional(module: nn.Module, operation: Operation, reason: str) -> tuple[Operand, ...]:
     """Return the arguments of a whole module: layers, by position."""
     arguments: list[object] = list(operation.arguments)
     given = dict(operation.keywords)

@@ -136,9 +136,7 @@ class Life:
             )
         check_data(self._job, self._answer)
         self._layout = Layout.of(
-            self._answer.tensors,
-            n_shards=self._job.cluster.shards,
-            dtype=self._answer.dtype,
+            self._answer.tensors, n_shards=self._job.cluster.shards, dtype=self._answer.dtype
         )
 
     def _take_up(self) -> None:
@@ -204,9 +202,7 @@ class Life:
                 role = hosted = hosting.around(supervisor, self._job, spec, plan=plan)
                 look = hosted.view
                 self._invite(hosting, hosting.address(transport.endpoint), lent)
-            node = Node(
-                role, transport=transport, log=self._voice.log, launcher=self._launcher
-            )
+            node = Node(role, transport=transport, log=self._voice.log, launcher=self._launcher)
 
             def stop(number: signal.Signals) -> None:
                 message = Stop(reason=REASONS[number])

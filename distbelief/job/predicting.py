@@ -151,12 +151,7 @@ def _whole(job: Job, weights: Path, inputs: Array) -> Array:
 
 
 def _split(
-    job: Job,
-    run: RunDirectory,
-    plan: Plan,
-    inputs: Array,
-    *,
-    tell: Callable[[str], None] | None,
+    job: Job, run: RunDirectory, plan: Plan, inputs: Array, *, tell: Callable[[str], None] | None
 ) -> Array:
     """Let a process for each machine of the plan compute its part."""
     _check_inputs(plan, inputs)
@@ -165,10 +160,7 @@ def _split(
         module = build_model(job.model)
     check_trained(module, run.model_file, factory=job.model.factory)
     chunk = plan.batch
-    with (
-        ended_by_signals(),
-        scratch() as folder,
-    ):
+    with ended_by_signals(), scratch() as folder:
         given = folder / "inputs.npy"
         np.save(given, inputs)
         rehearsal = Rehearsal(
@@ -269,9 +261,7 @@ def _read(path: Path) -> Array:
             "sample at least"
         )
     if array.dtype.kind not in _KINDS:
-        raise JobError(
-            f"{path} holds {array.dtype}: inputs are floating-point or whole numbers"
-        )
+        raise JobError(f"{path} holds {array.dtype}: inputs are floating-point or whole numbers")
     native: Array = array.astype(array.dtype.newbyteorder("="), copy=False)
     return native
 
@@ -297,9 +287,7 @@ def text(prediction: Prediction) -> str:
     shape = " x ".join(map(str, prediction.shape))
     n = prediction.n_machines
     by = f"{n} machines" if n > 1 else "one process"
-    lines = [
-        f"{prediction.out}: outputs {shape}, by {by}, in {prediction.seconds:.1f} s"
-    ]
+    lines = [f"{prediction.out}: outputs {shape}, by {by}, in {prediction.seconds:.1f} s"]
     if prediction.labels:
         more = ", ..." if prediction.shape[0] > len(prediction.labels) else ""
         shown = ", ".join(map(str, prediction.labels))

@@ -114,9 +114,7 @@ def train(  # noqa: PLR0913 -- a front door: all but the first are options
     return Run(run.path, summary, life.exit_code, job)
 
 
-def _open_run(
-    job: Job, resume: str | os.PathLike[str] | None
-) -> tuple[RunDirectory, bool]:
+def _open_run(job: Job, resume: str | os.PathLike[str] | None) -> tuple[RunDirectory, bool]:
     """Return the run directory, locked, and whether it is a new one."""
     if resume is None:
         return RunDirectory.create(job.output.directory), True

@@ -72,11 +72,7 @@ class Voice:
 
     def say(self, text: str) -> None:
         """Say it on the screen, where it stays."""
-        self.show(
-            lambda: self.console.print(
-                text, markup=False, highlight=False, soft_wrap=True
-            )
-        )
+        self.show(lambda: self.console.print(text, markup=False, highlight=False, soft_wrap=True))
 
     def show(self, draw: Callable[[], object], *, key: str | None = None) -> None:
         """Draw on the screen; of one key only what is newest, if it is waited for."""

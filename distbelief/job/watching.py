@@ -89,7 +89,7 @@ class Watching:
         watch: Called with each view; returns whether to end the job.
     """
 
-    def __init__(  # noqa: PLR0913 -- one call site; each is a thing of its own
+    def __init__(
         self,
         supervisor: Supervisor,
         *,
@@ -121,15 +121,11 @@ class Watching:
         self._voice.show(partial(self._display.update, view), key="view")
         for record in self._supervisor.take_records():
             measurement = Measurement.of(record)
-            self._voice.disk.write(
-                partial(self._try, self._metrics.append, measurement)
-            )
+            self._voice.disk.write(partial(self._try, self._metrics.append, measurement))
         if now - self._status_at >= STATUS_SECONDS:
             self._status_at = now
             status = status_of(self._name, view)
-            self._voice.disk.renew(
-                "status", partial(self._try, self._run.write_status, status)
-            )
+            self._voice.disk.renew("status", partial(self._try, self._run.write_status, status))
         if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
             # Its import takes most of a second, which Ctrl+C would have to wait for.
             self._may_draw = True

@@ -35,15 +35,7 @@ from distbelief.parameter_server.standing import Standing
 from distbelief.parameter_server.state.saves import Saves
 from distbelief.parameter_server.state.snapshots import ShardIdentity, ShardState, take
 from distbelief.parameter_server.state.values import ShardValues
-from distbelief.roles import (
-    Action,
-    Compute,
-    Computed,
-    Persist,
-    Persisted,
-    Seconds,
-    Snapshot,
-)
+from distbelief.roles import Action, Compute, Computed, Persist, Persisted, Seconds, Snapshot
 from distbelief.vectors import Vector
 
 
@@ -160,12 +152,7 @@ class Agenda:
         return [] if label is None else self._begin_save(label)
 
     def _apply(
-        self,
-        pushed: Vector,
-        *,
-        n_clients: int,
-        holding: Holding,
-        touches: Vector | None,
+        self, pushed: Vector, *, n_clients: int, holding: Holding, touches: Vector | None
     ) -> list[Action]:
         self._work = _Work.APPLY
         self._copied_last = False
@@ -182,9 +169,7 @@ class Agenda:
             work, cost = self._orders.collecting(applying)
             return [Compute(name="collect", work=work, cost=cost)]
         n_clients = self._service.n_averaged(applying.client)
-        forwards = self._service.forwarding.forward(
-            applying, n_clients=n_clients, now=now
-        )
+        forwards = self._service.forwarding.forward(applying, n_clients=n_clients, now=now)
         apply = self._apply(
             applying.slot.values,
             n_clients=n_clients,

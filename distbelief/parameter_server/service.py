@@ -28,15 +28,7 @@ from distbelief.parameter_server.serving.replies import Replies
 from distbelief.parameter_server.state.shard_config import ShardConfig
 from distbelief.parameter_server.state.slots import Client
 from distbelief.parameter_server.state.values import ShardValues
-from distbelief.roles import (
-    Action,
-    Address,
-    PeerLost,
-    Received,
-    Report,
-    Seconds,
-    SetTimer,
-)
+from distbelief.roles import Action, Address, PeerLost, Received, Report, Seconds, SetTimer
 from distbelief.vectors import block_bounds
 
 
@@ -56,9 +48,7 @@ class Service:
         bounds: Of each block of a vector: (start, stop).
     """
 
-    def __init__(
-        self, config: ShardConfig, values: ShardValues, *, memory: Memory
-    ) -> None:
+    def __init__(self, config: ShardConfig, values: ShardValues, *, memory: Memory) -> None:
         layout, index = config.layout, config.index
         size, dtype = layout.shard_size(index), layout.dtype
         self._name = config.name
@@ -133,10 +123,7 @@ class Service:
         self._leads, self._replies.incarnation = True, pairing
         clients = tuple(clients)
         unheard = [client for client in clients if client.name not in self._held]
-        return [
-            *self.open(clients),
-            *(self._replies.leading(client.name) for client in unheard),
-        ]
+        return [*self.open(clients), *(self._replies.leading(client.name) for client in unheard)]
 
     def close(self) -> None:
         """Answer nobody from now on."""
@@ -207,9 +194,7 @@ class Service:
             self.fetches.end(sender)  # of its former life
         shares = clients.shares(hello)
         client.parameters_region = self._values.region if shares else ""
-        actions: list[Action] = [
-            self._replies.welcome(client, clock=self._values.clock)
-        ]
+        actions: list[Action] = [self._replies.welcome(client, clock=self._values.clock)]
         if why_not is not None:
             actions.append(Report(text=why_not, level="warning"))
         return actions
@@ -230,9 +215,9 @@ class Service:
             return True
         client = self._clients.get(event.sender)
         is_held = client is not None and client.n_held > 0
-        return (
-            is_held or self.pushes.is_applying(event.sender)
-        ) and self._clients.changes(event.sender, event.incarnation, hello)
+        return (is_held or self.pushes.is_applying(event.sender)) and self._clients.changes(
+            event.sender, event.incarnation, hello
+        )
 
     def _hold(self, event: Received, hello: Hello) -> None:
         held = self._held.get(event.sender)
@@ -252,9 +237,7 @@ class Service:
             self.pushes.refuse(event.sender, message)
         return not is_older
 
-    def serve(
-        self, event: Received, message: ClientMessage, now: Seconds
-    ) -> list[Action]:
+    def serve(self, event: Received, message: ClientMessage, now: Seconds) -> list[Action]:
         """Serve a client that said Hello; ask the others to."""
         sender, client = event.sender, self._clients.get(event.sender)
         if not self._hears(event, message):

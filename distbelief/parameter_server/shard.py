@@ -109,11 +109,7 @@ class ParameterServerShard:
     """The role `shard-INDEX`, or one of two copies of it."""
 
     def __init__(
-        self,
-        config: ShardConfig,
-        *,
-        memory: Memory,
-        initialise: Callable[[], Vector],
+        self, config: ShardConfig, *, memory: Memory, initialise: Callable[[], Vector]
     ) -> None:
         """Store; `Started` acts.
 
@@ -289,16 +285,13 @@ class ParameterServerShard:
                 | Piece()
             ):
                 raise RemoteProtocolError(
-                    f"{sender} sent {type(message).__name__} to a shard, which has no "
-                    "use for it"
+                    f"{sender} sent {type(message).__name__} to a shard, which has no use for it"
                 )
             case _:
                 assert_never(message)
         return actions
 
-    def _serve_client(
-        self, event: Received, message: ClientMessage, now: Seconds
-    ) -> list[Action]:
+    def _serve_client(self, event: Received, message: ClientMessage, now: Seconds) -> list[Action]:
         if isinstance(message, Push) and not message.grant and self._orders.drives:
             reason = "a coordinator drives this shard: nothing else can be pushed"
             refused = Refused(reason=reason, for_good=True)
@@ -331,12 +324,8 @@ class ParameterServerShard:
         clock = self._values.clock
         if self._orders.drives:
             why_not = "a coordinator drives this shard: ask it to save"
-            return self._agenda.saves.refuse(
-                sender, label, clock=clock, why_not=why_not
-            )
+            return self._agenda.saves.refuse(sender, label, clock=clock, why_not=why_not)
         if not self._standing.will_lead:
             why_not = "this copy of the shard does not lead: ask the one that does"
-            return self._agenda.saves.refuse(
-                sender, label, clock=clock, why_not=why_not
-            )
+            return self._agenda.saves.refuse(sender, label, clock=clock, why_not=why_not)
         return self._agenda.saves.ask(sender, label, clock=clock)

@@ -48,12 +48,7 @@ class Standing:
     """Of one life of one copy."""
 
     def __init__(
-        self,
-        config: ShardConfig,
-        values: ShardValues,
-        service: Service,
-        *,
-        memory: Memory,
+        self, config: ShardConfig, values: ShardValues, service: Service, *, memory: Memory
     ) -> None:
         self._name = config.name
         self._has_other = config.waits_for_lead
@@ -63,10 +58,7 @@ class Standing:
         self._following: Following | None = None  # until it leads
         if config.waits_for_lead:
             self._following = Following(
-                values,
-                memory=memory,
-                bounds=service.bounds,
-                n_clients_max=config.n_clients_max,
+                values, memory=memory, bounds=service.bounds, n_clients_max=config.n_clients_max
             )
         self._life = 0
         self._lead: Lead | None = None  # that it is to obey
@@ -171,9 +163,7 @@ class Standing:
 
     # --------------------------------------------------------------------- messages
 
-    def receive(
-        self, event: Received, message: CopyMessage, now: Seconds
-    ) -> list[Action]:
+    def receive(self, event: Received, message: CopyMessage, now: Seconds) -> list[Action]:
         """Take what the supervisor or the other copy says.
 
         Raises:
@@ -239,9 +229,7 @@ class Standing:
             case _:
                 assert_never(message)
 
-    def _from_second(
-        self, event: Received, message: FromSecond, now: Seconds
-    ) -> list[Action]:
+    def _from_second(self, event: Received, message: FromSecond, now: Seconds) -> list[Action]:
         if self._following is not None:
             return []  # meant for an earlier life
         forwarding = self._forwarding

@@ -19,8 +19,7 @@ def check_model(model: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise GraphError(
-            f"the model is {_shown(model)}: give a torch.nn.Module, which may be on "
-            "the meta device"
+            f"the model is {_shown(model)}: give a torch.nn.Module, which may be on the meta device"
         )
 
 
@@ -33,8 +32,7 @@ def examples_of(example: object) -> list[torch.Tensor]:
     found = [example] if isinstance(example, torch.Tensor) else example
     if not isinstance(found, Sequence) or isinstance(found, str | bytes) or not found:
         raise GraphError(
-            f"the example is {_shown(example)}: give a tensor (batch, *shape), or one "
-            "per input"
+            f"the example is {_shown(example)}: give a tensor (batch, *shape), or one per input"
         )
     for tensor in found:
         if not isinstance(tensor, torch.Tensor):
@@ -98,8 +96,7 @@ def check_words(
     """
     if not isinstance(loss, str):
         raise GraphError(
-            f"loss is {_shown(loss)}: give its name, such as 'cross_entropy', or '' "
-            "for none"
+            f"loss is {_shown(loss)}: give its name, such as 'cross_entropy', or '' for none"
         )
     if not isinstance(cluster, str | Path | Cluster):
         raise GraphError(
@@ -110,8 +107,7 @@ def check_words(
         isinstance(word, str) for pair in pins.items() for word in pair
     ):
         raise GraphError(
-            f"pins is {_shown(pins)}: give a split per layer, such as "
-            "{'conv1': 'grid:3x3'}"
+            f"pins is {_shown(pins)}: give a split per layer, such as {{'conv1': 'grid:3x3'}}"
         )
     for name, flag in flags.items():
         if not isinstance(flag, bool):

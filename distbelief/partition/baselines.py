@@ -29,11 +29,7 @@ def even(graph: LayerGraph, cluster: Cluster) -> dict[str, Placement]:
 
 
 def whole_layers(
-    graph: LayerGraph,
-    cluster: Cluster,
-    *,
-    costs: Costs,
-    machines: Sequence[int] | None = None,
+    graph: LayerGraph, cluster: Cluster, *, costs: Costs, machines: Sequence[int] | None = None
 ) -> dict[str, Placement]:
     """Return runs of whole layers, one per machine, the longest as short as can be.
 
@@ -76,10 +72,7 @@ def _even(layer: Layer, cluster: Cluster) -> Placement:
     most = (
         {}
         if layer.whole
-        else {
-            cut.dim: layer.shape[cut.dim] // cut.unit
-            for cut in kind_of(layer).cuts(layer)
-        }
+        else {cut.dim: layer.shape[cut.dim] // cut.unit for cut in kind_of(layer).cuts(layer)}
     )
     if n_dims >= 3 and {n_dims - 2, n_dims - 1} <= set(most):
         rows, columns = layer.shape[-2:]
@@ -90,19 +83,13 @@ def _even(layer: Layer, cluster: Cluster) -> Placement:
         ]
         # As many cells as can be; of these the squarest.
         a, b = max(
-            pairs,
-            key=lambda ab: (
-                ab[0] * ab[1],
-                -abs(math.log(rows * ab[1] / columns / ab[0])),
-            ),
+            pairs, key=lambda ab: (ab[0] * ab[1], -abs(math.log(rows * ab[1] / columns / ab[0])))
         )
         most = {n_dims - 2: a, n_dims - 1: b}
         parts = [most.get(dim, 1) for dim in range(n_dims)]
     else:
         dim = max(most, key=lambda d: (min(n_machines, most[d]), -d), default=-1)
-        parts = [
-            min(n_machines, most[dim]) if other == dim else 1 for other in range(n_dims)
-        ]
+        parts = [min(n_machines, most[dim]) if other == dim else 1 for other in range(n_dims)]
     found = split(layer, cluster, parts)
     if math.prod(parts) == 1 and summed_dims(layer):
         dim = summed_dims(layer)[0]

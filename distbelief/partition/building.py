@@ -75,12 +75,10 @@ class Decoder:
     def labels(self, choice: Sequence[int]) -> dict[str, str]:
         """Return what the placement of each root is called."""
         pairs = zip(self.nodes, choice, strict=True)
-        return {
-            node.group.root.name: node.candidates[index].label for node, index in pairs
-        }
+        return {node.group.root.name: node.candidates[index].label for node, index in pairs}
 
 
-def build(  # noqa: PLR0913 -- all that a choice depends on
+def build(
     graph: LayerGraph,
     cluster: Cluster,
     *,
@@ -136,9 +134,7 @@ def build(  # noqa: PLR0913 -- all that a choice depends on
     )
 
 
-def _missing(
-    ways: Sequence[Candidate], placements: Sequence[Placement]
-) -> list[Candidate]:
+def _missing(ways: Sequence[Candidate], placements: Sequence[Placement]) -> list[Candidate]:
     """Return those placements that are no candidates yet."""
     known = {candidate.placement for candidate in ways}
     wanted = dict.fromkeys(p for p in placements if p not in known)

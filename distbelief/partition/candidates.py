@@ -84,11 +84,7 @@ def whole(layer: Layer, machine: int) -> Candidate:
 
 
 def split(
-    layer: Layer,
-    cluster: Cluster,
-    parts: Sequence[int],
-    *,
-    machines: Sequence[int] | None = None,
+    layer: Layer, cluster: Cluster, parts: Sequence[int], *, machines: Sequence[int] | None = None
 ) -> Candidate | None:
     """Return a layer's output cut into so many parts along each dimension.
 
@@ -120,12 +116,7 @@ def split(
 
 
 def partial_sums(
-    layer: Layer,
-    cluster: Cluster,
-    n_parts: int,
-    *,
-    dim: int,
-    machines: Sequence[int] | None = None,
+    layer: Layer, cluster: Cluster, n_parts: int, *, dim: int, machines: Sequence[int] | None = None
 ) -> Candidate | None:
     """Return a layer as partial sums over parts of dimension `dim` of its first input.
 
@@ -206,9 +197,7 @@ def _whole_machines(cluster: Cluster, machines: Sequence[int]) -> list[int]:
     return [index for index in machines if index in chosen][:_N_WHOLE_MAX]
 
 
-def _families(
-    layer: Layer, cluster: Cluster, machines: Sequence[int]
-) -> Iterator[list[Candidate]]:
+def _families(layer: Layer, cluster: Cluster, machines: Sequence[int]) -> Iterator[list[Candidate]]:
     """Yield candidates of each sort, in order of their number of parts."""
     n_dims = len(layer.shape)
     cuttable = [cut.dim for cut in kind_of(layer).cuts(layer)]
@@ -226,9 +215,7 @@ def _families(
         found = [split(layer, cluster, parts, machines=machines) for parts in family]
         yield [candidate for candidate in found if candidate is not None]
     for dim in summed_dims(layer):
-        found = [
-            partial_sums(layer, cluster, k, dim=dim, machines=machines) for k in counts
-        ]
+        found = [partial_sums(layer, cluster, k, dim=dim, machines=machines) for k in counts]
         yield [candidate for candidate in found if candidate is not None]
 
 
@@ -247,9 +234,7 @@ def _grids(
     for count in counts:
         pairs = [(a, count // a) for a in range(2, count // 2 + 1) if count % a == 0]
         pairs = [(a, b) for a, b in pairs if a <= shape[one] and b <= shape[other]]
-        pairs.sort(
-            key=lambda ab: abs(math.log(shape[one] * ab[1] / shape[other] / ab[0]))
-        )
+        pairs.sort(key=lambda ab: abs(math.log(shape[one] * ab[1] / shape[other] / ab[0])))
         # The best one last: it stays when every other one goes.
         best = reversed(pairs[:n_each])
         found += [_parts(len(shape), {one: a, other: b}) for a, b in best]
@@ -275,9 +260,7 @@ def _cut(
     speeds = np.array(weights(used)).reshape(tuple(parts))
     dims = range(len(shape))
     shares = [speeds.sum(tuple(o for o in dims if o != dim)).tolist() for dim in dims]
-    return grid(
-        shape, shares, machines[:n_cells], units=[units.get(dim, 1) for dim in dims]
-    )
+    return grid(shape, shares, machines[:n_cells], units=[units.get(dim, 1) for dim in dims])
 
 
 def _thinned(families: list[list[Candidate]], limit: int) -> list[Candidate]:

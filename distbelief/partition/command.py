@@ -152,9 +152,7 @@ def _tried(
         return verify(outlook)
 
 
-def _print(
-    outlook: Outlook, trial: Trial | None, console: Console, *, as_json: bool
-) -> None:
+def _print(outlook: Outlook, trial: Trial | None, console: Console, *, as_json: bool) -> None:
     if as_json:
         tried = {} if trial is None else {"verified": trial.plain()}
         print(json.dumps({**outlook.plain(), **tried}))  # noqa: T201 -- was asked for
@@ -235,8 +233,7 @@ def _made(request: Request, make: Callable[[], object]) -> nn.Module:
         ) from error
     if not isinstance(model, nn.Module):
         raise GraphError(
-            f"{request.model} returns a {type(model).__name__}; it is to return a "
-            "torch.nn.Module"
+            f"{request.model} returns a {type(model).__name__}; it is to return a torch.nn.Module"
         )
     return model
 

@@ -42,9 +42,7 @@ class Signatures:
 
 def signature(layer: Layer) -> Signature:
     """Return what layers have in common that cost the same."""
-    tensors = {
-        word: (use.shape, use.trains) for word, use in sorted(layer.tensors.items())
-    }
+    tensors = {word: (use.shape, use.trains) for word, use in sorted(layer.tensors.items())}
     options = {word: value for word, value in layer.options.items() if word != "module"}
     return msgspec.json.encode(
         (
@@ -85,9 +83,7 @@ class AnalyticCosts:
         self._first = [cluster.machines.index(machine) for machine in cluster.machines]
         self._single = single
         self._signatures = Signatures()
-        self._known: dict[
-            tuple[Signature, int, bool, bool], dict[Region, tuple[float, float]]
-        ] = {}
+        self._known: dict[tuple[Signature, int, bool, bool], dict[Region, tuple[float, float]]] = {}
 
     def forward(
         self, layer: Layer, region: Region, machine: int, *, partial: bool = False
@@ -130,9 +126,7 @@ def tensor_bytes(layer: Layer, region: Region, *, partial: bool) -> tuple[float,
         uses = kind.uses(layer, region)
     every = sum(N_BYTES * part.n_elements for part in uses.values())
     trains = sum(
-        N_BYTES * part.n_elements
-        for word, part in uses.items()
-        if layer.tensors[word].trains
+        N_BYTES * part.n_elements for word, part in uses.items() if layer.tensors[word].trains
     )
     return float(every), float(trains)
 
@@ -144,8 +138,7 @@ def _roofline(
     every, trains = tensor_bytes(layer, region, partial=partial)
     n_bytes = N_BYTES * work.n_elements * n_samples
     forward = machine.overhead + max(
-        work.forward * n_samples / machine.flops,
-        (n_bytes + every) / machine.memory_rate,
+        work.forward * n_samples / machine.flops, (n_bytes + every) / machine.memory_rate
     )
     # Values are read again, and gradients read and written: twice the traffic.
     backward = machine.overhead + max(

@@ -71,9 +71,7 @@ class Group:
         """Return where all of them are if the root is placed so."""
         placed = {self.root.name: placement}
         for follower in self.followers:
-            placed[follower.layer.name] = follower.placement(
-                placed[follower.leader.name]
-            )
+            placed[follower.layer.name] = follower.placement(placed[follower.leader.name])
         return placed
 
 
@@ -190,13 +188,8 @@ def _allows(units: dict[int, int], cuts: Cuts) -> bool:
 
 def _grid_of(cells: dict[Region, int], n_dims: int) -> Placement:
     """Return the placement of cells that are a grid already."""
-    starts = [
-        sorted({region.intervals[dim][0] for region in cells}) for dim in range(n_dims)
-    ]
-    machine_at = {
-        tuple(start for start, _ in region): machine
-        for region, machine in cells.items()
-    }
+    starts = [sorted({region.intervals[dim][0] for region in cells}) for dim in range(n_dims)]
+    machine_at = {tuple(start for start, _ in region): machine for region, machine in cells.items()}
     return Placement(
         cuts=tuple(tuple(places[1:]) for places in starts),
         machines=tuple(machine_at[place] for place in product(*starts)),

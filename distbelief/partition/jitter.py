@@ -42,9 +42,7 @@ class Jitter:
         self._seed = seed
         self._drawn: dict[tuple[int, bool], Floats] = {}
 
-    def quantiles(
-        self, price: Price, quantiles: Sequence[float] = QUANTILES
-    ) -> tuple[float, ...]:
+    def quantiles(self, price: Price, quantiles: Sequence[float] = QUANTILES) -> tuple[float, ...]:
         """Return the seconds of a step that so many of the draws do not exceed.
 
         What the draws add to phases that follow each other is added to the simulated

@@ -39,10 +39,7 @@ def lower_bound(graph: LayerGraph, cluster: Cluster, costs: Costs) -> float:
     layers = [layer for layer in graph.layers if layer.kind != INPUT]
     overheads = np.array([machine.overhead for machine in cluster.machines])
     passes = {layer.name: 1 + (layer.name in gradients) for layer in layers}
-    whole = {
-        layer.name: _seconds(layer, cluster, costs, passes[layer.name])
-        for layer in layers
-    }
+    whole = {layer.name: _seconds(layer, cluster, costs, passes[layer.name]) for layer in layers}
     # Beyond the overhead; rounding must not lift it.
     beyond = {
         name: np.maximum(seconds - passes[name] * overheads, 0.0) * (1 - 1e-12)
@@ -77,9 +74,7 @@ def _together(seconds: Floats) -> float:
     return float(1.0 / np.sum(1.0 / seconds))
 
 
-def _busy(
-    beyond: dict[str, Floats], passes: dict[str, int], overheads: Floats
-) -> float:
+def _busy(beyond: dict[str, Floats], passes: dict[str, int], overheads: Floats) -> float:
     """Return the bound by what machines do altogether, whatever follows what."""
     totals: Floats = np.sum(list(beyond.values()), axis=0)
     # The faster, the more a second of it counts.

@@ -46,9 +46,5 @@ class Order:
 def player_of(order: Order) -> Player:
     """Return what plays plans of this order through."""
     return Player(
-        order.graph,
-        order.cluster,
-        batch=order.batch,
-        costs=order.costs,
-        costs_for=order.costs_for,
+        order.graph, order.cluster, batch=order.batch, costs=order.costs, costs_for=order.costs_for
     )

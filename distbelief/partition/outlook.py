@@ -21,13 +21,7 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief import files
-from distbelief.partition.arguments import (
-    check_model,
-    check_words,
-    counts_of,
-    examples_of,
-    spec_of,
-)
+from distbelief.partition.arguments import check_model, check_words, counts_of, examples_of, spec_of
 from distbelief.partition.ordering import order_of
 from distbelief.partition.planning import Order, Planned, Told, plan as plan_order
 from distbelief.partition.reports import explaining, origin, report
@@ -202,7 +196,7 @@ class Outlook:
         return written.get().rstrip()
 
 
-def plan(  # noqa: PLR0913 -- all that a plan depends on
+def plan(
     model: nn.Module,
     example: torch.Tensor | Sequence[torch.Tensor],
     *,
@@ -242,10 +236,7 @@ def plan(  # noqa: PLR0913 -- all that a plan depends on
     examples = examples_of(example)
     counts = counts_of(machines)
     check_words(
-        loss=loss,
-        cluster=cluster,
-        pins=pins or {},
-        flags={"exactly": exactly, "profile": profile},
+        loss=loss, cluster=cluster, pins=pins or {}, flags={"exactly": exactly, "profile": profile}
     )
     order = order_of(
         model,
@@ -262,12 +253,7 @@ def plan(  # noqa: PLR0913 -- all that a plan depends on
 
 
 def outlook_of(
-    order: Order,
-    counts: Sequence[int],
-    *,
-    model: str,
-    loss: str,
-    tell: Told = lambda _: None,
+    order: Order, counts: Sequence[int], *, model: str, loss: str, tell: Told = lambda _: None
 ) -> Outlook:
     """Plan for each number of machines; `tell` is told of each."""
     planned = plan_order(order, counts, tell=tell)

@@ -26,9 +26,7 @@ _WHOLE: Final = re.compile(r"whole(?:@(\d+))?")
 _SPLIT: Final = re.compile(r"(\w+)[: ](\d+(?:x\d+)*)")
 
 
-def check_pins(
-    graph: LayerGraph, pins: Mapping[str, str], cluster: Cluster | None = None
-) -> None:
+def check_pins(graph: LayerGraph, pins: Mapping[str, str], cluster: Cluster | None = None) -> None:
     """Check that pins are of layers that are computed.
 
     Args:
@@ -59,11 +57,7 @@ def check_pins(
 
 
 def pinned(
-    layer: Layer,
-    cluster: Cluster,
-    pin: str,
-    *,
-    machines: Sequence[int] | None = None,
+    layer: Layer, cluster: Cluster, pin: str, *, machines: Sequence[int] | None = None
 ) -> Candidate:
     """Return the candidate that a pin means.
 
@@ -76,9 +70,7 @@ def pinned(
     Raises:
         GraphError: the layer cannot be placed so; lists what is possible.
     """
-    found = _whole(layer, cluster, pin) or _split(
-        layer, cluster, pin, machines=machines
-    )
+    found = _whole(layer, cluster, pin) or _split(layer, cluster, pin, machines=machines)
     if found is None:
         raise GraphError(
             f"{layer.name!r} cannot be pinned to {pin!r} on {len(cluster)} machines; "

@@ -58,9 +58,7 @@ class Planned:
     baselines: Mapping[str, float]
 
 
-def plan(
-    order: Order, counts: Sequence[int], *, tell: Told = lambda _: None
-) -> list[Planned]:
+def plan(order: Order, counts: Sequence[int], *, tell: Told = lambda _: None) -> list[Planned]:
     """Return the best plan for each number of machines, ascending.
 
     Args:
@@ -107,24 +105,16 @@ def _all_counts(counts: Sequence[int], order: Order) -> list[int]:
 
 
 def played(
-    order: Order,
-    placements: Mapping[str, Placement],
-    *,
-    n_machines: int,
-    micro_batches: int = 1,
+    order: Order, placements: Mapping[str, Placement], *, n_machines: int, micro_batches: int = 1
 ) -> Price:
     """Return the price of one plan on the first machines."""
-    return player_of(order).price(
-        placements, n_machines=n_machines, micro_batches=micro_batches
-    )
+    return player_of(order).price(placements, n_machines=n_machines, micro_batches=micro_batches)
 
 
 def divisors(batch: int, *, n_machines: int) -> list[int]:
     """Return into how many micro-batches it is worth trying to cut a batch."""
     most = min(batch, 4 * n_machines)
-    return [
-        n for n in (2**power for power in range(1, 8)) if n <= most and not batch % n
-    ]
+    return [n for n in (2**power for power in range(1, 8)) if n <= most and not batch % n]
 
 
 @final
@@ -165,9 +155,7 @@ class _Planner:
         # The first of equals: the solver's own, then the simplest.
         best = min(posed, key=lambda each: each.rank)
         better = (
-            search(best, cluster, player=self._player, tell=self._tell)
-            if order.search
-            else None
+            search(best, cluster, player=self._player, tell=self._tell) if order.search else None
         )
         ways = [*([better] if better else []), *found, *others]
         if not order.pins:
@@ -204,33 +192,22 @@ class _Planner:
         if best is None or self._order.exactly:
             return []
         again = self._player.way(
-            best.method,
-            best.placements,
-            n_machines=count,
-            micro_batches=best.micro_batches,
+            best.method, best.placements, n_machines=count, micro_batches=best.micro_batches
         )
         return [replace(again, model_seconds=best.model_seconds)]
 
-    def _stages(
-        self, cluster: Cluster, in_orders: Sequence[Sequence[int]]
-    ) -> list[Way]:
+    def _stages(self, cluster: Cluster, in_orders: Sequence[Sequence[int]]) -> list[Way]:
         """Return whole layers as a pipeline, the batch in several parts."""
         order, count = self._order, len(cluster)
         if order.costs_for is None or count == 1 or statistics_of(order.graph):
             return []
         # The last of another order than their own are those one can do without.
-        fewer = {
-            machines[:n] for machines in in_orders[1:] for n in (count - 1, count // 2)
-        }
+        fewer = {machines[:n] for machines in in_orders[1:] for n in (count - 1, count // 2)}
         lines = [tuple(in_orders[0]), *sorted(map(tuple, fewer))]
         return [
-            self._player.way(
-                f"stages, {n} parts", layers, n_machines=count, micro_batches=n
-            )
+            self._player.way(f"stages, {n} parts", layers, n_machines=count, micro_batches=n)
             for line in lines
-            for layers in [
-                whole_layers(order.graph, cluster, costs=order.costs, machines=line)
-            ]
+            for layers in [whole_layers(order.graph, cluster, costs=order.costs, machines=line)]
             for n in divisors(order.batch, n_machines=count)
         ]
 

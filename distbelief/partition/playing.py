@@ -83,11 +83,7 @@ class Player:
         self._jitter = Jitter(graph, cluster)
 
     def price(
-        self,
-        placements: Mapping[str, Placement],
-        *,
-        n_machines: int,
-        micro_batches: int = 1,
+        self, placements: Mapping[str, Placement], *, n_machines: int, micro_batches: int = 1
     ) -> Price:
         """Return the price of a plan on the first machines."""
         if micro_batches not in self._costs:
@@ -95,9 +91,7 @@ class Player:
             self._costs[micro_batches] = self._costs_for(self._batch // micro_batches)
         if micro_batches not in self._known:
             # Nobody searches among plans in several parts: there is one of each.
-            self._known[micro_batches] = Known(
-                self._graph, n_plans=4 if micro_batches == 1 else 1
-            )
+            self._known[micro_batches] = Known(self._graph, n_plans=4 if micro_batches == 1 else 1)
         compiled = compile_plan(
             self._graph,
             placements,
@@ -121,9 +115,7 @@ class Player:
         micro_batches: int = 1,
     ) -> Way:
         """Return a plan played through on the first machines."""
-        done = self.price(
-            placements, n_machines=n_machines, micro_batches=micro_batches
-        )
+        done = self.price(placements, n_machines=n_machines, micro_batches=micro_batches)
         p10, p50, p90 = self._jitter.quantiles(done)
         caps = [machine.memory for machine in self._cluster.machines[:n_machines]]
         return Way(

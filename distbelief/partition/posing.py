@@ -98,8 +98,7 @@ def pose(
         decoder=decoder,
         solution=solution,
         ways={
-            choice: replace(way, model_seconds=problem.cost(choice))
-            for choice, way in ways.items()
+            choice: replace(way, model_seconds=problem.cost(choice)) for choice, way in ways.items()
         },
     )
 
@@ -132,9 +131,7 @@ def search(posed: Posed, cluster: Cluster, *, player: Player, tell: Told) -> Way
     n_played = 0
 
     def way_of(choice: Choice) -> Way:
-        return posed.ways.get(choice) or player.way(
-            method, posed.decoder(choice), n_machines=count
-        )
+        return posed.ways.get(choice) or player.way(method, posed.decoder(choice), n_machines=count)
 
     def seconds_of(choice: Choice) -> float:
         nonlocal n_played

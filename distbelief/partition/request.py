@@ -40,9 +40,7 @@ def counts(text: str) -> list[int]:
     except ValueError:
         found = []
     if not found or found[0] < 1:
-        raise JobError(
-            f"--machines {text!r} are no numbers of machines: write for example 1,2,4,8"
-        )
+        raise JobError(f"--machines {text!r} are no numbers of machines: write for example 1,2,4,8")
     return found
 
 
@@ -56,9 +54,7 @@ def pins(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         name, equals, split = text.partition("=")
         if not (name and equals and split):
-            raise JobError(
-                f"--pin {text!r} pins nothing: write LAYER=SPLIT, as in conv1=grid:3x3"
-            )
+            raise JobError(f"--pin {text!r} pins nothing: write LAYER=SPLIT, as in conv1=grid:3x3")
         if found.setdefault(name, split) != split:
             raise JobError(f"--pin pins {name!r} twice: {found[name]} and {split}")
     return found

@@ -15,13 +15,7 @@ from distbelief.partition.costs import N_BYTES, Signatures, single_sample
 from distbelief.partition.grouping import Group, reads_its_own
 from distbelief.partition.placed import Placed, needed
 from distbelief.partition.sync import ranges, sync_seconds
-from distbelief.partition.transfer import (
-    Boxes,
-    Floats,
-    Network,
-    own_seconds,
-    transfer_seconds,
-)
+from distbelief.partition.transfer import Boxes, Floats, Network, own_seconds, transfer_seconds
 from distbelief.program.cluster import Cluster
 from distbelief.program.gradients import with_gradient
 from distbelief.program.placement import Placement
@@ -42,14 +36,7 @@ class Tables:
         costs: Of computing.
     """
 
-    def __init__(
-        self,
-        graph: LayerGraph,
-        cluster: Cluster,
-        *,
-        batch: int,
-        costs: Costs,
-    ) -> None:
+    def __init__(self, graph: LayerGraph, cluster: Cluster, *, batch: int, costs: Costs) -> None:
         self._graph = graph
         self._cluster = cluster
         self._batch = batch
@@ -83,26 +70,18 @@ class Tables:
         for layer in group.members:
             total = total + self._combining(layer) + self._sync(layer)
             readers = [
-                other
-                for other in self._graph.consumers[layer.name]
-                if other in group.members
+                other for other in self._graph.consumers[layer.name] if other in group.members
             ]
             if not _all_follow(readers, layer, group):
                 total = total + self._transfer(layer, readers, inside=True)
         return total
 
-    def transfers(
-        self, groups: Sequence[Group]
-    ) -> Iterator[tuple[tuple[int, int], Floats]]:
+    def transfers(self, groups: Sequence[Group]) -> Iterator[tuple[tuple[int, int], Floats]]:
         """Yield pairs of groups and what their candidates cost each other, in seconds.
 
         A pair comes once for each value that goes from one to the other.
         """
-        whose = {
-            layer.name: index
-            for index, group in enumerate(groups)
-            for layer in group.members
-        }
+        whose = {layer.name: index for index, group in enumerate(groups) for layer in group.members}
         for name, own in whose.items():
             readers: dict[int, list[Layer]] = {}
             for layer in self._graph.consumers[name]:
@@ -124,9 +103,7 @@ class Tables:
         """
         total = np.zeros(())
         for layer in group.members:
-            leader = next(
-                (f.leader.name for f in group.followers if f.layer == layer), None
-            )
+            leader = next((f.leader.name for f in group.followers if f.layer == layer), None)
             total = total + self._memory(layer, leader)
         return total
 
@@ -153,9 +130,7 @@ class Tables:
             for machine, region in cells:
                 each = self._costs.forward(layer, region, machine, partial=partial)
                 if backward:
-                    each += self._costs.backward(
-                        layer, region, machine, partial=partial
-                    )
+                    each += self._costs.backward(layer, region, machine, partial=partial)
                 seconds[index, machine] += each
         self._numbers[key] = seconds
         return seconds
@@ -201,19 +176,11 @@ class Tables:
         if key not in self._numbers:
             trains = {word: use.trains for word, use in layer.tensors.items()}
             self._numbers[key] = np.array(
-                [
-                    sync_seconds(
-                        ranges(uses, trains=trains),
-                        self._cluster,
-                    )
-                    for uses in placed.uses
-                ]
+                [sync_seconds(ranges(uses, trains=trains), self._cluster) for uses in placed.uses]
             )
         return self._numbers[key]
 
-    def _transfer(
-        self, layer: Layer, readers: Sequence[Layer], *, inside: bool = False
-    ) -> Floats:
+    def _transfer(self, layer: Layer, readers: Sequence[Layer], *, inside: bool = False) -> Floats:
         """Return the seconds of sending a layer's output to its readers in one group.
 
         Returns:
@@ -221,9 +188,7 @@ class Tables:
             its own group.
         """
         owner = self._placed[layer.name]
-        reading = tuple(
-            (self._placed[reader.name], _indices(reader, layer)) for reader in readers
-        )
+        reading = tuple((self._placed[reader.name], _indices(reader, layer)) for reader in readers)
         passes = {layer.name} | {reader.name for reader in readers} & self._backward
         n_phases = 2 if layer.name in self._backward and len(passes) > 1 else 1
         each = self._bytes_each(layer)
@@ -238,9 +203,7 @@ class Tables:
             )
         return self._numbers[key]
 
-    def _needed(
-        self, reading: tuple[tuple[Placed, tuple[int, ...]], ...], *, n_dims: int
-    ) -> Boxes:
+    def _needed(self, reading: tuple[tuple[Placed, tuple[int, ...]], ...], *, n_dims: int) -> Boxes:
         if reading not in self._boxes:
             self._boxes[reading] = needed(reading, n_dims=n_dims)
         return self._boxes[reading]
@@ -249,8 +212,7 @@ class Tables:
         placed = self._placed[layer.name]
         # A state is kept with its gradient.
         sizes = {
-            name: self._bytes_each(self._graph[name])
-            * (2 if name in self._backward else 1)
+            name: self._bytes_each(self._graph[name]) * (2 if name in self._backward else 1)
             for name in (layer.name, *layer.inputs)
         }
         own = [
@@ -259,8 +221,7 @@ class Tables:
             if name == leader and reads_its_own(layer, index)
         ]
         read = tuple(
-            0.0 if index in own else sizes[name]
-            for index, name in enumerate(layer.inputs)
+            0.0 if index in own else sizes[name] for index, name in enumerate(layer.inputs)
         )
         key = ("memory", placed, read, sizes[layer.name])
         if key not in self._numbers:
@@ -270,9 +231,7 @@ class Tables:
         return self._numbers[key]
 
 
-def _bytes(
-    placed: Placed, read: Sequence[float], *, own: float, n_machines: int
-) -> Floats:
+def _bytes(placed: Placed, read: Sequence[float], *, own: float, n_machines: int) -> Floats:
     """Return the bytes on each machine: (candidates, machines).
 
     Args:
@@ -290,8 +249,7 @@ def _bytes(
             used[index, machine] += own * region.n_elements
         for machine, regions in placed.reads[index]:
             used[index, machine] += sum(
-                size * region.n_elements
-                for size, region in zip(read, regions, strict=True)
+                size * region.n_elements for size, region in zip(read, regions, strict=True)
             )
         for machine, uses in placed.uses[index]:
             used[index, machine] += sum(

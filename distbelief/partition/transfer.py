@@ -65,9 +65,7 @@ class Network:
         if (rates == rates[0, 0]).all():
             rates = rates[0, 0]
         return cls(
-            rates=np.asarray(rates),
-            latency=cluster.latency,
-            overhead=cluster.message_overhead,
+            rates=np.asarray(rates), latency=cluster.latency, overhead=cluster.message_overhead
         )
 
 
@@ -99,8 +97,7 @@ class Boxes:
         intervals: list[tuple[tuple[int, int], ...]] = []
         for index, cells in enumerate(candidates):
             found = sorted(
-                ((m, region.intervals) for m, region in cells if region.n_elements),
-                key=_machine,
+                ((m, region.intervals) for m, region in cells if region.n_elements), key=_machine
             )
             rows += [(index, machine, 1.0) for machine, _ in found]
             intervals += [box for _, box in found]
@@ -128,9 +125,7 @@ class Boxes:
         )
 
 
-def transfer_seconds(
-    owned: Boxes, needed: Boxes, *, network: Network, bytes_each: float
-) -> Floats:
+def transfer_seconds(owned: Boxes, needed: Boxes, *, network: Network, bytes_each: float) -> Floats:
     """Return what one phase costs: (candidates of who owns, of who needs).
 
     Args:
@@ -146,9 +141,7 @@ def transfer_seconds(
     return result
 
 
-def own_seconds(
-    owned: Boxes, needed: Boxes, *, network: Network, bytes_each: float
-) -> Floats:
+def own_seconds(owned: Boxes, needed: Boxes, *, network: Network, bytes_each: float) -> Floats:
     """Return what one phase costs if both have the same candidate: (candidates,)."""
     assert owned.n_candidates == needed.n_candidates
     result = np.empty(owned.n_candidates)
@@ -208,9 +201,7 @@ def _overlaps(owned: Boxes, needed: Boxes) -> Floats:
     return shared
 
 
-def _per_machine(
-    shared: Floats, boxes: Boxes, *, axis: int
-) -> tuple[Floats, Indices, Indices]:
+def _per_machine(shared: Floats, boxes: Boxes, *, axis: int) -> tuple[Floats, Indices, Indices]:
     """Add up the boxes of each machine in each candidate.
 
     Returns:

@@ -73,9 +73,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
                 )
         for name in ("overhead", "jitter", "handling"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise GraphError(
-                    f"a machine's {name} is {getattr(self, name)}; use 0 or more"
-                )
+                raise GraphError(f"a machine's {name} is {getattr(self, name)}; use 0 or more")
 
 
 @final
@@ -95,8 +93,7 @@ class Switch(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 <= self.first <= self.last:
             raise GraphError(
-                f"a switch for machines {self.first} to {self.last}: name the lower "
-                "one first"
+                f"a switch for machines {self.first} to {self.last}: name the lower one first"
             )
         if not self.bandwidth > 0:
             raise GraphError(
@@ -146,8 +143,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         for name in ("latency", "message_overhead"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise GraphError(
-                    f"cluster {self.name!r}: {name} is {getattr(self, name)}; use 0 or "
-                    "more"
+                    f"cluster {self.name!r}: {name} is {getattr(self, name)}; use 0 or more"
                 )
         for ends, rate in self.links.items():
             if not rate > 0:
@@ -184,8 +180,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         if not 1 <= n <= len(self.machines):
             raise GraphError(
-                f"cluster {self.name!r} has {len(self.machines)} machines; {n} are "
-                "asked for"
+                f"cluster {self.name!r} has {len(self.machines)} machines; {n} are asked for"
             )
         cut = [
             msgspec.structs.replace(switch, last=min(switch.last, n - 1))

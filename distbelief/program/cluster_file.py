@@ -46,12 +46,7 @@ from typing import Final, get_args
 
 from distbelief.graph.layer import GraphError
 from distbelief.program.cluster import UNLIMITED, Cluster, Machine, Origin
-from distbelief.program.cluster_hazards import (
-    origins_of,
-    outages_of,
-    switches_of,
-    trace_of,
-)
+from distbelief.program.cluster_hazards import origins_of, outages_of, switches_of, trace_of
 from distbelief.program.cluster_values import (
     ENDS,
     Table,
@@ -149,9 +144,7 @@ def names() -> list[str]:
     )
 
 
-def read_cluster(
-    content: bytes, *, name: str, directory: Path | None = None
-) -> Cluster:
+def read_cluster(content: bytes, *, name: str, directory: Path | None = None) -> Cluster:
     """Return the cluster that a TOML document describes.
 
     Args:
@@ -170,9 +163,7 @@ def read_cluster(
     ]
     n_machines = sum(count for count, _ in groups)
     if n_machines > N_MACHINES_MAX:
-        raise GraphError(
-            f"[[machines]] count: {n_machines} in all; use at most {N_MACHINES_MAX}"
-        )
+        raise GraphError(f"[[machines]] count: {n_machines} in all; use at most {N_MACHINES_MAX}")
     for (_, before), (_, after) in pairwise(groups):
         if after.flops > before.flops:
             raise GraphError(
@@ -230,8 +221,7 @@ def _group(group: object, where: str) -> tuple[int, Machine]:
     is_number = isinstance(jitter, int | float) and not isinstance(jitter, bool)
     if not is_number or not 0 <= jitter <= _JITTER_MAX:
         raise GraphError(
-            f"{where} jitter = {excerpt(jitter)}: wants a number from 0 to "
-            f"{_JITTER_MAX}"
+            f"{where} jitter = {excerpt(jitter)}: wants a number from 0 to {_JITTER_MAX}"
         )
     figures = {
         key: quantity(group, key, dimension, where, default=_DEFAULTS.get(key))
@@ -245,9 +235,7 @@ def _group(group: object, where: str) -> tuple[int, Machine]:
 
 def _links(links: object, *, n_machines: int) -> dict[str, float]:
     if not isinstance(links, dict):
-        raise GraphError(
-            f"links = {excerpt(links)}: wants a table; begin it with [links]"
-        )
+        raise GraphError(f"links = {excerpt(links)}: wants a table; begin it with [links]")
     rates = {}
     for ends in links:
         match = ENDS.fullmatch(ends)
@@ -266,6 +254,4 @@ def _origin(table: Table) -> Origin:
     for origin in known:
         if value == origin:
             return origin
-    raise GraphError(
-        f"origin = {excerpt(value)}: unknown. It knows {', '.join(known)}."
-    )
+    raise GraphError(f"origin = {excerpt(value)}: unknown. It knows {', '.join(known)}.")

@@ -66,9 +66,7 @@ def outages_of(table: Table, key: str) -> Outages | None:
         raise GraphError(text if where in text else f"{where}: {text}") from None
 
 
-def trace_of(
-    table: object, directory: Path | None, *, n_machines: int
-) -> OutageTrace | None:
+def trace_of(table: object, directory: Path | None, *, n_machines: int) -> OutageTrace | None:
     """Return the trace that [trace] names; None if it is missing.
 
     Raises:

@@ -17,12 +17,7 @@ ENDS: Final = re.compile(r"(0|[1-9][0-9]{0,5})-(0|[1-9][0-9]{0,5})")
 
 
 def quantity(
-    table: Table,
-    key: str,
-    dimension: Dimension,
-    where: str,
-    *,
-    default: float | None = None,
+    table: Table, key: str, dimension: Dimension, where: str, *, default: float | None = None
 ) -> float:
     """Return a quantity of this dimension; the default if the key is missing.
 
@@ -59,9 +54,7 @@ def count_of(table: Table, key: str, where: str) -> int:
     """
     value = table.get(key, 1)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise GraphError(
-            f"{where} {key} = {excerpt(value)}: wants a whole number, at least 1"
-        )
+        raise GraphError(f"{where} {key} = {excerpt(value)}: wants a whole number, at least 1")
     return value
 
 

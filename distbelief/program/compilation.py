@@ -69,9 +69,7 @@ class Compiled:
 
     def program(self, machine: int) -> Program:
         """Return what one machine does."""
-        return write(
-            self.graph, self.demands, self.kept, traffic=self.traffic, machine=machine
-        )
+        return write(self.graph, self.demands, self.kept, traffic=self.traffic, machine=machine)
 
 
 @final
@@ -116,9 +114,7 @@ def compile_plan(
     check(graph, placements, n_machines=n_machines, known=known.checked)
     order = _order(graph, placements)
     gradients = known.gradients
-    needs = demands(
-        graph, placements, batch=batch, gradients=gradients, known=known.demands
-    )
+    needs = demands(graph, placements, batch=batch, gradients=gradients, known=known.demands)
     kept = {}
     averages = running_averages(graph)
     for name, by_machine in needs.tensors.items():
@@ -142,13 +138,7 @@ def compile_plan(
         demands=needs,
         kept=kept,
         traffic=route(
-            graph,
-            placements,
-            needs,
-            kept,
-            batch=batch,
-            gradients=gradients,
-            known=known.traffic,
+            graph, placements, needs, kept, batch=batch, gradients=gradients, known=known.traffic
         ),
     )
 

@@ -38,11 +38,7 @@ class Demands:
 
 
 def check(
-    graph: LayerGraph,
-    placements: Mapping[str, Placement],
-    *,
-    n_machines: int,
-    known: Parts[None],
+    graph: LayerGraph, placements: Mapping[str, Placement], *, n_machines: int, known: Parts[None]
 ) -> None:
     """Check that every layer has a place where it can be computed.
 
@@ -133,29 +129,18 @@ def demands(
         # A statistic of the batch is one sample, but reads all of them.
         n_samples = 1 if once.issuperset((name, *layer.inputs)) else batch
         enter = partial(
-            _entered,
-            layer,
-            placements[name],
-            batch=n_samples,
-            backward=name in gradients,
+            _entered, layer, placements[name], batch=n_samples, backward=name in gradients
         )
         entered[name] = known.layers.get((name, placements[name]), enter)
-    united = {
-        sort: _united(entered, sort, placements, known=known)
-        for sort in get_args(_Sort)
-    }
+    united = {sort: _united(entered, sort, placements, known=known) for sort in get_args(_Sort)}
     return Demands(
         forward=tuple(task for each in entered.values() for task in each.forward),
-        backward=tuple(
-            task for each in reversed(entered.values()) for task in each.backward
-        ),
+        backward=tuple(task for each in reversed(entered.values()) for task in each.backward),
         **united,
     )
 
 
-def _entered(
-    layer: Layer, placement: Placement, *, batch: int, backward: bool
-) -> _Entered:
+def _entered(layer: Layer, placement: Placement, *, batch: int, backward: bool) -> _Entered:
     tasks = list(tasks_of(layer, placement, batch=batch))
     computing = [task for task in tasks if task.phase != "combine"]
     needs: dict[_Sort, _Found] = {"states": {}, "tensors": {}, "contributions": {}}

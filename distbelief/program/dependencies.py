@@ -162,9 +162,7 @@ class _Builder:
         self._nodes.wait(node, others)
         return node
 
-    def _wait(
-        self, node: int, there: _Nodes, names: Iterable[str], machine: int
-    ) -> None:
+    def _wait(self, node: int, there: _Nodes, names: Iterable[str], machine: int) -> None:
         places = (there.get(name, {}) for name in names)
         self._nodes.wait(node, [p[machine] for p in places if machine in p])
 

@@ -26,12 +26,7 @@ from distbelief.graph.region import Region
 
 
 MessageKind = Literal[
-    "state",
-    "gradient",
-    "partial",
-    "partial_gradient",
-    "parameter",
-    "parameter_gradient",
+    "state", "gradient", "partial", "partial_gradient", "parameter", "parameter_gradient"
 ]
 
 
@@ -142,18 +137,7 @@ class Push(msgspec.Struct, frozen=True):
     regions: tuple[Region, ...]
 
 
-Instruction = (
-    Fetch
-    | Read
-    | Send
-    | Receive
-    | Forward
-    | Partial
-    | Combine
-    | Backward
-    | Reduce
-    | Push
-)
+Instruction = Fetch | Read | Send | Receive | Forward | Partial | Combine | Backward | Reduce | Push
 
 
 @final

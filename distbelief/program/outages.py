@@ -37,9 +37,7 @@ class Outages(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("mean_time", "away"):
             if not 0 < getattr(self, name) < math.inf:
-                raise GraphError(
-                    f"{name} of outages is {getattr(self, name)}; use a time above 0"
-                )
+                raise GraphError(f"{name} of outages is {getattr(self, name)}; use a time above 0")
         if self.group < 1:
             raise GraphError(f"group of outages is {self.group}; use 1 or more")
 
@@ -101,8 +99,7 @@ def read_trace(text: str, *, n_machines: int) -> OutageTrace:
 def _row(cells: list[str], number: int, n_machines: int) -> Lost:
     if len(cells) != 3:
         raise GraphError(
-            f"line {number} of a trace has {len(cells)} cells: write "
-            "seconds,machine,away"
+            f"line {number} of a trace has {len(cells)} cells: write seconds,machine,away"
         )
     at, away = _seconds(cells[0], number), _seconds(cells[2], number)
     if not cells[1].isdecimal() or not int(cells[1]) < n_machines:

@@ -129,22 +129,16 @@ def grid(
     """
     units = units or (1,) * len(shape)
     cuts = tuple(
-        tuple(
-            part.intervals[0][1]
-            for part in Region(((0, extent),)).cut(0, parts, unit=unit)[:-1]
-        )
+        tuple(part.intervals[0][1] for part in Region(((0, extent),)).cut(0, parts, unit=unit)[:-1])
         for extent, parts, unit in zip(shape, weights, units, strict=True)
     )
     return Placement(cuts=cuts, machines=tuple(machines))
 
 
-def _check_grid(
-    placement: Placement, name: str, shape: Shape, *, n_machines: int
-) -> None:
+def _check_grid(placement: Placement, name: str, shape: Shape, *, n_machines: int) -> None:
     if len(placement.cuts) != len(shape):
         raise GraphError(
-            f"{name!r} has {len(shape)} dimensions to cut, its placement "
-            f"{len(placement.cuts)}"
+            f"{name!r} has {len(shape)} dimensions to cut, its placement {len(placement.cuts)}"
         )
     if len(placement.machines) != math.prod(placement.grid):
         raise GraphError(
@@ -154,14 +148,11 @@ def _check_grid(
     for machine in placement.machines:
         if not 0 <= machine < n_machines:
             raise GraphError(
-                f"{name!r} is placed on machine {machine}; there are {n_machines}, "
-                "counted from 0"
+                f"{name!r} is placed on machine {machine}; there are {n_machines}, counted from 0"
             )
     for cuts, extent in zip(placement.cuts, shape, strict=True):
         if list(cuts) != sorted(cuts) or any(not 0 <= cut <= extent for cut in cuts):
-            raise GraphError(
-                f"{name!r} is cut at {list(cuts)}: cuts ascend, from 0 to {extent}"
-            )
+            raise GraphError(f"{name!r} is cut at {list(cuts)}: cuts ascend, from 0 to {extent}")
 
 
 def _check_cuts(cuts: Cuts, name: str, units: dict[int, int]) -> None:

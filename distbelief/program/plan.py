@@ -129,11 +129,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def machines(self) -> list[int]:
         """The machines that have anything to do; others of the cluster are idle."""
         return sorted(
-            {
-                machine
-                for placed in self.placements.values()
-                for machine in placed.computing
-            }
+            {machine for placed in self.placements.values() for machine in placed.computing}
         )
 
     def save(self, path: Path | str) -> None:
@@ -144,9 +140,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """
         files.write(Path(path), encode(self))
 
-    def check(
-        self, graph: LayerGraph, *, batch: int, loss: str, cluster: Cluster | None
-    ) -> None:
+    def check(self, graph: LayerGraph, *, batch: int, loss: str, cluster: Cluster | None) -> None:
         """Check that it is a plan for this and no other job.
 
         Args:
@@ -206,9 +200,7 @@ def plan_for(
     Raises:
         GraphError: layers are missing or unknown, or cannot be computed so.
     """
-    target = Target(
-        name=cluster.name, fingerprint=cluster.fingerprint, n_machines=len(cluster)
-    )
+    target = Target(name=cluster.name, fingerprint=cluster.fingerprint, n_machines=len(cluster))
     order = {layer.name: index for index, layer in enumerate(graph.layers)}
     names = sorted(placements, key=lambda name: order.get(name, len(order)))
     plan = Plan(
@@ -336,9 +328,7 @@ def _check_cells(layer: str, placement: Placement) -> None:
         )
     for cuts in placement.cuts:
         if list(cuts) != sorted(cuts) or (cuts and cuts[0] < 0):
-            raise GraphError(
-                f"{layer!r} is cut at {list(cuts)}: cuts ascend, from 0 on"
-            )
+            raise GraphError(f"{layer!r} is cut at {list(cuts)}: cuts ascend, from 0 on")
 
 
 def _differing(what: str, planned: object, here: object) -> list[str]:
@@ -347,15 +337,12 @@ def _differing(what: str, planned: object, here: object) -> list[str]:
     return [f"{what} is {planned!r} in the plan and {here!r} here"]
 
 
-def _differing_inputs(
-    planned: Mapping[str, Shape], here: Mapping[str, Shape]
-) -> list[str]:
+def _differing_inputs(planned: Mapping[str, Shape], here: Mapping[str, Shape]) -> list[str]:
     def shown(shapes: Mapping[str, Shape], name: str) -> str:
         return str(list(shapes[name])) if name in shapes else "absent"
 
     return [
-        f"input {name!r} is {shown(planned, name)} in the plan and "
-        f"{shown(here, name)} here"
+        f"input {name!r} is {shown(planned, name)} in the plan and {shown(here, name)} here"
         for name in {**planned, **here}
         if planned.get(name) != here.get(name)
     ]

@@ -98,9 +98,7 @@ class Price:
         return {divmod(pair, n): n_bytes for pair, n_bytes in pairs}
 
 
-def price(
-    compiled: Compiled, cluster: Cluster, costs: Costs, *, micro_batches: int = 1
-) -> Price:
+def price(compiled: Compiled, cluster: Cluster, costs: Costs, *, micro_batches: int = 1) -> Price:
     """Return what a step of this plan costs.
 
     Args:

@@ -93,7 +93,7 @@ class Queues:
         adding: Per machine, seconds until a byte is added to a sum.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0915 -- tasks, messages, machines and network
+    def __init__(  # noqa: PLR0913 -- tasks, messages, machines and network
         self,
         nodes: Dependencies,
         *,
@@ -124,8 +124,7 @@ class Queues:
         self._handles = any(handling) or any(each)
         self._adding = [dict[int, float]() for _ in traffic]
         self._sending = {
-            node: (way, place[machine])
-            for (way, machine), node in nodes.sending.items()
+            node: (way, place[machine]) for (way, machine), node in nodes.sending.items()
         }
         self._arrival = [dict[int, int]() for _ in traffic]
         self._missing = [[0] * n for _ in traffic]

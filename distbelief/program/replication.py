@@ -15,20 +15,14 @@ from distbelief.graph.region import Region
 from distbelief.program.boxes import shared_by
 
 
-def pieces(
-    uses: Mapping[int, Sequence[Region]], *, n_dims: int
-) -> list[tuple[int, Region]]:
+def pieces(uses: Mapping[int, Sequence[Region]], *, n_dims: int) -> list[tuple[int, Region]]:
     """Return who keeps which part of a tensor: all that is used, once.
 
     Args:
         uses: By machine; disjoint. The order of machines decides who keeps what.
         n_dims: Of the tensor.
     """
-    return [
-        piece
-        for users, region in shared_by(uses, n_dims)
-        for piece in _cut(users, region)
-    ]
+    return [piece for users, region in shared_by(uses, n_dims) for piece in _cut(users, region)]
 
 
 def _cut(users: Sequence[int], region: Region) -> list[tuple[int, Region]]:

@@ -38,7 +38,7 @@ def index_bytes(graph: LayerGraph, *, batch: int) -> dict[str, int]:
     }
 
 
-def route(  # noqa: PLR0913 -- a plan, and what is known of others
+def route(
     graph: LayerGraph,
     placements: Mapping[str, Placement],
     needs: Demands,
@@ -131,9 +131,7 @@ class _Ways:
             yield self.states[layer.name]
 
     def back(self) -> Iterator[Traffic]:
-        backward = [
-            layer for layer in self.graph.layers if layer.name in self.gradients
-        ]
+        backward = [layer for layer in self.graph.layers if layer.name in self.gradients]
         going_back: dict[str, set[int]] = {}
         for task in self.needs.backward:
             going_back.setdefault(task.layer, set()).add(task.machine)
@@ -143,9 +141,7 @@ class _Ways:
                 users.setdefault(use.name, []).append(layer)
         for layer in reversed(backward):
             readers = self.graph.consumers[layer.name]
-            yield self.states[layer.name].back(
-                "gradient", senders=_machines(going_back, readers)
-            )
+            yield self.states[layer.name].back("gradient", senders=_machines(going_back, readers))
             yield self.sums[layer.name]
         for name, way in reversed(list(self.parameters.items())):
             if self.graph.tensors[name].trains:

@@ -138,10 +138,7 @@ class _Repeated:
     def _name(self, copy: int, shared: Container[int], here: list[int]) -> None:
         """Say which nodes are of messages sent, and of messages that have arrived."""
         once, nodes = self._once.nodes, self._nodes
-        for numbered, mine in (
-            (once.sending, nodes.sending),
-            (once.arrival, nodes.arrival),
-        ):
+        for numbered, mine in ((once.sending, nodes.sending), (once.arrival, nodes.arrival)):
             for (way, machine), node in numbered.items():
                 if copy and node in shared:
                     continue

@@ -74,9 +74,7 @@ def shares(
     return found
 
 
-def _by_machine(
-    events: IntArray, machines: IntArray, *, n_machines: int
-) -> list[IntArray]:
+def _by_machine(events: IntArray, machines: IntArray, *, n_machines: int) -> list[IntArray]:
     order = np.argsort(machines, kind="stable")
     bounds = np.searchsorted(machines[order], np.arange(1, n_machines))
     return np.split(events[order], bounds)

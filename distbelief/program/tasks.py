@@ -72,9 +72,7 @@ def tasks_of(layer: Layer, placement: Placement, *, batch: int) -> Iterator[Task
         )
     if not partial:
         return
-    written = sum(
-        written_by(layer, region).n_elements for _, region in placement.cells(shape)
-    )
+    written = sum(written_by(layer, region).n_elements for _, region in placement.cells(shape))
     n_summands = written / max(1, layer.region.n_elements)
     for machine, region in placement.owners(layer):
         yield Task(

@@ -78,13 +78,7 @@ def chrome_trace(price: Price) -> list[TraceEvent]:
         names = [("process_name", 0, f"machine {machine}")]
         names += [("thread_name", row, lane) for row, lane in enumerate(_LANES)]
         trace += [
-            {
-                "ph": "M",
-                "pid": machine,
-                "tid": row,
-                "name": name,
-                "args": {"name": text},
-            }
+            {"ph": "M", "pid": machine, "tid": row, "name": name, "args": {"name": text}}
             for name, row, text in names
         ]
     for event in events(price):

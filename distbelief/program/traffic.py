@@ -13,13 +13,7 @@ from typing import Self, final
 import numpy as np
 
 from distbelief.graph.region import Region
-from distbelief.program.boxes import (
-    IntArray,
-    n_elements,
-    overlaps,
-    to_array,
-    to_regions,
-)
+from distbelief.program.boxes import IntArray, n_elements, overlaps, to_array, to_regions
 from distbelief.program.instructions import Message, MessageKind
 
 
@@ -148,9 +142,7 @@ class Traffic:
         stops = [*starts[1:].tolist(), len(self)]
         return {
             machine: range(start, stop)
-            for machine, start, stop in zip(
-                machines.tolist(), starts.tolist(), stops, strict=True
-            )
+            for machine, start, stop in zip(machines.tolist(), starts.tolist(), stops, strict=True)
         }
 
     @cached_property

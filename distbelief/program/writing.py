@@ -47,12 +47,7 @@ _Mail = defaultdict[tuple[MessageKind, str], list[Message]]
 
 
 def write(
-    graph: LayerGraph,
-    demands: Demands,
-    kept: Kept,
-    *,
-    traffic: Sequence[Traffic],
-    machine: int,
+    graph: LayerGraph, demands: Demands, kept: Kept, *, traffic: Sequence[Traffic], machine: int
 ) -> Program:
     """Return what one machine does.
 
@@ -126,10 +121,7 @@ class _Writer:
     def _push(self) -> Iterator[Instruction]:
         layers = {task.layer for task in self.demands.backward}
         trained = {
-            use.name
-            for layer in layers
-            for use in self.graph[layer].tensors.values()
-            if use.trains
+            use.name for layer in layers for use in self.graph[layer].tensors.values() if use.trains
         }
         for name, regions in self.own.items():
             if name in trained:
@@ -175,9 +167,7 @@ class _Writer:
             if uses.get(name) == layer.name:
                 yield from self._send("parameter_gradient", name)
 
-    def _firsts(
-        self, layers: Collection[str]
-    ) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    def _firsts(self, layers: Collection[str]) -> tuple[Mapping[str, str], Mapping[str, str]]:
         """Return the first of these layers to read each layer, to use each tensor."""
         reads: dict[str, str] = {}
         uses: dict[str, str] = {}

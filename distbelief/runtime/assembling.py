@@ -32,23 +32,13 @@ from distbelief.runtime.machine.course import Course, MeasuringCourse
 from distbelief.runtime.machine.duty import Duty
 from distbelief.runtime.machine.leading import Leader
 from distbelief.runtime.machine.machine import Machine, MachineConfig
-from distbelief.runtime.machine.machine_names import (
-    EVALUATORS,
-    Place,
-    member_names,
-    place_of,
-)
+from distbelief.runtime.machine.machine_names import EVALUATORS, Place, member_names, place_of
 from distbelief.runtime.machine.measuring import Judge, Measuring
 from distbelief.runtime.machine.portions import PortionReader, PortionsAhead
 from distbelief.runtime.machine.stepping import Stepping
 from distbelief.runtime.task.capturing import capture_for
 from distbelief.runtime.task.samples import Sample
-from distbelief.runtime.task.task import (
-    BuildContext,
-    TaskSpec,
-    build_loss,
-    build_metric,
-)
+from distbelief.runtime.task.task import BuildContext, TaskSpec, build_loss, build_metric
 
 
 @final
@@ -116,9 +106,7 @@ def place_in(name: str, *, context: BuildContext, split: Split) -> Place:
         raise LocalProtocolError(f"no machine {name!r} in a plan for {n_machines}")
     is_replica = place.replica is not None and place.replica < context.n_replicas
     if place.group != EVALUATORS and not is_replica:
-        raise LocalProtocolError(
-            f"no machine {name!r} in a job of {context.n_replicas} replicas"
-        )
+        raise LocalProtocolError(f"no machine {name!r} in a job of {context.n_replicas} replicas")
     return place
 
 
@@ -147,10 +135,7 @@ def assemble(place: Place, split: Split, makings: Makings) -> Machine:
     couriers = _couriers(place, flow, n_machines)
     return Machine(
         MachineConfig(
-            group=place.group,
-            machine=place.machine,
-            n_machines=n_machines,
-            plan=split.fingerprint,
+            group=place.group, machine=place.machine, n_machines=n_machines, plan=split.fingerprint
         ),
         client=makings.client,
         stepping=Stepping(
@@ -229,9 +214,7 @@ def evaluating_machine(place: Place, *, context: BuildContext, split: Split) -> 
     )
 
 
-def client_of(
-    flow: Dataflow, context: BuildContext, *, pushes: bool
-) -> ParameterClient:
+def client_of(flow: Dataflow, context: BuildContext, *, pushes: bool) -> ParameterClient:
     """Return a client of the shards that hold what a machine keeps."""
     layout = layout_of(context)
     shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)

@@ -5,11 +5,7 @@ from typing import Literal
 
 from distbelief.errors import LocalProtocolError
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.copies.copies import (
-    copies_of_all,
-    copy_names,
-    shard_of,
-)
+from distbelief.parameter_server.copies.copies import copies_of_all, copy_names, shard_of
 from distbelief.parameter_server.layout.initial import shard_values, shard_values_from
 from distbelief.parameter_server.layout.layout import Layout
 from distbelief.parameter_server.rules.update_rules import UpdateRule
@@ -54,9 +50,7 @@ def evaluator_entries(n_machines: int | None) -> list[RosterEntry]:
     return _group(EVALUATORS, "evaluator", 1 if n_machines is None else n_machines)
 
 
-def _group(
-    group: str, kind: Literal["replica", "evaluator"], n_machines: int
-) -> list[RosterEntry]:
+def _group(group: str, kind: Literal["replica", "evaluator"], n_machines: int) -> list[RosterEntry]:
     """Return the machines that compute one model; the first leads them."""
     leader, *others = member_names(group, n_machines)
     machines = [RosterEntry(name=name, kind="machine") for name in others]
@@ -86,14 +80,8 @@ def build_shard(name: str, *, rule: UpdateRule, context: BuildContext) -> Role:
     )
 
 
-def _initialise(
-    index: int, layout: Layout, context: BuildContext
-) -> Callable[[], Vector]:
-    path, initials, seed = (
-        context.initial_file,
-        context.initials,
-        context.task.model.seed,
-    )
+def _initialise(index: int, layout: Layout, context: BuildContext) -> Callable[[], Vector]:
+    path, initials, seed = (context.initial_file, context.initials, context.task.model.seed)
 
     def initialise() -> Vector:
         if path is not None:
@@ -150,7 +138,6 @@ def layout_of(context: BuildContext) -> Layout:
         raise LocalProtocolError("these roles need the layout of the parameters")
     if context.layout.n_shards != context.n_shards:
         raise LocalProtocolError(
-            f"a layout of {context.layout.n_shards} shards in a job of "
-            f"{context.n_shards}"
+            f"a layout of {context.layout.n_shards} shards in a job of {context.n_shards}"
         )
     return context.layout

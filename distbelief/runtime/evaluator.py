@@ -50,9 +50,7 @@ N_WAITING_MAX = 64
 """Requests that may wait; older ones are dropped, which only a retry would notice."""
 
 
-_NAMES = trial.Names(
-    model="the model", loss="(the job's)", data="data.test", metric="(the job's)"
-)
+_NAMES = trial.Names(model="the model", loss="(the job's)", data="data.test", metric="(the job's)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +102,7 @@ class Evaluator:
         names: What messages call them.
     """
 
-    def __init__(  # noqa: PLR0913 -- one call site; each is a thing of its own
+    def __init__(
         self,
         config: EvaluatorConfig,
         *,
@@ -216,9 +214,7 @@ class Evaluator:
         newest = max(self._waiting, key=lambda message: message.request)
         requests = sorted(message.request for message in self._waiting)
         self._waiting.clear()
-        return _Measurement(
-            requests=requests, indices=self._all if newest.whole else self._subset
-        )
+        return _Measurement(requests=requests, indices=self._all if newest.whole else self._subset)
 
     def _fetch(self, measurement: _Measurement, now: Seconds) -> Sequence[Action]:
         actions: list[Action] = []

@@ -16,12 +16,7 @@ from torch import nn
 from distbelief.graph.region import Region
 from distbelief.program.compilation import Compiled
 from distbelief.runtime.execution.dataflow import dataflow
-from distbelief.runtime.execution.execution import (
-    Execution,
-    Given,
-    Seed,
-    mean_over_samples,
-)
+from distbelief.runtime.execution.execution import Execution, Given, Seed, mean_over_samples
 from distbelief.runtime.execution.timetable import Agenda, Timetable
 from distbelief.runtime.machine.course import micro_sizes
 from distbelief.vectors import Vector
@@ -95,9 +90,7 @@ class Crew:
         n_samples = len(next(iter(inputs.values())))
         sizes = micro_sizes(n_samples, self.micro_batches)
         machines = [
-            _Machine(
-                self, index, inputs=inputs, tensors=tensors, sizes=sizes, seed=seed
-            )
+            _Machine(self, index, inputs=inputs, tensors=tensors, sizes=sizes, seed=seed)
             for index in range(self.compiled.n_machines)
         ]
         n_bytes: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -188,8 +181,7 @@ class _Machine:
         self._sent = {operation: place for place, operation in flow.sent.items()}
         given = Given(
             parameters=[
-                tensors[name][region.slices].detach().clone()
-                for name, region in flow.items
+                tensors[name][region.slices].detach().clone() for name, region in flow.items
             ],
             inputs={
                 name: [inputs[name][(slice(None), *r.slices)] for r in regions]

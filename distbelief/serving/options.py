@@ -60,7 +60,7 @@ def rule(name: str, learning_rate: float, options: Sequence[str]) -> UpdateRule:
     return made
 
 
-def hosting_of(  # noqa: PLR0913 -- options
+def hosting_of(
     listen: str,
     *,
     keys: Path | None,
@@ -82,17 +82,11 @@ def hosting_of(  # noqa: PLR0913 -- options
         ring = msgspec.structs.replace(found.keys, role="job")
         found = msgspec.structs.replace(found, keys=ring)
     return Hosting(
-        reach=found,
-        n_hosts=n_hosts,
-        hosts_seconds=hosts_seconds,
-        cores=cores,
-        on_ray=on == "ray",
+        reach=found, n_hosts=n_hosts, hosts_seconds=hosts_seconds, cores=cores, on_ray=on == "ray"
     )
 
 
-def reach(
-    bind: str | None, *, keys: Path | None, insecure: bool, option: str = "--bind"
-) -> Reach:
+def reach(bind: str | None, *, keys: Path | None, insecure: bool, option: str = "--bind") -> Reach:
     """Return from where the server can be reached; by default, by its user's processes.
 
     Raises:
@@ -109,8 +103,7 @@ def reach(
         )
     if keys is not None and insecure:
         raise JobError(
-            "--insecure is for a network of friends, without keys: leave out one of "
-            "them"
+            "--insecure is for a network of friends, without keys: leave out one of them"
         )
     ring = None
     if keys is not None:

@@ -123,9 +123,7 @@ class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
         return address
 
 
-def reach_towards(
-    place: Place, *, secret: str = "", keys: str | Path | None = None
-) -> Reach:
+def reach_towards(place: Place, *, secret: str = "", keys: str | Path | None = None) -> Reach:
     """Return from where a worker of the server at this place is to be reached.
 
     Raises:
@@ -160,9 +158,7 @@ def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> list[TensorSpec
                 "float32; use net.float()"
             )
         specs.append(
-            TensorSpec(
-                name=f"{index:06d}", shape=tuple(parameter.shape), kind="parameter"
-            )
+            TensorSpec(name=f"{index:06d}", shape=tuple(parameter.shape), kind="parameter")
         )
     if not specs:
         raise JobError("no parameters are given: is it net.parameters()?")
@@ -200,7 +196,7 @@ class ParameterServer:
         JobError: parameters, rule or number of shards or copies make no sense.
     """
 
-    def __init__(  # noqa: PLR0913 -- the options of one thing
+    def __init__(
         self,
         params: Iterable[torch.nn.Parameter],
         *,
@@ -213,9 +209,7 @@ class ParameterServer:
         start_seconds_max: float = 60.0,
     ) -> None:
         if not 1 <= shards <= SHARDS_MAX:
-            raise JobError(
-                f"ParameterServer: shards is {shards}; use 1 to {SHARDS_MAX}"
-            )
+            raise JobError(f"ParameterServer: shards is {shards}; use 1 to {SHARDS_MAX}")
         if not 1 <= shard_copies <= COPIES_MAX:
             raise JobError(
                 f"ParameterServer: shard_copies is {shard_copies}; use 1, or "
@@ -250,8 +244,7 @@ class ParameterServer:
         """
         if not self._address:
             raise JobError(
-                "the parameter server is not running: use it in a `with` statement, "
-                "or call start()"
+                "the parameter server is not running: use it in a `with` statement, or call start()"
             )
         return self._address
 

@@ -69,17 +69,14 @@ class Session:
         place = address.place()
         reach = reach_towards(place, secret=address.secret, keys=keys)
         self._key = "" if reach.keys is None else reach.keys.public
-        self._transport = reach.transport(
-            name=name, incarnation=1, run=address.run, log=self._note
-        )
+        self._transport = reach.transport(name=name, incarnation=1, run=address.run, log=self._note)
         try:
             self._transport.start()
         except TransportError as error:
             if not place.path:
                 raise
             raise PeerLostError(
-                f"DownpourSGD: the server at {address.endpoint} cannot be reached: "
-                f"{error}"
+                f"DownpourSGD: the server at {address.endpoint} cannot be reached: {error}"
             ) from None
         try:
             self._transport.connect(SUPERVISOR, 1, str(place), watched=True)
@@ -128,9 +125,7 @@ class Session:
         if self.closed or not self.node.tell(command):
             self.wait(lambda: False, command.name, timeout_seconds)  # says why
 
-    def wait(
-        self, until: Callable[[], bool], what: str, timeout_seconds: float
-    ) -> None:
+    def wait(self, until: Callable[[], bool], what: str, timeout_seconds: float) -> None:
         """Run the role until `until()`.
 
         Args:

@@ -172,11 +172,7 @@ def _serve(
 
     legacy = _legacy(request, warn)
     links = reach.transport(
-        name=SUPERVISOR,
-        incarnation=legacy.incarnation,
-        run=run,
-        log=log,
-        port=reach.port,
+        name=SUPERVISOR, incarnation=legacy.incarnation, run=run, log=log, port=reach.port
     )
     with links:
         spec = directory / "spec.json"
@@ -274,9 +270,7 @@ def _spec(request: Request, supervisor: str, memory: str) -> bytes:
         data=DataTables(train=DataSpec(factory=nothing)),
         algorithm_name="downpour",
         algorithm=DownpourSettings(loss="mse", batch_size=1, rule=request.rule),
-        cluster=ClusterTable(
-            shards=request.n_shards, shard_copies=request.shard_copies
-        ),
+        cluster=ClusterTable(shards=request.n_shards, shard_copies=request.shard_copies),
         evaluation=EvaluationTable(),
         stop=StopTable(samples=1),
         output=OutputTable(directory=request.directory),

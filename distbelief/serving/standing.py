@@ -73,9 +73,7 @@ class Wanted:
     reach: Reach
 
 
-def stand(
-    wanted: Wanted, directory: Path, *, tell: Tell, from_scratch: bool = False
-) -> str | None:
+def stand(wanted: Wanted, directory: Path, *, tell: Tell, from_scratch: bool = False) -> str | None:
     """Serve until Ctrl+C or SIGTERM; return what went wrong, if anything did.
 
     Args:
@@ -113,9 +111,7 @@ def _taken(directory: Path) -> RunDirectory:
     return RunDirectory.take(directory)
 
 
-def _request(
-    wanted: Wanted, run: RunDirectory, *, tell: Tell, from_scratch: bool
-) -> Request:
+def _request(wanted: Wanted, run: RunDirectory, *, tell: Tell, from_scratch: bool) -> Request:
     """Return what is to be served: as before, if there was anything before."""
     parameters = list(wanted.model.parameters())
     specs = tuple(parameter_specs(parameters))
@@ -234,10 +230,7 @@ class _Terminal:
             if message.number > self._told:
                 self._told = message.number
                 self._tell(message.text)
-        if (
-            now - self._told_at >= TELL_SECONDS
-            and view.pushes_applied != self._n_pushes
-        ):
+        if now - self._told_at >= TELL_SECONDS and view.pushes_applied != self._n_pushes:
             self._told_at, self._n_pushes = now, view.pushes_applied
             pushes = words.count(view.pushes_applied)
             self._tell(f"{_workers(view)}, {pushes} pushes applied")

@@ -93,9 +93,7 @@ class SimulatedCluster:
         """Virtual seconds since the beginning."""
         return self._world.agenda.now
 
-    def run(
-        self, *, until: Seconds | None = None, max_events: int = N_EVENTS_MAX
-    ) -> None:
+    def run(self, *, until: Seconds | None = None, max_events: int = N_EVENTS_MAX) -> None:
         """Let everything happen that is due by `until` (or at all, if it is None).
 
         Raises:
@@ -108,9 +106,7 @@ class SimulatedCluster:
             n_left = max_events
             while agenda.next_time <= end and agenda.next_time < math.inf:
                 if not n_left:
-                    raise self._world.failure(
-                        f"it is not over after {max_events} events"
-                    )
+                    raise self._world.failure(f"it is not over after {max_events} events")
                 n_left -= self._steps(min(n_left, N_EVENTS_TOGETHER), until=end)
             if until is not None and until > agenda.now:
                 agenda.advance(until)
@@ -184,9 +180,7 @@ class SimulatedCluster:
     @property
     def halted(self) -> Mapping[Address, str | None]:
         """Roles that have ended by themselves, and why if not as planned."""
-        return {
-            name: life.error for name, life in self._lives.newest.items() if life.halted
-        }
+        return {name: life.error for name, life in self._lives.newest.items() if life.halted}
 
     @property
     def reports(self) -> Sequence[tuple[Address, Report]]:

@@ -121,8 +121,7 @@ class Desk:
             return
         slowness = self._slowness()
         demand = Demand(
-            seconds=slowness * self._handling.of(self._queue[0]),
-            threads=1.0 / slowness,
+            seconds=slowness * self._handling.of(self._queue[0]), threads=1.0 / slowness
         )
         self._job = self._sharing.add(demand, self._end, wakes=wakes)
 

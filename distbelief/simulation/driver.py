@@ -10,11 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import assert_never
 
-from distbelief.errors import (
-    DistBeliefError,
-    LocalProtocolError,
-    RemoteProtocolError,
-)
+from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
 from distbelief.roles import (
     Action,
     CancelTimer,
@@ -53,9 +49,7 @@ class Driver:
     def __init__(self, world: World) -> None:
         self.lives = Lives(world, self.deliver, self._handle)
         self._lives = self.lives.known
-        self.network = Network(
-            world.agenda, world.streams, deliver=self._arrive, lose=self._lose
-        )
+        self.network = Network(world.agenda, world.streams, deliver=self._arrive, lose=self._lose)
         self._world = world
         # What every event needs, at hand.
         self._agenda = world.agenda
@@ -169,9 +163,7 @@ class Driver:
     def _lose(self, packet: Packet, reason: str) -> None:
         self._world.counts.lost += 1
         path = packet.path
-        self._world.note(
-            path.receiver, path.incarnation, f"lost, from {path.sender}: {reason}"
-        )
+        self._world.note(path.receiver, path.incarnation, f"lost, from {path.sender}: {reason}")
 
     # ------------------------------------------------------------------- actions
 
@@ -206,9 +198,7 @@ class Driver:
                 self._perform_rare(life, action)
 
     def _perform_rare(
-        self,
-        life: Life,
-        action: Report | Connect | Launch | Entrust | Terminate | Halt,
+        self, life: Life, action: Report | Connect | Launch | Entrust | Terminate | Halt
     ) -> None:
         match action:
             case Report():
@@ -218,9 +208,7 @@ class Driver:
             case Connect():
                 self.lives.connect(life, action.peer, action.incarnation)
             case Launch():
-                self.lives.launch(
-                    action.name, incarnation=action.incarnation, launcher=life
-                )
+                self.lives.launch(action.name, incarnation=action.incarnation, launcher=life)
             case Entrust():
                 pass  # in a simulation everybody is who he says
             case Terminate():
@@ -276,9 +264,7 @@ class Driver:
                 result = action.work()
             except Exception as error:  # noqa: BLE001 - told to the role, as `node` does
                 failed = error
-            answer = Computed(
-                name=action.name, result=result, error=failed, seconds=seconds
-            )
+            answer = Computed(name=action.name, result=result, error=failed, seconds=seconds)
             self._answer(life, answer)
 
         life.lanes.add(action.lane, Work(seconds=seconds, end=end, demand=demand))

@@ -70,9 +70,7 @@ class Fabric:
     def __post_init__(self) -> None:
         for name in ("latency_seconds", "jitter"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"a fabric's {name} is {getattr(self, name)}; use 0 or more"
-                )
+                raise ValueError(f"a fabric's {name} is {getattr(self, name)}; use 0 or more")
 
 
 @final
@@ -200,9 +198,7 @@ class Ports:
         key = ("card", way, host)
         return self._port(key, card.bytes_per_second, card.overhead_seconds)
 
-    def _port(
-        self, key: tuple[object, ...], rate: float, overhead: Seconds = 0.0
-    ) -> Port:
+    def _port(self, key: tuple[object, ...], rate: float, overhead: Seconds = 0.0) -> Port:
         if key not in self._known:
             self._known[key] = Port(rate, overhead)
         return self._known[key]

@@ -129,9 +129,7 @@ class TornSnapshot:
 
 MessageFault = Drop | Duplicate | Delay
 NetworkFault = MessageFault | CutOff
-Fault = (
-    Kill | Outage | Pause | Supersede | Slow | DiskFull | TornSnapshot | NetworkFault
-)
+Fault = Kill | Outage | Pause | Supersede | Slow | DiskFull | TornSnapshot | NetworkFault
 
 
 def random_faults(
@@ -164,11 +162,7 @@ def random_faults(
 
 
 def _draw_one(
-    stream: np.random.Generator,
-    roles: Sequence[Address],
-    *,
-    horizon: Seconds,
-    restarts: bool,
+    stream: np.random.Generator, roles: Sequence[Address], *, horizon: Seconds, restarts: bool
 ) -> Fault:
     role = roles[int(stream.integers(len(roles)))]
     at, seconds = _window(stream, horizon)
@@ -215,9 +209,7 @@ def _draw_for_messages(
             case 0:
                 fault: Fault = Drop(probability=probability, at=at, seconds=seconds)
             case 1:
-                fault = Duplicate(
-                    probability=probability, seconds_max=late, at=at, seconds=seconds
-                )
+                fault = Duplicate(probability=probability, seconds_max=late, at=at, seconds=seconds)
             case _:
                 fault = Delay(
                     probability=probability,

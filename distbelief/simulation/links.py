@@ -51,9 +51,7 @@ class Path:
         "tally",
     )
 
-    def __init__(
-        self, link: Link, *, sender: Address, receiver: Address, incarnation: int
-    ) -> None:
+    def __init__(self, link: Link, *, sender: Address, receiver: Address, incarnation: int) -> None:
         self.link = link
         self.route: Route | None = None  # over a fabric; else the link is its own
         self.frame_scale = 1.0  # of the arrays in its messages
@@ -83,12 +81,7 @@ class Path:
         return self._free_at
 
     def arrive(
-        self,
-        departs: Seconds,
-        chance: float,
-        *,
-        delay: Seconds = 0.0,
-        overtaken: bool = False,
+        self, departs: Seconds, chance: float, *, delay: Seconds = 0.0, overtaken: bool = False
     ) -> Seconds:
         """Return when it arrives, if it has left at `departs`: after all before it.
 

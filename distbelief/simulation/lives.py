@@ -110,11 +110,7 @@ class Lives:
     # --------------------------------------------------------------------- start
 
     def start(
-        self,
-        name: Address,
-        *,
-        incarnation: int | None = None,
-        launcher: Life | None = None,
+        self, name: Address, *, incarnation: int | None = None, launcher: Life | None = None
     ) -> None:
         """Begin a new life of `name`; by default its incarnation is the next one."""
         number = self._next_incarnation(name, incarnation)
@@ -273,14 +269,11 @@ class Lives:
             if life.name == name:
                 self.end(life, reason)
 
-    def _tell(
-        self, launcher: Life, name: Address, incarnation: int, reason: str
-    ) -> None:
+    def _tell(self, launcher: Life, name: Address, incarnation: int, reason: str) -> None:
         lost = PeerLost(peer=name, incarnation=incarnation, reason=reason)
         agenda = self._world.agenda
         agenda.at(
-            agenda.now + self._world.options.notice_seconds,
-            partial(self._deliver, launcher, lost),
+            agenda.now + self._world.options.notice_seconds, partial(self._deliver, launcher, lost)
         )
 
     # --------------------------------------------------------------------- pause
@@ -306,9 +299,7 @@ class Lives:
         if life.desk is not None:
             life.desk.hold(held=False)
         waiting, life.waiting = life.waiting, []
-        self._world.agenda.before_all(
-            partial(self._deliver, life, event) for event in waiting
-        )
+        self._world.agenda.before_all(partial(self._deliver, life, event) for event in waiting)
 
     # --------------------------------------------------------------- connections
 

@@ -24,9 +24,7 @@ class Machine:
     bytes_per_second: float = 1e10  # to and from memory
     disk_bytes_per_second: float = 1e9
     overhead_seconds: Seconds = 20e-6  # of handing work to a lane and back
-    jitter: float = (
-        0.1  # a duration is drawn from [1, 1 + jitter] times the modelled one
-    )
+    jitter: float = 0.1  # a duration is drawn from [1, 1 + jitter] times the modelled one
     spread: float = 0.0  # and besides: standard deviation of a duration's logarithm
     threads: int = 1  # that its compute lane keeps busy
     # What each message takes of the process that receives it, one after the other.
@@ -45,9 +43,7 @@ class Machine:
             "threads",
         ):
             if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"Machine.{name} is {getattr(self, name)}; it must be above 0"
-                )
+                raise ValueError(f"Machine.{name} is {getattr(self, name)}; it must be above 0")
         for name in ("overhead_seconds", "jitter", "spread", "handling_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(
@@ -78,9 +74,7 @@ class Machine:
 
     def seconds_of(self, cost: Cost, stream: np.random.Generator) -> Seconds:
         """Return how long work of this cost takes here, this time."""
-        modelled = (
-            cost.flops / self.flops_per_second + cost.n_bytes / self.bytes_per_second
-        )
+        modelled = cost.flops / self.flops_per_second + cost.n_bytes / self.bytes_per_second
         return (modelled + self.overhead_seconds) * self._factor(stream) + cost.waiting
 
     def seconds_to_save(self, n_bytes: float, stream: np.random.Generator) -> Seconds:

@@ -15,14 +15,7 @@ import msgspec
 from distbelief.roles import Seconds
 from distbelief.simulation.agenda import Agenda
 from distbelief.simulation.fabric import Port
-from distbelief.simulation.faults import (
-    CutOff,
-    Delay,
-    Drop,
-    Duplicate,
-    MessageFault,
-    NetworkFault,
-)
+from distbelief.simulation.faults import CutOff, Delay, Drop, Duplicate, MessageFault, NetworkFault
 from distbelief.simulation.links import Path
 from distbelief.simulation.streams import Streams, draws
 
@@ -139,9 +132,7 @@ class Network:
                     overtaken = overtaken or fault.overtaken
                 case _:
                     assert_never(fault)
-        arrives = packet.path.arrive(
-            passed, next(self._chances), delay=delay, overtaken=overtaken
-        )
+        arrives = packet.path.arrive(passed, next(self._chances), delay=delay, overtaken=overtaken)
         for late in copies:
             self._agenda.at(arrives + late, partial(self._arrive, packet))
 

@@ -63,16 +63,12 @@ def options_for(
             if isinstance(place, tuple):
                 wanted = hosts[place].cores
             machine = machine_of(hosts[place], threads=wanted)
-            machines[name] = replace(
-                machine, host=host_name(place), shares_memory=share_memory
-            )
+            machines[name] = replace(machine, host=host_name(place), shares_memory=share_memory)
     return ClusterOptions(
         machines=machines,
         fabric=_fabric(cluster, hosts),
         processors={
-            host_name(place): Processor(
-                cores=host.cores, bytes_per_second=host.memory_rate
-            )
+            host_name(place): Processor(cores=host.cores, bytes_per_second=host.memory_rate)
             for place, host in hosts.items()
         },
     )
@@ -93,9 +89,7 @@ def machine_of(given: Given, *, threads: int = 1) -> Machine:
     )
 
 
-def spread(
-    names: Sequence[Address], n_machines: int, *, first: int = 0
-) -> dict[Address, Place]:
+def spread(names: Sequence[Address], n_machines: int, *, first: int = 0) -> dict[Address, Place]:
     """Return a placement of roles on machines, one after the other, in turns."""
     return {name: first + index % n_machines for index, name in enumerate(names)}
 
@@ -139,9 +133,7 @@ def _check_groups(cluster: Cluster, on: Mapping[Place, Sequence[Address]]) -> No
 
 
 def _check_memory(
-    cluster: Cluster,
-    on: Mapping[Place, Sequence[Address]],
-    memory: Mapping[Address, float],
+    cluster: Cluster, on: Mapping[Place, Sequence[Address]], memory: Mapping[Address, float]
 ) -> None:
     for place, names in on.items():
         has = _together(cluster, place).memory
@@ -170,39 +162,31 @@ def _together(cluster: Cluster, place: Place) -> Given:
         for name in ("overhead", "jitter", "handling")
     }
     cores = min(machine.cores for machine in machines)
-    return Given(
-        cores=n * cores, **{name: n * rate for name, rate in least.items()}, **most
-    )
+    return Given(cores=n * cores, **{name: n * rate for name, rate in least.items()}, **most)
 
 
 def _fabric(cluster: Cluster, hosts: Mapping[Place, Given]) -> Fabric:
     names = {place: host_name(place) for place in hosts}
     firsts = {
-        place[0] if isinstance(place, tuple) else place: name
-        for place, name in names.items()
+        place[0] if isinstance(place, tuple) else place: name for place, name in names.items()
     }
     links = {}
     for ends, rate in cluster.links.items():
         a, b = map(int, ends.split("-"))
         if a in firsts and b in firsts:
             links[firsts[a], firsts[b]] = links[firsts[b], firsts[a]] = rate
-    inner_first = sorted(
-        cluster.switches, key=lambda switch: switch.last - switch.first
-    )
+    inner_first = sorted(cluster.switches, key=lambda switch: switch.last - switch.first)
     return Fabric(
         cards={
             names[place]: Card(
-                bytes_per_second=host.bandwidth,
-                overhead_seconds=cluster.message_overhead,
+                bytes_per_second=host.bandwidth, overhead_seconds=cluster.message_overhead
             )
             for place, host in hosts.items()
         },
         uplinks=tuple(
             Uplink(
                 hosts=frozenset(
-                    name
-                    for index, name in firsts.items()
-                    if switch.first <= index <= switch.last
+                    name for index, name in firsts.items() if switch.first <= index <= switch.last
                 ),
                 bytes_per_second=switch.bandwidth,
             )

@@ -30,17 +30,7 @@ from distbelief.wire import Frame, Wire
 
 
 _ALIKE: Final = frozenset(
-    {
-        Acknowledge,
-        Credit,
-        Fetch,
-        ParameterBlock,
-        Push,
-        PushBlock,
-        PushCredit,
-        StateBlock,
-        Transfer,
-    }
+    {Acknowledge, Credit, Fetch, ParameterBlock, Push, PushBlock, PushCredit, StateBlock, Transfer}
 )
 
 
@@ -91,9 +81,7 @@ class Encoded:
         Raises:
             LocalProtocolError: no receiver would accept it.
         """
-        frames = self._wire.encode(
-            action.message, sender=sender, incarnation=incarnation
-        )
+        frames = self._wire.encode(action.message, sender=sender, incarnation=incarnation)
         if len(frames) == 1:
             self.size = len(frames[0]), 0
             return frames

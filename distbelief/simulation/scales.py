@@ -46,9 +46,7 @@ class Scale:
     def __post_init__(self) -> None:
         for name in ("flops", "n_bytes", "data_bytes", "frame_bytes"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"a scale's {name} is {getattr(self, name)}; use 0 or more"
-                )
+                raise ValueError(f"a scale's {name} is {getattr(self, name)}; use 0 or more")
 
     def of(self, cost: Cost, lane: Lane) -> Cost:
         """Return the cost of the large task's work."""
@@ -57,18 +55,14 @@ class Scale:
         else:
             flops, n_bytes, waiting = self.flops, self.n_bytes, 1.0
         return Cost(
-            flops=cost.flops * flops,
-            n_bytes=cost.n_bytes * n_bytes,
-            waiting=cost.waiting * waiting,
+            flops=cost.flops * flops, n_bytes=cost.n_bytes * n_bytes, waiting=cost.waiting * waiting
         )
 
 
 ONE: Final = Scale()
 
 
-def frame_scale(
-    scales: Mapping[Address, Scale], sender: Address, receiver: Address
-) -> float:
+def frame_scale(scales: Mapping[Address, Scale], sender: Address, receiver: Address) -> float:
     """Return by what the array bytes of a message between these two are multiplied."""
     if not scales:
         return 1.0
@@ -77,11 +71,7 @@ def frame_scale(
 
 
 def scales_for(
-    small: Layout,
-    large: Layout,
-    names: Mapping[Address, float],
-    *,
-    data_bytes: float = 1.0,
+    small: Layout, large: Layout, names: Mapping[Address, float], *, data_bytes: float = 1.0
 ) -> dict[Address, Scale]:
     """Return the scales of a job whose roles work on a small net.
 
@@ -104,9 +94,7 @@ def scales_for(
     sizes = [(_bytes(small, k), _bytes(large, k)) for k in range(small.n_shards)]
     whole = sum(n for _, n in sizes) / max(1, sum(m for m, _ in sizes))
     scales = {
-        name: Scale(
-            flops=flops, n_bytes=whole, data_bytes=data_bytes, frame_bytes=whole
-        )
+        name: Scale(flops=flops, n_bytes=whole, data_bytes=data_bytes, frame_bytes=whole)
         for name, flops in names.items()
     }
     for k, (m, n) in enumerate(sizes):

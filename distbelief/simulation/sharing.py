@@ -89,9 +89,7 @@ class Sharing:
     _since: Seconds = 0.0
     _n_changes: int = 0
 
-    def add(
-        self, demand: Demand, end: Callable[[], None], *, wakes: bool = False
-    ) -> Job:
+    def add(self, demand: Demand, end: Callable[[], None], *, wakes: bool = False) -> Job:
         """Begin a piece of work; `end` is called when it is done.
 
         Args:

@@ -36,9 +36,6 @@ class Streams:
     def of(seed: int) -> "Streams":
         """Return the streams of `seed`, in the order of the fields."""
         schedule, network, disk, faults, user = (
-            np.random.default_rng(child)
-            for child in np.random.SeedSequence(seed).spawn(5)
+            np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(5)
         )
-        return Streams(
-            schedule=schedule, network=network, disk=disk, faults=faults, user=user
-        )
+        return Streams(schedule=schedule, network=network, disk=disk, faults=faults, user=user)

@@ -13,14 +13,7 @@ from typing import Final
 import msgspec
 
 from distbelief.errors import DistBeliefError
-from distbelief.roles import (
-    Address,
-    Computed,
-    Event,
-    Received,
-    Seconds,
-    TimerFired,
-)
+from distbelief.roles import Address, Computed, Event, Received, Seconds, TimerFired
 from distbelief.simulation.brief import event_text
 
 
@@ -59,9 +52,7 @@ class Trace:
         order_only: Of an event only its time, its kind, and to whom it happened.
     """
 
-    def __init__(
-        self, *, n_kept: int = 12, full: bool = False, order_only: bool = False
-    ) -> None:
+    def __init__(self, *, n_kept: int = 12, full: bool = False, order_only: bool = False) -> None:
         self._hash = hashlib.sha256()
         self._order_only = order_only
         self._happened: list[_Happened] = []
@@ -89,9 +80,7 @@ class Trace:
         assert self._lines is not None, "ask for them: ClusterOptions(full_trace=True)"
         return self._lines
 
-    def event(
-        self, now: Seconds, name: Address, incarnation: int, event: Event
-    ) -> None:
+    def event(self, now: Seconds, name: Address, incarnation: int, event: Event) -> None:
         """Note an event just before the role handles it."""
         if self._order_only:
             who = ""
@@ -126,9 +115,7 @@ class Trace:
 
     def last(self) -> Mapping[Address, tuple[str, ...]]:
         """Return the last lines of every role."""
-        return {
-            name: tuple(line for _, line in rows) for name, rows in self._kept().items()
-        }
+        return {name: tuple(line for _, line in rows) for name, rows in self._kept().items()}
 
     def _kept(self) -> Mapping[Address, deque[tuple[int, str]]]:
         if not self._order_only:

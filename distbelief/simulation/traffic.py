@@ -18,9 +18,7 @@ class Traffic:
         tallies: Messages and bytes, by sender and receiver.
     """
 
-    def __init__(
-        self, tallies: Mapping[tuple[Address, Address], Sequence[float]]
-    ) -> None:
+    def __init__(self, tallies: Mapping[tuple[Address, Address], Sequence[float]]) -> None:
         self._tallies = {ends: (int(n), b) for ends, (n, b) in tallies.items()}
 
     @property

@@ -73,9 +73,7 @@ class World:
     outside: dict[Address, deque[Received]] = field(default_factory=dict)
 
     @staticmethod
-    def of(
-        builders: Mapping[Address, Builder], *, seed: int, options: ClusterOptions
-    ) -> "World":
+    def of(builders: Mapping[Address, Builder], *, seed: int, options: ClusterOptions) -> "World":
         """Return a world in which nothing has happened yet."""
         agenda = Agenda()
         return World(
@@ -91,8 +89,7 @@ class World:
             agenda=agenda,
             ports=Ports(options.fabric or Fabric(cards={})),
             sharings={
-                host: Sharing(agenda, processor)
-                for host, processor in options.processors.items()
+                host: Sharing(agenda, processor) for host, processor in options.processors.items()
             },
         )
 
@@ -117,6 +114,4 @@ class World:
 
     def failure(self, reason: str) -> SimulationFailed:
         """Return the error that ends this run."""
-        return SimulationFailed(
-            reason, seed=self.seed, now=self.agenda.now, trace=self.trace
-        )
+        return SimulationFailed(reason, seed=self.seed, now=self.agenda.now, trace=self.trace)

@@ -119,9 +119,7 @@ def listener(port: int) -> socket.socket | None:
 def _listed(port: int) -> Iterator[Connection]:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
         kernel.settimeout(1.0)
-        asked = _REQUEST.pack(
-            socket.AF_INET, socket.IPPROTO_TCP, 1 << _INFO - 1, _STATES
-        )
+        asked = _REQUEST.pack(socket.AF_INET, socket.IPPROTO_TCP, 1 << _INFO - 1, _STATES)
         asked += _SOCKETS.pack(port, 0, b"", b"", 0, 0xFFFFFFFF, 0xFFFFFFFF)
         n_bytes = _HEADER.size + len(asked)
         kernel.send(_HEADER.pack(n_bytes, _BY_FAMILY, _DUMP, 0, 0) + asked)
@@ -167,9 +165,7 @@ def _told(link: socket.socket) -> Connection | None:
     return None
 
 
-def _links(
-    port: int, *, listening: bool = False
-) -> Iterator[tuple[int, socket.socket]]:
+def _links(port: int, *, listening: bool = False) -> Iterator[tuple[int, socket.socket]]:
     if sys.platform != "linux":
         return
     for descriptor in [int(path.name) for path in _DESCRIPTORS.iterdir()]:
@@ -178,9 +174,7 @@ def _links(
             yield descriptor, link
 
 
-def _link(
-    descriptor: int, port: int, *, listening: bool = False
-) -> socket.socket | None:
+def _link(descriptor: int, port: int, *, listening: bool = False) -> socket.socket | None:
     """Return a copy of this descriptor if it is a connection to the port."""
     try:
         copy = os.dup(descriptor)

@@ -198,8 +198,7 @@ class RunGuard(TrustingGuard):
         """Connect to who holds the same key, only."""
         if place.key != self._pair.public:
             raise TransportError(
-                f"{peer} at {place} is not connected to: it is not known by the key "
-                "of this run"
+                f"{peer} at {place} is not connected to: it is not known by the key of this run"
             )
         seconds = _HANDSHAKE_SECONDS_MAX
         self._pair.dial(outbox, place.key, handshake_seconds_max=seconds)

@@ -182,9 +182,7 @@ class KeyFiles:
             gone = tuple(entry for entry in entries if which in {entry.key, entry.name})
             if not gone:
                 known = ", ".join(sorted({entry.name for entry in entries})) or "nobody"
-                raise JobError(
-                    f"{which[:80]!r} is not allowed anyway; allowed: {known}"
-                )
+                raise JobError(f"{which[:80]!r} is not allowed anyway; allowed: {known}")
             self._write_allowed([entry for entry in entries if entry not in gone])
             return gone
 

@@ -123,8 +123,7 @@ class KeyGuard:
         """Show this side's key to who holds the one that the place names, only."""
         if not place.key:
             raise TransportError(
-                f"{peer} at {place} has no key, and this side has: either both use "
-                "keys, or none"
+                f"{peer} at {place} has no key, and this side has: either both use keys, or none"
             )
         self._speakers.refresh()
         if not self._speakers.introduce(peer, place.key):
@@ -376,9 +375,7 @@ class KeyGuard:
         record = self._books.connections.get(connection.peer)
         return self._now() if record is None else record.since
 
-    def _objection(
-        self, connection: Connection, record: Record, n_alike: int
-    ) -> str | None:
+    def _objection(self, connection: Connection, record: Record, n_alike: int) -> str | None:
         """Return why this connection must not go on."""
         caps = self._caps
         unread = connection.n_bytes - record.n_bytes

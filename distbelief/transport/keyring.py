@@ -46,9 +46,7 @@ class Keyring(msgspec.Struct, frozen=True, kw_only=True):
         """
         return msgspec.structs.replace(self, own_key=self.public)
 
-    def guard(
-        self, *, log: Callable[[str, str], None], caps: Caps | None = None
-    ) -> KeyGuard:
+    def guard(self, *, log: Callable[[str, str], None], caps: Caps | None = None) -> KeyGuard:
         """Return the guard of one transport.
 
         Raises:

@@ -85,20 +85,14 @@ class KeyPair:
             )
         return cls.of(SecretKey(bytes.fromhex(text)))
 
-    def serve(
-        self, socket: "zmq.Socket[bytes]", *, handshake_seconds_max: float
-    ) -> None:
+    def serve(self, socket: "zmq.Socket[bytes]", *, handshake_seconds_max: float) -> None:
         """Let a socket ask everybody for a key, before it is bound."""
         socket.curve_server = True
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.reveal())
         socket.handshake_ivl = round(1000 * handshake_seconds_max)
 
     def dial(
-        self,
-        socket: "zmq.Socket[bytes]",
-        server_key: str,
-        *,
-        handshake_seconds_max: float,
+        self, socket: "zmq.Socket[bytes]", server_key: str, *, handshake_seconds_max: float
     ) -> None:
         """Let a socket speak to the holder of that key, before it is connected."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(server_key))

@@ -15,9 +15,7 @@ Task = Callable[[], Event]  # does the work; raises nothing
 class Lanes:
     """The threads of one role. Only `start` starts them."""
 
-    def __init__(
-        self, name: str, *, now: Callable[[], Seconds], wake: Callable[[], None]
-    ) -> None:
+    def __init__(self, name: str, *, now: Callable[[], Seconds], wake: Callable[[], None]) -> None:
         self._now = now
         self._wake = wake  # called, in a lane's thread, whenever an answer is there
         self._answers: deque[Event] = deque()
@@ -29,10 +27,7 @@ class Lanes:
         # Daemons: an endless user function must not keep the process from exiting.
         self._threads = {
             lane: threading.Thread(
-                target=self._work,
-                args=(lane,),
-                name=f"{name}-{lane.value}",
-                daemon=True,
+                target=self._work, args=(lane,), name=f"{name}-{lane.value}", daemon=True
             )
             for lane in Lane
         }

@@ -14,10 +14,7 @@ from distbelief.transport.places import Place, is_local
 REFUSED: Final = (zmq.EVENT_HANDSHAKE_FAILED_AUTH,)
 """The peer does not let us in."""
 
-ANOTHER: Final = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-)
+ANOTHER: Final = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 """It has closed a connection without a word: it has another key, or none."""
 
 
@@ -46,7 +43,7 @@ class Outbox:
     heard: set[int] = field(default_factory=set)
 
     @classmethod
-    def open(  # noqa: PLR0913 -- all that a link has
+    def open(
         cls,
         context: "zmq.Context[zmq.Socket[bytes]]",
         peer: str,
@@ -78,9 +75,7 @@ class Outbox:
         refusals = None
         if watched:
             refusals = socket.get_monitor_socket(sum((*REFUSED, *ANOTHER)))
-        outbox = cls(
-            incarnation=incarnation, endpoint=endpoint, socket=socket, refusals=refusals
-        )
+        outbox = cls(incarnation=incarnation, endpoint=endpoint, socket=socket, refusals=refusals)
         try:
             guard.dial(socket, peer, place)
             socket.connect(guard.address(place.endpoint))

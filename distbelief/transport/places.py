@@ -165,10 +165,7 @@ def own_number() -> str:
 def interface_number(name: str) -> str | None:
     """Return the number of an interface of this machine, if it has one (on Linux)."""
     asked = _INTERFACE.pack(name.encode(), bytes(4))
-    with (
-        suppress(OSError),
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as kernel,
-    ):
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as kernel:
         _, number = _INTERFACE.unpack(fcntl.ioctl(kernel, _ASK_NUMBER, asked))
         return socket.inet_ntoa(number)
     return None

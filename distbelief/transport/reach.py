@@ -101,12 +101,7 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
         if not self.host:
             bind = f"ipc://{self.directory}/.{name}.{incarnation}"
         return ZmqTransport(
-            name=name,
-            incarnation=incarnation,
-            run=run,
-            bind=bind,
-            guard=self._guard(log),
-            log=log,
+            name=name, incarnation=incarnation, run=run, bind=bind, guard=self._guard(log), log=log
         )
 
     def _guard(self, log: Callable[[str, str], None]) -> Guard:

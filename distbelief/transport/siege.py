@@ -60,9 +60,7 @@ class Siege:
     _welcomes: bool = True
     _listener: socket.socket | None = None
 
-    def look(
-        self, port: int, n: int, seconds: Seconds, *, welcome: Collection[str]
-    ) -> str | None:
+    def look(self, port: int, n: int, seconds: Seconds, *, welcome: Collection[str]) -> str | None:
         """Take note of who has come in so many seconds; return what there is to tell.
 
         Args:

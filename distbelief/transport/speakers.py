@@ -31,15 +31,7 @@ SPEAKS_AS: Final[dict[str, tuple[str, ...]]] = {
     "worker": ("worker-",),
     "server": ("supervisor", "shard-"),
     "host": ("host-",),
-    "job": (
-        "supervisor",
-        "host-",
-        "shard-",
-        "replica-",
-        "evaluator",
-        "evaluator.",
-        "coordinator",
-    ),
+    "job": ("supervisor", "host-", "shard-", "replica-", "evaluator", "evaluator.", "coordinator"),
     "guest": (),
 }
 """Roles of keys, and the names of roles; those with a dash or dot are beginnings."""
@@ -146,9 +138,7 @@ class Speakers:
 
     def _is_of_roles(self, key: str, name: str) -> bool:
         beginnings = (b for role in self._roles.get(key, ()) for b in SPEAKS_AS[role])
-        return any(
-            name.startswith(b) if b[-1] in "-." else name == b for b in beginnings
-        )
+        return any(name.startswith(b) if b[-1] in "-." else name == b for b in beginnings)
 
     def _give(self, name: str, key: str) -> None:
         names = self._names.setdefault(key, {})

@@ -90,7 +90,7 @@ class TransportCounters:
 class ZmqTransport:
     """The links of one role. For one thread only; `start` before all else."""
 
-    def __init__(  # noqa: PLR0913 -- the options of one thing
+    def __init__(
         self,
         *,
         name: str,
@@ -139,9 +139,7 @@ class ZmqTransport:
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.linger = 0
         self._inbox.rcvhwm = self._options.messages_max
-        self._inbox.maxmsgsize = self._guard.wire_bytes(
-            max(HEADER_BYTES_MAX, FRAME_BYTES_MAX)
-        )
+        self._inbox.maxmsgsize = self._guard.wire_bytes(max(HEADER_BYTES_MAX, FRAME_BYTES_MAX))
         self._inbox.backlog = 256  # who finds no place tries again, a second later
         try:
             key = self._guard.listen(self._inbox, self._bind)
@@ -186,9 +184,7 @@ class ZmqTransport:
         """Close."""
         self.close()
 
-    def connect(
-        self, peer: str, incarnation: int, endpoint: str, *, watched: bool = False
-    ) -> None:
+    def connect(self, peer: str, incarnation: int, endpoint: str, *, watched: bool = False) -> None:
         """From now on `peer` is at `endpoint`; what an older link still held is lost.
 
         Args:
@@ -270,9 +266,7 @@ class ZmqTransport:
         self.counters.bytes_out += sum(map(len, frames))
         return True
 
-    def poll(
-        self, timeout_seconds: float, extra_fds: Iterable[int] = ()
-    ) -> frozenset[int]:
+    def poll(self, timeout_seconds: float, extra_fds: Iterable[int] = ()) -> frozenset[int]:
         """Wait for a message, or for one of `extra_fds`; return those that are ready.
 
         Returns early whenever it likes: the caller looks again.

@@ -51,9 +51,7 @@ ADAGRAD_RATE = 0.01
 
 ENTRIES = (
     Entry(name="ours", module="ours", distribution="distbelief"),
-    Entry(
-        name="ours_adagrad", module="ours", distribution="distbelief", rule="adagrad"
-    ),
+    Entry(name="ours_adagrad", module="ours", distribution="distbelief", rule="adagrad"),
     Entry(name="ours_every_5", module="ours", distribution="distbelief", every=5),
     Entry(name="torch_rpc", module="torch_rpc", install="torch"),
     Entry(name="ray", module="ray_actor", distribution="ray", install="ray==2.60.0"),
@@ -103,9 +101,7 @@ class Row:
         if not self.runs:
             return {"version": self.version, "seconds": "did not run"}
         best = min(loss for run in self.runs for loss in run.losses)
-        missed = (
-            f"not reached ({len(self.seconds)} of {len(self.runs)}), best {best:.3f}"
-        )
+        missed = f"not reached ({len(self.seconds)} of {len(self.runs)}), best {best:.3f}"
         runs = self.runs
         return {
             "version": self.version,
@@ -159,23 +155,16 @@ def _course(options: argparse.Namespace, folder: Path) -> Course:
     )
 
 
-def _plain(
-    course: Course, folder: Path, options: argparse.Namespace
-) -> tuple[Row, float, float]:
+def _plain(course: Course, folder: Path, options: argparse.Namespace) -> tuple[Row, float, float]:
     """Train plainly; return the row, the target, and the seconds of one step."""
     row = Row(entry=SINGLE, version=SINGLE.version() or "")
     n_gradients = max(1, int(EPOCHS_TO_TARGET * course.n_train / course.batch_size))
     target, step_seconds = options.target or 0.0, []
     for turn in range(min(options.rounds, 3)):
         alone = replace(
-            course,
-            run_folder=str(folder / f"plain-{turn}"),
-            n_workers=1,
-            n_gradients=n_gradients,
+            course, run_folder=str(folder / f"plain-{turn}"), n_workers=1, n_gradients=n_gradients
         )
-        run = contest.hold(
-            SINGLE, alone, target=target, seconds_max=options.seconds_max
-        )
+        run = contest.hold(SINGLE, alone, target=target, seconds_max=options.seconds_max)
         # Every run of one process computes the same losses; the target is the last.
         target = options.target or run.losses[-1]
         seconds = contest.crossing(list(run.at), list(run.losses), target=target)
@@ -232,9 +221,7 @@ def _hold_all(
             pause_seconds=pause_seconds if name.endswith(SLOWED) else 0.0,
         )
         try:
-            run = contest.hold(
-                row.entry, turned, target=target, seconds_max=options.seconds_max
-            )
+            run = contest.hold(row.entry, turned, target=target, seconds_max=options.seconds_max)
         except EntrantFailedError as error:
             row.error = str(error)
             row.runs.clear()
@@ -249,9 +236,7 @@ def _hold_all(
         )
 
 
-def _report(
-    plain: Row, rows: dict[str, Row], *, target: float, step_seconds: float
-) -> None:
+def _report(plain: Row, rows: dict[str, Row], *, target: float, step_seconds: float) -> None:
     """Print the tables, and the figures as the last line."""
     figures = {"target_loss": target, "step_ms": 1000 * step_seconds}
     for suffix, title in (("", "all equally fast"), (SLOWED, "one worker slowed")):
@@ -276,13 +261,11 @@ def _report(
                 figures[f"{name}_cpu_seconds{suffix}"] = cpu_seconds
         seldom, theirs = chosen.get("ours_every_5"), chosen.get("pytorch_distbelief")
         if seldom and seldom.ranks and theirs and theirs.ranks:
-            figures[f"every_5_over_pytorch_distbelief{suffix}"] = median(
-                seldom.seconds
-            ) / median(theirs.seconds)
+            figures[f"every_5_over_pytorch_distbelief{suffix}"] = median(seldom.seconds) / median(
+                theirs.seconds
+            )
         peers = [
-            median(row.seconds)
-            for name, row in chosen.items()
-            if row.ranks and name not in OURS
+            median(row.seconds) for name, row in chosen.items() if row.ranks and name not in OURS
         ]
         if "ours" in chosen and chosen["ours"].ranks and peers:
             ratio = median(chosen["ours"].seconds) / min(peers)

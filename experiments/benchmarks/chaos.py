@@ -74,9 +74,7 @@ class Tally:
     """What happened."""
 
     pushes: dict[str, int] = field(default_factory=lambda: {"chaos": 0, "peace": 0})
-    seconds: dict[str, float] = field(
-        default_factory=lambda: {"chaos": 0.0, "peace": 0.0}
-    )
+    seconds: dict[str, float] = field(default_factory=lambda: {"chaos": 0.0, "peace": 0.0})
     faults: dict[str, int] = field(default_factory=dict)
     gaps: list[float] = field(default_factory=list)  # after faults of shards
     standstill: dict[str, float] = field(default_factory=dict)  # seconds, by stretch
@@ -87,9 +85,7 @@ class Tally:
 class Arena:
     """The server, its workers, and whoever attacks them."""
 
-    def __init__(
-        self, folder: Path, *, seed: int, shard_copies: int, every: float
-    ) -> None:
+    def __init__(self, folder: Path, *, seed: int, shard_copies: int, every: float) -> None:
         self._folder = folder
         self._every = every  # seconds between two faults, on average
         self._random = np.random.default_rng(seed)
@@ -187,9 +183,7 @@ class Arena:
             if worker.process.exitcode is not None:
                 if worker.process.exitcode != -signal.SIGKILL:
                     self.tally.hangs += 1
-                    self._say(
-                        f"worker {worker.index} failed: {worker.process.exitcode}"
-                    )
+                    self._say(f"worker {worker.index} failed: {worker.process.exitcode}")
                 self._launch(worker)
             n_seen = worker.ledger.n_acknowledged
             if n_seen != worker.n_seen or worker is self._paused_worker:
@@ -270,10 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="distbelief-chaos-") as folder:
         arena = Arena(
-            Path(folder),
-            seed=options.seed,
-            shard_copies=options.copies,
-            every=options.every,
+            Path(folder), seed=options.seed, shard_copies=options.copies, every=options.every
         )
         n_stretches = max(1, round(options.minutes))
         chaos = 60.0 * options.minutes / n_stretches
@@ -302,15 +293,9 @@ def report(tally: Tally, verdict: Verdict, *, seed: int) -> None:
         "faults": sum(tally.faults.values()),
         "chaos_pushes_per_second": round(rates["chaos"], 1),
         "peace_pushes_per_second": round(rates["peace"], 1),
-        "standstill_share": round(
-            tally.standstill["chaos"] / tally.seconds["chaos"], 4
-        ),
-        "standstill_after_shard_fault_p50_seconds": round(
-            float(np.quantile(gaps, 0.5)), 3
-        ),
-        "standstill_after_shard_fault_p95_seconds": round(
-            float(np.quantile(gaps, 0.95)), 3
-        ),
+        "standstill_share": round(tally.standstill["chaos"] / tally.seconds["chaos"], 4),
+        "standstill_after_shard_fault_p50_seconds": round(float(np.quantile(gaps, 0.5)), 3),
+        "standstill_after_shard_fault_p95_seconds": round(float(np.quantile(gaps, 0.95)), 3),
     }
     print(json.dumps({"benchmark": "chaos", "figures": figures}))
 

@@ -182,9 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (why := obstacle()) is not None:
         raise SystemExit(why)
     turns: list[Turn] = []
-    for kind in measurement.turns(
-        options.only or [*CONTROLS, *ATTACKS], n_rounds=options.rounds
-    ):
+    for kind in measurement.turns(options.only or [*CONTROLS, *ATTACKS], n_rounds=options.rounds):
         with _field() as arena:  # a server that has not been besieged lately
             arena.turn("", WARM_SECONDS)
             arena.turns.clear()
@@ -307,9 +305,7 @@ def _serving(folder: Path, host: Host) -> Iterator["subprocess.Popen[str]"]:
         process.kill()
 
 
-def _address(
-    server: "subprocess.Popen[str]", folder: Path, host: Host
-) -> ServerAddress:
+def _address(server: "subprocess.Popen[str]", folder: Path, host: Host) -> ServerAddress:
     """Return where the server will be; it may still be starting."""
     file = folder / SERVED / "request.json"
     while not file.is_file():

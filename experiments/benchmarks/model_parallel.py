@@ -108,9 +108,7 @@ class Contest:
         ends: Where the two processes of a crew are.
     """
 
-    def __init__(
-        self, workload: Workload, folder: Path, *, ends: tuple[Host, Host] = HERE
-    ) -> None:
+    def __init__(self, workload: Workload, folder: Path, *, ends: tuple[Host, Host] = HERE) -> None:
         self.crews: dict[str, Crew] = {}
         self._workload = workload
         self._folder = folder
@@ -263,18 +261,14 @@ def _speech(
     }
 
 
-def _image(
-    between: Network, folder: Path, options: argparse.Namespace
-) -> dict[str, float]:
+def _image(between: Network, folder: Path, options: argparse.Namespace) -> dict[str, float]:
     workload = _workload("image", IMAGES, options)
     order = order_here(workload, between)
     contest = Contest(workload, folder / "image")
     _enter_usual(contest, order)
     name, way = min(
         by_places(order).items(),
-        key=lambda item: (
-            played(order, item[1].placements, n_machines=N_MACHINES).step_seconds
-        ),
+        key=lambda item: played(order, item[1].placements, n_machines=N_MACHINES).step_seconds,
     )
     contest.machines(TWO, way, order)
     planned, how = preferred(order, exactly=True)

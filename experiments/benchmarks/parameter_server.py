@@ -62,15 +62,7 @@ from experiments.benchmarks.measuring.measurement import Spread
 from experiments.speech.model import acoustic_net
 
 
-CONTESTANTS: Final = (
-    "floor",
-    "shared",
-    "blocks",
-    "rpc",
-    "rpc_local",
-    "zmq",
-    "sockets",
-)
+CONTESTANTS: Final = ("floor", "shared", "blocks", "rpc", "rpc_local", "zmq", "sockets")
 SMALL: Final = {"rounds": 1, "repetitions": 1}  # of a tiny net
 LEARNING_RATE: Final = rpc_server.LEARNING_RATE
 BYTES_EXPECTED: Final = 16  # per parameter: values, state, two slots
@@ -109,9 +101,7 @@ class Times:
         self.pushes, self.fetches, self.cpu_seconds = [], [], []
 
 
-def timing(
-    push: Callable[[], None], fetch: Callable[[], None]
-) -> Callable[[int], Seconds]:
+def timing(push: Callable[[], None], fetch: Callable[[], None]) -> Callable[[int], Seconds]:
     """Return what measures these two."""
 
     def measure(n: int) -> Seconds:
@@ -174,9 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 times[name] = Times(timing(push, client.fetch))
         programs = {
             "rpc": _rpc(n_elements, options.shards, Path(folder) / "rpc", tcp=True),
-            "rpc_local": _rpc(
-                n_elements, options.shards, Path(folder) / "rpc_local", tcp=False
-            ),
+            "rpc_local": _rpc(n_elements, options.shards, Path(folder) / "rpc_local", tcp=False),
             "zmq": _bare_links("zmq", n_elements, options.shards),
             "sockets": _bare_links("sockets", n_elements, options.shards),
         }
@@ -191,15 +179,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         peaks = _peaks(Path(folder) / "shared")
     per_shard = n_elements / options.shards
     peak = (max(peaks, default=0) - empty_bytes) / per_shard
-    measurement.conclude(
-        "parameter_server", _report(times, peak=peak, n_elements=n_elements)
-    )
+    measurement.conclude("parameter_server", _report(times, peak=peak, n_elements=n_elements))
 
 
 @contextmanager
-def _client(
-    server: ParameterServer, parameters: list[torch.nn.Parameter]
-) -> Iterator[BareClient]:
+def _client(server: ParameterServer, parameters: list[torch.nn.Parameter]) -> Iterator[BareClient]:
     with server, BareClient(parameters, server.address) as client:
         yield client
 
@@ -208,17 +192,12 @@ def _pusher(client: BareClient, gradients: list[torch.Tensor]) -> Callable[[], N
     return lambda: client.push(gradients)
 
 
-def _rpc(
-    n_elements: int, n_servers: int, meeting: Path, *, tcp: bool
-) -> list[list[str]]:
+def _rpc(n_elements: int, n_servers: int, meeting: Path, *, tcp: bool) -> list[list[str]]:
     """Return the commands of a client and its servers."""
     size = -(-n_elements // n_servers)
     command = [sys.executable, "-m", rpc_server.__name__, str(meeting)]
     kind = "tcp" if tcp else "local"
-    return [
-        [*command, str(rank), str(n_servers), str(size), kind]
-        for rank in range(n_servers + 1)
-    ]
+    return [[*command, str(rank), str(n_servers), str(size), kind] for rank in range(n_servers + 1)]
 
 
 def _bare_links(kind: str, n_elements: int, n_servers: int) -> list[list[str]]:
@@ -306,9 +285,7 @@ def _tell(name: str, times: Times, n: int) -> None:
     )
 
 
-def _report(
-    times: dict[str, Times], *, peak: float, n_elements: int
-) -> dict[str, float]:
+def _report(times: dict[str, Times], *, peak: float, n_elements: int) -> dict[str, float]:
     rows, figures = {}, {}
     for name, of in times.items():
         push = Spread.of([1000 * seconds for seconds in of.pushes])
@@ -337,11 +314,7 @@ def _report(
             "peak_bytes_per_parameter": peak,
             "bytes_per_parameter_expected": BYTES_EXPECTED,
         }
-    for ours, theirs in (
-        ("blocks", "rpc"),
-        ("shared", "rpc_local"),
-        ("blocks", "rpc_local"),
-    ):
+    for ours, theirs in (("blocks", "rpc"), ("shared", "rpc_local"), ("blocks", "rpc_local")):
         if ours in times and theirs in times:
             key = f"{ours}_over_torch_{theirs}"
             ratios[key] = times[theirs].both / times[ours].both

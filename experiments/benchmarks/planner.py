@@ -52,9 +52,7 @@ LARGE: Final = 150
 SMALL: Final = {"machines": (1, 2), "nets": ("speech",), "tries": 3}
 
 _TRIES: Final = 100
-_EVENTS_MAX: Final = (
-    60_000  # tasks and messages that a search plays through, by default
-)
+_EVENTS_MAX: Final = 60_000  # tasks and messages that a search plays through, by default
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -85,14 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measurement.conclude("planner", figures)
 
 
-def order_of(
-    graph: LayerGraph, cluster: Cluster, *, batch: int, search: bool = True
-) -> Order:
+def order_of(graph: LayerGraph, cluster: Cluster, *, batch: int, search: bool = True) -> Order:
     """Return what is to be planned, without pins."""
     costs = AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
-    return Order(
-        graph=graph, cluster=cluster, batch=batch, costs=costs, pins={}, search=search
-    )
+    return Order(graph=graph, cluster=cluster, batch=batch, costs=costs, pins={}, search=search)
 
 
 def choice_of(done: Planned) -> Choice | None:
@@ -120,18 +114,13 @@ def over_search(order: Order, done: Planned, *, tries: int, seed: int = 0) -> fl
             return math.inf
         return jitter.quantiles(price, [0.5])[0]
 
-    words = [
-        [candidate.label for candidate in node.candidates]
-        for node in done.decoder.nodes
-    ]
+    words = [[candidate.label for candidate in node.candidates] for node in done.decoder.nodes]
     starts = [choice for choice in (choice_of(done), done.solution.choice) if choice]
     best = search(done.problem, words, seconds_of, starts, tries=tries, seed=seed)
     return done.forecast.median / best
 
 
-def _table(
-    name: str, net: Net, cluster: Cluster, counts: Sequence[int]
-) -> dict[str, float]:
+def _table(name: str, net: Net, cluster: Cluster, counts: Sequence[int]) -> dict[str, float]:
     """Plan one of the pair for all numbers of machines."""
     begun = time.perf_counter()
     order = order_of(net.graph(), cluster, batch=net.batch)

@@ -77,16 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measurement.conclude("planner_against_runtime", figures)
 
 
-def _figures(
-    net: NetName, folder: Path, options: argparse.Namespace
-) -> dict[str, float]:
+def _figures(net: NetName, folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Measure layers of a net, then plans; print a table and return what was found."""
     folder.mkdir(parents=True)
     os.environ["XDG_CACHE_HOME"] = str(folder)  # what was measured before is not used
     small: bool = options.small
-    workload = Workload(
-        net=net, batch_size=8 if small else BATCH_SIZES[net], small=small
-    )
+    workload = Workload(net=net, batch_size=8 if small else BATCH_SIZES[net], small=small)
     between = kept_network(folder, seconds=_NETWORK_SECONDS)
     print(
         f"between machines {between.bandwidth / 1e9:.2f} GB/s, "
@@ -97,10 +93,7 @@ def _figures(
     profile = profiled(workload.graph(), batch=workload.batch_size)
     order_of = partial(order_by, workload=workload, between=between, stages=True)
     order = order_of(profile)
-    plans = {
-        name: plan_of(way, order, loss=workload.loss)
-        for name, way in ways(order).items()
-    }
+    plans = {name: plan_of(way, order, loss=workload.loss) for name, way in ways(order).items()}
     with Company(workload, plans, folder) as company:
         every: list[Turn] = []
         for turn in rounds(
@@ -130,19 +123,13 @@ def _figures(
         "void": len(every) - len(turns),
         "slower": median(found.slower),
         "drift": max(found.slower) / min(found.slower) - 1.0,
-        **{
-            f"raw_{key}": value
-            for key, value in compared(found.predicted, found.measured).items()
-        },
+        **{f"raw_{key}": value for key, value in compared(found.predicted, found.measured).items()},
     }
     return {f"{key}_{net}": value for key, value in told.items()}
 
 
 def _row(
-    name: str,
-    found: Verdict,
-    turns: Sequence[Turn],
-    final: Mapping[str, Sequence[float]],
+    name: str, found: Verdict, turns: Sequence[Turn], final: Mapping[str, Sequence[float]]
 ) -> dict[str, str]:
     own = [turn for turn in turns if turn.plan == name]
     predicted, brought = found.predicted[name], found.brought[name]
@@ -167,9 +154,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=300.0,
         help="seconds after which no other round begins; a net takes two minutes more",
     )
-    parser.add_argument(
-        "--nets", nargs="+", default=list(BATCH_SIZES), choices=list(BATCH_SIZES)
-    )
+    parser.add_argument("--nets", nargs="+", default=list(BATCH_SIZES), choices=list(BATCH_SIZES))
     parser.add_argument("--folder", type=Path, help="keep what was measured there")
     return measurement.options_of(parser, arguments, small=SMALL)
 

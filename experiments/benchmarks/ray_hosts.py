@@ -159,11 +159,7 @@ def _started(
         text = JOB if options.job is None else options.job.read_text()
         job.write_text(text)
         run = Path(folder) / "run"
-        command = [
-            sys.executable,
-            "-c",
-            "from distbelief.cli.entry import main; main()",
-        ]
+        command = [sys.executable, "-c", "from distbelief.cli.entry import main; main()"]
         command += ["train", str(job), *words, "--set", "cluster.replicas=2"]
         command += ["--set", f"algorithm.max_steps={options.steps}"]
         command += ["--set", f"output.directory={run}"]

@@ -26,9 +26,7 @@ def net(channels: int = 16) -> nn.Module:
 def images(part: str) -> TensorDataset:
     """Return the "train" or "test" part, shuffled once: pixels from 0 to 1, digits."""
     digits = load_digits()
-    order = torch.randperm(
-        len(digits.target), generator=torch.Generator().manual_seed(0)
-    )
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     order = order[:N_TEST] if part == "test" else order[N_TEST:]
     pixels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
     return TensorDataset(pixels[order], torch.tensor(digits.target)[order])

@@ -29,14 +29,7 @@ from distbelief.simulation.faults import Fault
 from distbelief.simulation.options import ClusterOptions
 from distbelief.simulation.world import Builder
 from experiments.figures.code import code_of
-from experiments.figures.courses import (
-    Course,
-    Point,
-    course_of,
-    identity,
-    kept_course,
-    run,
-)
+from experiments.figures.courses import Course, Point, course_of, identity, kept_course, run
 from experiments.figures.entries import LEARNER, Entry
 from experiments.figures.results import RESULTS, fingerprint, keep, kept
 from experiments.figures.rig import Rig
@@ -47,11 +40,7 @@ EVALUATIONS: Final = 4
 _COORDINATOR: Final = Address("coordinator")
 _SEED: Final = 0
 _HISTORY: Final = 10.0
-_FOLDERS: Final = (
-    "sandblaster",
-    "distbelief/parameter_server",
-    "distbelief/simulation",
-)
+_FOLDERS: Final = ("sandblaster", "distbelief/parameter_server", "distbelief/simulation")
 """The code that decides how long an evaluation takes."""
 
 
@@ -167,9 +156,7 @@ class _Timed:
     def n_needed(self, staged: StagedJob) -> int:
         return self.rig.n_needed(staged)
 
-    def options(
-        self, staged: StagedJob, *, faults: Sequence[Fault] = ()
-    ) -> ClusterOptions:
+    def options(self, staged: StagedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         return self.rig.options(staged, faults=faults)
 
     def builders(self, staged: StagedJob) -> dict[Address, Builder]:
@@ -203,9 +190,7 @@ class _Watched:
 
 
 def _of(entry: Entry) -> str:
-    return fingerprint(
-        identity(entry, setting=_HISTORY), EVALUATIONS, "between", "code"
-    )
+    return fingerprint(identity(entry, setting=_HISTORY), EVALUATIONS, "between", "code")
 
 
 def _path(entry: Entry) -> Path:

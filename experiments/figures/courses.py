@@ -89,12 +89,7 @@ def reached(points: Sequence[Point], target: float) -> float | None:
 
 
 def course_of(
-    entry: Entry,
-    *,
-    setting: float,
-    seed: int,
-    staging: Staging,
-    tell: Tell | None = None,
+    entry: Entry, *, setting: float, seed: int, staging: Staging, tell: Tell | None = None
 ) -> Course:
     """Run an entry once; what was run before is read from its file.
 
@@ -125,7 +120,7 @@ def kept_course(entry: Entry, *, setting: float, seed: int) -> Course | None:
     return kept(_path(entry, seed), _identity(entry, setting, seed), Course)
 
 
-def run(  # noqa: PLR0913 -- one entry, and options
+def run(
     entry: Entry,
     *,
     setting: float,
@@ -235,9 +230,7 @@ def identity(entry: Entry, *, setting: float) -> str:
 
 
 def _identity(entry: Entry, setting: float, seed: int) -> str:
-    return fingerprint(
-        identity(entry, setting=setting), entry.samples, entry.every, seed
-    )
+    return fingerprint(identity(entry, setting=setting), entry.samples, entry.every, seed)
 
 
 def _path(entry: Entry, seed: int) -> Path:

@@ -13,12 +13,7 @@ from matplotlib.ticker import NullFormatter, PercentFormatter, StrMethodFormatte
 
 from experiments.figures.courses import TARGET, Course
 from experiments.figures.entries import NAMES
-from experiments.figures.findings import (
-    PAPERS_CORES,
-    PAPERS_CROSSING_CORES,
-    PAPERS_ORDER,
-    by_label,
-)
+from experiments.figures.findings import PAPERS_CORES, PAPERS_CROSSING_CORES, PAPERS_ORDER, by_label
 from experiments.figures.planned import SpeedUp
 from experiments.figures.results import FOLDER
 from experiments.figures.rig import CORES
@@ -51,9 +46,7 @@ def draw_speed_up(found: Sequence[SpeedUp]) -> None:
             axes.plot(*PAPERS_SPEED_UPS[name], "*", color=colour, markersize=14)
     axes.plot([], [], ":", color="black", label="every layer cut evenly")
     axes.plot([], [], "*", color="black", markersize=12, label="the paper, in words")
-    axes.set(
-        xlabel="machines of one replica", ylabel="speed-up of a step", ylim=(0, None)
-    )
+    axes.set(xlabel="machines of one replica", ylabel="speed-up of a step", ylim=(0, None))
     axes.legend(frameon=False)
     _save(figure, "figure3.png")
 
@@ -89,9 +82,7 @@ def draw_methods(courses: Sequence[Course]) -> None:
 def draw_crossings(courses: Sequence[Course], *, target: float) -> None:
     """Draw Figure 5."""
     figure, panels = _figure(2, width=11.0)
-    for axes, factor, what in zip(
-        panels, (1, CORES), ("machines", "cores"), strict=True
-    ):
+    for axes, factor, what in zip(panels, (1, CORES), ("machines", "cores"), strict=True):
         for name, colour in zip(NAMES.values(), COLOURS[1:], strict=False):
             rows = _times(courses, name)
             if not rows:
@@ -129,13 +120,7 @@ def draw_crossings(courses: Sequence[Course], *, target: float) -> None:
 
 def _tell_missed(axes: Axes, x: float, y: float, n_missed: int) -> None:
     """Write beside a point how many seeds never reached the target."""
-    axes.annotate(
-        f"-{n_missed}",
-        (x, y),
-        xytext=(4, 4),
-        textcoords="offset points",
-        fontsize=8,
-    )
+    axes.annotate(f"-{n_missed}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
 
 
 def _times(courses: Sequence[Course], name: str) -> list[tuple[int, list[float], int]]:
@@ -147,14 +132,10 @@ def _times(courses: Sequence[Course], name: str) -> list[tuple[int, list[float],
             n_seeds[course.machines] += 1
             if course.target_seconds is not None:
                 rows[course.machines].append(course.target_seconds)
-    return [
-        (machines, times, n_seeds[machines]) for machines, times in sorted(rows.items())
-    ]
+    return [(machines, times, n_seeds[machines]) for machines, times in sorted(rows.items())]
 
 
-def _band(
-    axes: Axes, courses: Sequence[Course], part: str, label: str, colour: str
-) -> None:
+def _band(axes: Axes, courses: Sequence[Course], part: str, label: str, colour: str) -> None:
     """Draw the median of the seeds, and all between the lowest and the highest.
 
     What was measured before anything was learnt has no place on a logarithmic axis.
@@ -175,9 +156,7 @@ def _band(
     )  # (seeds, times)
     hours = grid / 3600
     axes.plot(hours, np.median(curves, axis=0), color=colour, label=label)
-    axes.fill_between(
-        hours, curves.min(axis=0), curves.max(axis=0), color=colour, alpha=0.2
-    )
+    axes.fill_between(hours, curves.min(axis=0), curves.max(axis=0), color=colour, alpha=0.2)
 
 
 def _figure(n_panels: int, *, width: float) -> tuple[Figure, Sequence[Axes]]:

@@ -89,9 +89,7 @@ def cutting(n_replicas: int) -> str:
     return f"portion = {PORTION}\nportions_per_set = {n_portions}"
 
 
-def _fixed(
-    replicas: int, *candidates: float, samples: int = 34_000, stops: bool = True
-) -> Entry:
+def _fixed(replicas: int, *candidates: float, samples: int = 34_000, stops: bool = True) -> Entry:
     return Entry(
         kind="sgd",
         replicas=replicas,

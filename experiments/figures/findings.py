@@ -46,9 +46,7 @@ def by_label(courses: Sequence[Course]) -> dict[str, list[Course]]:
 def times_of(courses: Sequence[Course]) -> dict[int, float]:
     """Return the time to the target of each seed; infinite if it was not reached."""
     return {
-        course.seed: math.inf
-        if course.target_seconds is None
-        else course.target_seconds
+        course.seed: math.inf if course.target_seconds is None else course.target_seconds
         for course in courses
     }
 
@@ -96,12 +94,7 @@ def crossing_cores(courses: Sequence[Course]) -> float | None:
     it has no two times, or gains nothing by more cores.
     """
     best = min(
-        (
-            c.target_seconds
-            for c in courses
-            if c.name == NAMES["adagrad"]
-            if c.target_seconds
-        ),
+        (c.target_seconds for c in courses if c.name == NAMES["adagrad"] if c.target_seconds),
         default=None,
     )
     own = [

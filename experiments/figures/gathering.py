@@ -3,13 +3,7 @@
 from collections.abc import Sequence
 
 from experiments.figures.batched import composed, find_pace, learn, stale
-from experiments.figures.courses import (
-    Course,
-    check_warm_starts,
-    course_of,
-    kept_course,
-    show,
-)
+from experiments.figures.courses import Course, check_warm_starts, course_of, kept_course, show
 from experiments.figures.entries import Entry
 from experiments.figures.running import Options, Runs
 from experiments.figures.search import setting_of
@@ -72,8 +66,6 @@ def _run(entry: Entry, setting: float, seed: int, runs: Runs) -> Course | None:
             learn(setting, seed=seed, staging=runs.staging, tell=tell)
             find_pace(entry, staging=runs.staging, tell=tell)
             return _kept(entry, setting, seed)
-        found = course_of(
-            entry, setting=setting, seed=seed, staging=runs.staging, tell=tell
-        )
+        found = course_of(entry, setting=setting, seed=seed, staging=runs.staging, tell=tell)
     show(found, runs.say)
     return found

@@ -57,14 +57,7 @@ def speed_ups(name: str) -> list[SpeedUp]:
     net, cluster = NETS[name], load_cluster("commodity-2012")
     graph = net.graph()
     costs = AnalyticCosts(cluster, batch=net.batch, single=single_sample(graph))
-    order = Order(
-        graph=graph,
-        cluster=cluster,
-        batch=net.batch,
-        costs=costs,
-        pins={},
-        search=True,
-    )
+    order = Order(graph=graph, cluster=cluster, batch=net.batch, costs=costs, pins={}, search=True)
     found = [
         SpeedUp(
             net=name,

@@ -84,22 +84,14 @@ class Rig:
         """Return the roles, at the costs that they tell of."""
         return staged.builders()
 
-    def options(
-        self, staged: StagedJob, *, faults: Sequence[Fault] = ()
-    ) -> ClusterOptions:
+    def options(self, staged: StagedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return what the simulation is to be told of them."""
         n = self.n_machines + _EVALUATOR_MACHINES + 1
-        cluster = Cluster(
-            name="scaled", machines=(self.machine,) * n, latency=LATENCY / self.haste
-        )
+        cluster = Cluster(name="scaled", machines=(self.machine,) * n, latency=LATENCY / self.haste)
         places = {name: self.place(name, kind) for name, kind in staged.kinds.items()}
         options = options_for(cluster, places, threads=CORES, share_memory=False)
         return replace(
-            options,
-            start=(SUPERVISOR,),
-            faults=tuple(faults),
-            trace="order",
-            codec=False,
+            options, start=(SUPERVISOR,), faults=tuple(faults), trace="order", codec=False
         )
 
     def place(self, name: Address, kind: str) -> Place:

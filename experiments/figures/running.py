@@ -36,10 +36,7 @@ class Options:
 
 
 def options_from(
-    documentation: str | None,
-    arguments: Sequence[str] | None,
-    *,
-    entries: Sequence[Entry],
+    documentation: str | None, arguments: Sequence[str] | None, *, entries: Sequence[Entry]
 ) -> Options:
     """Read the command line of a program with this module documentation.
 

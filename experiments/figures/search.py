@@ -57,9 +57,7 @@ def best(tries: Sequence[Try]) -> float:
     return min(tries, key=rank).setting
 
 
-def tries_of(
-    entry: Entry, attempt: Callable[[Entry, float], Course] | None = None
-) -> list[Try]:
+def tries_of(entry: Entry, attempt: Callable[[Entry, float], Course] | None = None) -> list[Try]:
     """Return what was found for an entry; try what is missing if told how."""
     of = fingerprint([identity(entry, setting=each) for each in entry.candidates], SEED)
     path = _path(entry)
@@ -109,12 +107,7 @@ def _tried(entry: Entry, options: Options, runs: Runs) -> list[Try]:
     def attempt(entry: Entry, setting: float) -> Course:
         with runs.one(f"{entry.label}, {setting:g}") as tell:
             return run(
-                entry,
-                setting=setting,
-                seed=SEED,
-                staging=runs.staging,
-                stop_at=STOP_AT,
-                tell=tell,
+                entry, setting=setting, seed=SEED, staging=runs.staging, stop_at=STOP_AT, tell=tell
             )
 
     return tries_of(entry, attempt if options.run else None)

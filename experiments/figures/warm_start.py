@@ -57,9 +57,7 @@ def warm_start(
     torch.manual_seed(seed)
     net, data = task.net(), task.train() if data is None else data
     initial = torch.nn.utils.parameters_to_vector(net.parameters())
-    of = fingerprint(
-        task.identity(), initial.tolist(), data.digest, SETTINGS, {"seed": seed}
-    )
+    of = fingerprint(task.identity(), initial.tolist(), data.digest, SETTINGS, {"seed": seed})
     path = (folder or cache()) / f"warm-{of}.safetensors"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)

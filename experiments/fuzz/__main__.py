@@ -13,9 +13,7 @@ def _instrumented() -> AbstractContextManager[None]:
     if not {"--child", "atheris"} <= {*sys.argv}:
         return nullcontext()
     atheris = import_module("atheris")
-    found: AbstractContextManager[None] = atheris.instrument_imports(
-        include=["distbelief"]
-    )
+    found: AbstractContextManager[None] = atheris.instrument_imports(include=["distbelief"])
     return found
 
 

@@ -172,14 +172,11 @@ def _show(found: Mapping[str, Sequence[Run]]) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.fuzz",
-        description=(__doc__ or "").split("\n", 1)[0],
+        prog="python -m experiments.fuzz", description=(__doc__ or "").split("\n", 1)[0]
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="all by default")
     parser.add_argument("--executions", type=float, default=1e6, help="of each")
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="of a processor, for each"
-    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of a processor, for each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", choices=ENGINES, default="own")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="runs add up there")

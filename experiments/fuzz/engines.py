@@ -129,9 +129,7 @@ def mutate(trial: Trial, *, n: int, seed: int) -> float:
     return time.process_time() - begun
 
 
-def fuzz(
-    trial: Trial, folder: Path, *, n: int, seed: int, ended: Callable[[float], None]
-) -> None:
+def fuzz(trial: Trial, folder: Path, *, n: int, seed: int, ended: Callable[[float], None]) -> None:
     """Let atheris try so many; it ends the process.
 
     Args:

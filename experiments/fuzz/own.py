@@ -23,12 +23,7 @@ from distbelief.job.resuming.cuts import Cut, cut_in
 from distbelief.parameter_server.layout.layout import Layout, TensorSpec
 from distbelief.parameter_server.rules.steps import Steps
 from distbelief.parameter_server.rules.update_rules import SGD
-from distbelief.parameter_server.state.snapshots import (
-    ShardIdentity,
-    ShardState,
-    restore,
-    take,
-)
+from distbelief.parameter_server.state.snapshots import ShardIdentity, ShardState, restore, take
 from distbelief.serving.server import ServerAddress
 from distbelief.transport.key_files import entries_in, pair_in
 from experiments.fuzz.mutating import numbers
@@ -109,17 +104,13 @@ def _json(*values: object) -> tuple[bytes, ...]:
 def _allowed() -> Decoder:
     entry = f"{_KEY} worker,host lab-3\n# nobody else\n".encode()
     return Decoder(
-        what="an allow-list",
-        seeds=(entry, entry * 3),
-        decode=partial(entries_in, path=_PATH),
+        what="an allow-list", seeds=(entry, entry * 3), decode=partial(entries_in, path=_PATH)
     )
 
 
 def _secret() -> Decoder:
     seed = f"{_KEY}\n".encode()
-    return Decoder(
-        what="a key file", seeds=(seed,), decode=partial(pair_in, path=_PATH)
-    )
+    return Decoder(what="a key file", seeds=(seed,), decode=partial(pair_in, path=_PATH))
 
 
 def _metrics() -> Decoder:
@@ -129,18 +120,14 @@ def _metrics() -> Decoder:
 
 def _status() -> Decoder:
     return Decoder(
-        what="status.json",
-        seeds=_json(*_samples_of(Status)),
-        decode=partial(status_in, file=_PATH),
+        what="status.json", seeds=_json(*_samples_of(Status)), decode=partial(status_in, file=_PATH)
     )
 
 
 def _cut() -> Decoder:
     run = RunDirectory(Path("run"), lock=None)
     return Decoder(
-        what="cut.json",
-        seeds=_json(*_samples_of(Cut)),
-        decode=partial(cut_in, file=_PATH, run=run),
+        what="cut.json", seeds=_json(*_samples_of(Cut)), decode=partial(cut_in, file=_PATH, run=run)
     )
 
 

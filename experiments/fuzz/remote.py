@@ -99,14 +99,10 @@ def _wire() -> Decoder:
         frames: list[Frame] = [header, *[array] * (n_arrays % 4)]
         told = wire.decode(frames)
         # What was taken can be said again.
-        again = wire.encode(
-            told.message, sender=told.sender, incarnation=told.incarnation
-        )
+        again = wire.encode(told.message, sender=told.sender, incarnation=told.incarnation)
         wire.decode(again)
 
-    return Decoder(
-        what="messages", seeds=tuple(map(_joined, _messages(wire))), decode=read
-    )
+    return Decoder(what="messages", seeds=tuple(map(_joined, _messages(wire))), decode=read)
 
 
 def _messages(wire: Wire) -> Iterator[Sequence[Frame]]:
@@ -192,9 +188,7 @@ def _plan() -> Decoder:
             "0": Placement(cuts=((), (2,), ()), machines=(0, 1)),
             "1": Placement(cuts=((),), machines=(0,)),
             "2": Placement(
-                cuts=((32,),),
-                machines=(1, 2),
-                combine=Placement(cuts=((4,),), machines=(2, 3)),
+                cuts=((32,),), machines=(1, 2), combine=Placement(cuts=((4,),), machines=(2, 3))
             ),
             "loss": Placement(cuts=(), machines=(3,)),
         },

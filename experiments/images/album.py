@@ -140,15 +140,13 @@ def open_album(folder: Path, *, verify: bool = False) -> Album:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         # Copy-on-write: never written, but torch wants a writable buffer.
         images, labels = (
-            np.load(folder / f"{name}.npy", mmap_mode="c", allow_pickle=False)
-            for name in ARRAYS
+            np.load(folder / f"{name}.npy", mmap_mode="c", allow_pickle=False) for name in ARRAYS
         )
         n_images, size = int(facts["images"]), int(facts["size"])
         whole = images.shape == (n_images, size, size) and labels.shape == (n_images,)
         if verify:
             whole = whole and all(
-                _hash(folder / f"{name}.npy") == facts["sha256"][name]
-                for name in ARRAYS
+                _hash(folder / f"{name}.npy") == facts["sha256"][name] for name in ARRAYS
             )
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise _damaged(folder, str(error)) from error
@@ -200,17 +198,11 @@ def _draw(
     """Return all images of a category: (copies, size, size)."""
     part = ("train", "test").index(recipe.part)
     rng = np.random.default_rng([recipe.seed, part, category])
-    glyphs = [
-        drawing.draw_glyph(face, text, size=recipe.size)
-        for face in faces[: recipe.copies]
-    ]
+    glyphs = [drawing.draw_glyph(face, text, size=recipe.size) for face in faces[: recipe.copies]]
     return np.stack(
         [
             drawing.photograph(
-                glyphs[copy % len(glyphs)],
-                rng,
-                size=recipe.size,
-                conditions=drawing.Conditions(),
+                glyphs[copy % len(glyphs)], rng, size=recipe.size, conditions=drawing.Conditions()
             )
             for copy in range(recipe.copies)
         ]
@@ -233,9 +225,7 @@ def _write_facts(recipe: Recipe, folder: Path, faces: tuple[fonts.Face, ...]) ->
 def _makers() -> tuple[str, ...]:
     """Return what else decides the pixels: versions, and the code's syntax trees."""
     folder = Path(__file__).parent
-    trees = [
-        ast.dump(ast.parse((folder / f"{name}.py").read_bytes())) for name in MAKERS
-    ]
+    trees = [ast.dump(ast.parse((folder / f"{name}.py").read_bytes())) for name in MAKERS]
     return (*trees, *(importlib.metadata.version(name) for name in LIBRARIES))
 
 

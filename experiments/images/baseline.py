@@ -84,10 +84,7 @@ def train(job: Job, plan: Plan) -> Iterator[Point]:
         if step in marks:
             accuracy, held_out = measure(net, test, job)
             yield Point(
-                samples=step * job.batch_size,
-                seconds=seconds,
-                accuracy=accuracy,
-                loss=held_out,
+                samples=step * job.batch_size, seconds=seconds, accuracy=accuracy, loss=held_out
             )
 
 

@@ -40,9 +40,7 @@ _SPANS: Final = (
     *((0x259, 0x259), (0x263, 0x265), (0x26F, 0x26F), (0x283, 0x283)),
     (0x28C, 0x28C),
 )
-LETTERS: Final = "".join(
-    chr(code) for code in chain(*(range(a, b + 1) for a, b in _SPANS))
-)
+LETTERS: Final = "".join(chr(code) for code in chain(*(range(a, b + 1) for a, b in _SPANS)))
 
 
 def texts(script: Script, categories: int) -> list[str]:
@@ -52,9 +50,7 @@ def texts(script: Script, categories: int) -> list[str]:
         ImagesError: there are not so many.
     """
     if not 2 <= categories <= N_CATEGORIES_MAX:
-        raise ImagesError(
-            f"categories = {categories}: use a number from 2 to {N_CATEGORIES_MAX:,}"
-        )
+        raise ImagesError(f"categories = {categories}: use a number from 2 to {N_CATEGORIES_MAX:,}")
     n_all = N_CATEGORIES_MAX if script == "han" else len(LETTERS) ** 2
     chosen = np.random.default_rng(_SHUFFLE_SEED).permutation(n_all)[:categories]
     if script == "han":

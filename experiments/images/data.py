@@ -57,7 +57,7 @@ class Glyphs(Dataset[tuple[torch.Tensor, int]]):
         return images.expand(-1, self._colours, -1, -1), self._labels[rows]
 
 
-def glyphs(  # noqa: PLR0913 -- what decides a task, as a job file has it
+def glyphs(
     part: str,
     *,
     categories: int = 400,
@@ -85,7 +85,7 @@ def glyphs(  # noqa: PLR0913 -- what decides a task, as a job file has it
     return Glyphs(open_album(folder), colours=colours)
 
 
-def prepare(  # noqa: PLR0913 -- those of `glyphs`
+def prepare(
     part: str,
     *,
     categories: int = 400,

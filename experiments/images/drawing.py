@@ -68,11 +68,7 @@ def draw_glyph(face: Face, text: str, *, size: int) -> Image.Image:
 
 
 def photograph(
-    glyph: Image.Image,
-    rng: np.random.Generator,
-    *,
-    size: int,
-    conditions: Conditions,
+    glyph: Image.Image, rng: np.random.Generator, *, size: int, conditions: Conditions
 ) -> Pixels:
     """Return an image of a glyph.
 
@@ -84,10 +80,7 @@ def photograph(
     """
     way = _perspective(rng, size, glyph.width, conditions)
     shown = glyph.transform(
-        (size, size),
-        Image.Transform.PERSPECTIVE,
-        way,
-        Image.Resampling.BILINEAR,
+        (size, size), Image.Transform.PERSPECTIVE, way, Image.Resampling.BILINEAR
     )
     if rng.random() < 0.15:
         shown = shown.filter(ImageFilter.MaxFilter(3))
@@ -109,10 +102,7 @@ def photograph(
 def _font(face: Face, size: int) -> ImageFont.FreeTypeFont:
     try:
         return ImageFont.truetype(
-            face.file,
-            size,
-            index=face.index,
-            layout_engine=ImageFont.Layout.BASIC,
+            face.file, size, index=face.index, layout_engine=ImageFont.Layout.BASIC
         )
     except OSError as error:
         raise FontError(f"{face.file} cannot be read: {error}") from error

@@ -95,9 +95,7 @@ def choose_script(script: str, *, folders: Sequence[Path] = FOLDERS) -> Script:
             raise FontError(f"script = {script!r}: use 'auto', 'han' or 'latin'")
 
 
-def faces(
-    script: Script, part: Part, *, folders: Sequence[Path] = FOLDERS
-) -> tuple[Face, ...]:
+def faces(script: Script, part: Part, *, folders: Sequence[Path] = FOLDERS) -> tuple[Face, ...]:
     """Return the faces that draw this part, with their paths.
 
     Raises:

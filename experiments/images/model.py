@@ -58,11 +58,7 @@ FILTER: Final = 10
 CONTRAST: Final = 5
 POOLS: Final = ((5, 1), (5, 1), (6, 3))  # of each stage: size, step
 
-MAPS: Final[dict[Size, Maps]] = {
-    "80M": (5, 5, 5),
-    "330M": (13, 14, 13),
-    "1.7B": (36, 36, 36),
-}
+MAPS: Final[dict[Size, Maps]] = {"80M": (5, 5, 5), "330M": (13, 14, 13), "1.7B": (36, 36, 36)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +89,7 @@ class Stage:
         return (extent - 1) * self.step + self.pool + self.filter - 1
 
 
-def image_net(
-    maps: Maps, categories: int = N_CATEGORIES, size: int = IMAGE_SIZE
-) -> nn.Sequential:
+def image_net(maps: Maps, categories: int = N_CATEGORIES, size: int = IMAGE_SIZE) -> nn.Sequential:
     """Three stages of the paper's, then the outputs; (n, 3, size, size) in.
 
     Args:
@@ -107,9 +101,7 @@ def image_net(
         ValueError: a stage has no map, or the image is too small for the windows.
     """
     if len(maps) != len(POOLS) or min(maps) < 1:
-        raise ValueError(
-            f"maps = {list(maps)}: use three numbers of maps, 1 or more each"
-        )
+        raise ValueError(f"maps = {list(maps)}: use three numbers of maps, 1 or more each")
     stages = [
         Stage(maps=n_maps, pool=pool, step=step)
         for n_maps, (pool, step) in zip(maps, POOLS, strict=True)
@@ -118,10 +110,7 @@ def image_net(
 
 
 def staged_net(
-    stages: Sequence[Stage | dict[str, int]],
-    categories: int,
-    size: int,
-    colours: int = N_COLOURS,
+    stages: Sequence[Stage | dict[str, int]], categories: int, size: int, colours: int = N_COLOURS
 ) -> nn.Sequential:
     """Stages of any size, then the outputs; (n, colours, size, size) in.
 
@@ -149,9 +138,7 @@ def staged_net(
                 f"size = {size}: in stage {number} no window fits into the {extent} "
                 f"rows that are left; use images of at least {_smallest(staged)} rows"
             )
-        filtering = LocallyConnected2d(
-            channels, stage.maps, stage.filter, input_size=extent
-        )
+        filtering = LocallyConnected2d(channels, stage.maps, stage.filter, input_size=extent)
         net.add_module(f"filter{number}", filtering)
         net.add_module(f"pool{number}", L2Pool2d(stage.pool, stride=stage.step))
         net.add_module(f"contrast{number}", LocalContrastNorm2d(stage.contrast))

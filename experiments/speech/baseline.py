@@ -61,9 +61,7 @@ def train(
 ) -> Iterator[Point]:
     """Train for `plan.n_samples`; yields `plan.n_reports` points on the way."""
     if plan.rule == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            net.parameters(), lr=plan.learning_rate
-        )
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=plan.learning_rate)
     else:
         optimizer = torch.optim.Adagrad(net.parameters(), lr=plan.learning_rate)
     batches = draw_batches(len(train_part), size=plan.batch_size, seed=plan.seed)
@@ -80,10 +78,7 @@ def train(
         if step in marks:
             accuracy, loss = measure(net, test_part, n_samples=plan.n_test)
             yield Point(
-                samples=step * plan.batch_size,
-                seconds=seconds,
-                accuracy=accuracy,
-                loss=loss,
+                samples=step * plan.batch_size, seconds=seconds, accuracy=accuracy, loss=loss
             )
 
 
@@ -98,9 +93,7 @@ def draw_batches(n_samples: int, *, size: int, seed: int) -> Iterator[torch.Tens
 
 
 @torch.no_grad()
-def measure(
-    net: nn.Module, part: PhoneFrames, *, n_samples: int
-) -> tuple[float, float]:
+def measure(net: nn.Module, part: PhoneFrames, *, n_samples: int) -> tuple[float, float]:
     """Accuracy and mean cross-entropy on `n_samples` frames, the same every time."""
     generator = torch.Generator().manual_seed(TEST_SEED)
     chosen = torch.randperm(len(part), generator=generator)[:n_samples]
@@ -162,9 +155,7 @@ def _run(options: argparse.Namespace) -> None:
     print(json.dumps({**summary, "curve": curve}))
 
 
-def _open_parts(
-    tables: dict[str, Any], *, cache: str | None
-) -> tuple[PhoneFrames, PhoneFrames]:
+def _open_parts(tables: dict[str, Any], *, cache: str | None) -> tuple[PhoneFrames, PhoneFrames]:
     """Train and test part as the job's [data] describes them."""
     parts = []
     for name in ("train", "test"):
@@ -179,9 +170,7 @@ def _open_parts(
 def _make_net(table: dict[str, Any]) -> nn.Module:
     """The net of the job's [model]."""
     module, _, function = table["factory"].partition(":")
-    net = getattr(importlib.import_module(module), function)(
-        **table.get("arguments", {})
-    )
+    net = getattr(importlib.import_module(module), function)(**table.get("arguments", {}))
     assert isinstance(net, nn.Module)
     return net
 

@@ -59,9 +59,7 @@ def build_volume(recipe: Recipe, *, cache: Path, n_workers: int) -> None:
 
 def find_beginning(recipe: Recipe, *, cache: Path) -> Volume | None:
     """The longest volume in the cache that is the beginning of this one."""
-    volumes = [
-        open_volume(path.parent) for path in cache.glob(f"{recipe.pattern}/{FACTS}")
-    ]
+    volumes = [open_volume(path.parent) for path in cache.glob(f"{recipe.pattern}/{FACTS}")]
     shorter = [found for found in volumes if found.facts["hours"] < recipe.hours]
     if not shorter:
         return None
@@ -140,8 +138,7 @@ class Builder:
             "sessions": len(self._voices),
             "sentences_to_choose_from": len(casting.sentences),
             "text_sha256": text.hash_sentences(casting.sentences),
-            "interpreter": f"{platform.python_implementation()} "
-            f"{platform.python_version()}",
+            "interpreter": f"{platform.python_implementation()} {platform.python_version()}",
             "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
             "frames_per_second": round(self._frames_per_second),
             "sha256": {name: hash_file(path) for name, path in paths.items()},
@@ -169,9 +166,7 @@ class Builder:
         self._n_frames += len(recording.energies)
 
 
-def _measure(
-    features: NDArray[np.float16],
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _measure(features: NDArray[np.float16]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Mean and standard deviation of every energy, (40,) both."""
     total, squares = np.zeros(N_MELS), np.zeros(N_MELS)
     for start in range(0, len(features), STATISTICS_ROWS):

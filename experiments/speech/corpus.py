@@ -21,9 +21,7 @@ from experiments.speech.volume import open_volume
 STOP_SECONDS = 10.0
 
 
-def ensure(
-    recipes: Sequence[Recipe], *, cache: Path, n_workers: int | None = None
-) -> None:
+def ensure(recipes: Sequence[Recipe], *, cache: Path, n_workers: int | None = None) -> None:
     """Build the recipes that are not in `cache`, in a fresh process, in this order.
 
     Args:
@@ -49,9 +47,7 @@ def ensure(
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
     }
-    with subprocess.Popen(
-        arguments, env=environment, stdout=subprocess.PIPE, text=True
-    ) as builder:
+    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as builder:
         try:
             answer, _ = builder.communicate()
         except BaseException:

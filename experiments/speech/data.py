@@ -33,13 +33,7 @@ class PhoneFrames(Dataset[tuple[torch.Tensor, int]]):
         volume: where the frames lie.
     """
 
-    def __init__(
-        self,
-        volume: Volume,
-        *,
-        survey: Volume,
-        inventory: labelling.Inventory,
-    ) -> None:
+    def __init__(self, volume: Volume, *, survey: Volume, inventory: labelling.Inventory) -> None:
         self.volume = volume
         self.n_states = inventory.n_states
         targets = inventory.label(volume.contexts, names=volume.phones)
@@ -102,9 +96,7 @@ def frames(
     own, survey = _list_recipes(part, hours, seed=seed, survey_hours=survey_hours)
     ensure([survey, own], cache=folder)
     surveyed = open_volume(folder / survey.name)
-    inventory = labelling.derive(
-        labels, contexts=surveyed.contexts, names=surveyed.phones
-    )
+    inventory = labelling.derive(labels, contexts=surveyed.contexts, names=surveyed.phones)
     volume = open_volume(folder / own.name)
     return PhoneFrames(volume, survey=surveyed, inventory=inventory)
 

@@ -24,10 +24,7 @@ RELU_GAIN = math.sqrt(2.0)  # He, Zhang, Ren and Sun (2015), equation 10
 
 
 def acoustic_net(
-    hidden: list[int],
-    states: int,
-    activation: Activation = "sigmoid",
-    inputs: int = N_INPUTS,
+    hidden: list[int], states: int, activation: Activation = "sigmoid", inputs: int = N_INPUTS
 ) -> nn.Sequential:
     """Linear layers with an activation between them; (n, inputs) -> (n, states).
 

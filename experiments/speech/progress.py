@@ -5,13 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 
 LINE_SECONDS = 5.0
@@ -20,9 +14,7 @@ Advance = Callable[[int], None]
 
 
 @contextmanager
-def show_progress(
-    title: str, *, n_frames: int, unit: str = "frames"
-) -> Iterator[Advance]:
+def show_progress(title: str, *, n_frames: int, unit: str = "frames") -> Iterator[Advance]:
     """Report on stderr; the function it yields takes the frames made since last time.
 
     Args:

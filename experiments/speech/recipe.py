@@ -38,9 +38,7 @@ class Recipe:
         if self.part not in PARTS:
             raise SpeechError(f"part = {self.part!r} must be 'train' or 'test'")
         if not 0.0 < self.hours <= HOURS_MAX:
-            raise SpeechError(
-                f"hours = {self.hours!r} must be above 0 and at most {HOURS_MAX:g}"
-            )
+            raise SpeechError(f"hours = {self.hours!r} must be above 0 and at most {HOURS_MAX:g}")
         if self.seed < 0:
             raise SpeechError(f"seed = {self.seed!r} must not be negative")
 

@@ -12,13 +12,7 @@ from numpy.typing import NDArray
 
 from experiments.speech import acoustics, features
 from experiments.speech.casting import PARTS, Casting
-from experiments.speech.espeak import (
-    ACCENTS,
-    SAMPLE_RATE,
-    SILENCE,
-    Espeak,
-    Spoken,
-)
+from experiments.speech.espeak import ACCENTS, SAMPLE_RATE, SILENCE, Espeak, Spoken
 
 
 SENTENCES_PER_SESSION = 20
@@ -86,9 +80,7 @@ def label_frames(
     return segments, np.clip(elapsed * N_POSITIONS // durations, 0, N_POSITIONS - 1)
 
 
-def _bind(
-    voice: str, takes: Sequence[tuple[int, Spoken, features.Frames]]
-) -> Recording:
+def _bind(voice: str, takes: Sequence[tuple[int, Spoken, features.Frames]]) -> Recording:
     """Join the sentences of a session, its phones numbered in order of name."""
     spoken_phones = {phone for _, spoken, _ in takes for phone in spoken.phones}
     names = sorted(spoken_phones | {SILENCE})
@@ -120,9 +112,7 @@ def _choose_voice(espeak: Espeak, *, rng: np.random.Generator, casting: Casting)
     variant = casting.variants[int(rng.integers(len(casting.variants)))]
     name = f"{accent}+{variant}"
     rate, pitch, pitch_range = rng.integers([130, 15, 20], [240, 86, 91])
-    espeak.set_voice(
-        name, rate=int(rate), pitch=int(pitch), pitch_range=int(pitch_range)
-    )
+    espeak.set_voice(name, rate=int(rate), pitch=int(pitch), pitch_range=int(pitch_range))
     return name
 
 

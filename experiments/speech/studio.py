@@ -138,9 +138,7 @@ class Studio:
         return f"recording session {booth.index} of the {self._casting.part} part"
 
 
-def _hold_and_exit(
-    pipe: int, espeak: Espeak, *, casting: Casting, index: int
-) -> NoReturn:
+def _hold_and_exit(pipe: int, espeak: Espeak, *, casting: Casting, index: int) -> NoReturn:
     """What a forked child does: one session, written to the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -162,10 +160,7 @@ def _hold_and_exit(
 def _pack(recording: Recording) -> bytes:
     """The recording as an .npz archive of plain arrays."""
     buffer = io.BytesIO()
-    arrays = {
-        entry.name: np.asarray(getattr(recording, entry.name))
-        for entry in fields(Recording)
-    }
+    arrays = {entry.name: np.asarray(getattr(recording, entry.name)) for entry in fields(Recording)}
     np.savez(buffer, allow_pickle=False, **arrays)
     return buffer.getvalue()
 

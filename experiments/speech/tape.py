@@ -17,9 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 class Tape:
     """Rows of one shape and type; use it in a `with` statement."""
 
-    def __init__(
-        self, path: Path, *, row_shape: tuple[int, ...], dtype: DTypeLike
-    ) -> None:
+    def __init__(self, path: Path, *, row_shape: tuple[int, ...], dtype: DTypeLike) -> None:
         self._path = path
         self._row_shape = row_shape
         self._dtype: np.dtype[np.generic] = np.dtype(dtype)

@@ -42,9 +42,7 @@ def split(text: str) -> Iterator[str]:
     for paragraph in PARAGRAPH_END.split(prose):
         line = " ".join(MARKUP.sub("", paragraph).split())
         for sentence in SENTENCE_END.split(line):
-            if PLAIN_SENTENCE.fullmatch(sentence) and sentence.count(" ") >= (
-                FEWEST_WORDS - 1
-            ):
+            if PLAIN_SENTENCE.fullmatch(sentence) and sentence.count(" ") >= (FEWEST_WORDS - 1):
                 yield sentence
 
 

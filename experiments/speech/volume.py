@@ -47,9 +47,7 @@ class Volume:
             path = self.folder / f"{name}.npy"
             found, written = hash_file(path), self.facts["sha256"][name]
             if found != written:
-                raise _damaged(
-                    path, f"its SHA-256 is {found[:12]}…, not {written[:12]}…"
-                )
+                raise _damaged(path, f"its SHA-256 is {found[:12]}…, not {written[:12]}…")
 
 
 def open_volume(folder: Path) -> Volume:
@@ -66,8 +64,7 @@ def open_volume(folder: Path) -> Volume:
     for name, shape in shapes.items():
         if arrays[name].shape != shape:
             raise _damaged(
-                folder / f"{name}.npy",
-                f"its shape is {arrays[name].shape}, {FACTS} says {shape}",
+                folder / f"{name}.npy", f"its shape is {arrays[name].shape}, {FACTS} says {shape}"
             )
     return Volume(folder=folder, facts=facts, **arrays)
 

@@ -26,12 +26,7 @@ from distbelief.job.directory.run_directory import SIBLINGS_MAX, RunDirectory
 from distbelief.runtime.task.local_model import LocalModel
 from sandblaster.calling.recipes import recipe_of
 from sandblaster.calling.sources import Factory, factory_table
-from sandblaster.calling.tensor_files import (
-    TensorPairs,
-    as_pair,
-    tensors_in,
-    write_pairs,
-)
+from sandblaster.calling.tensor_files import TensorPairs, as_pair, tensors_in, write_pairs
 
 
 _INITIAL: Final = "initial.safetensors"
@@ -64,10 +59,7 @@ def own_problem(wanted: Path, *, resumes: bool) -> Iterator[Path]:
         StorageError: the run that is to go on is running; or there is no free name.
     """
     if resumes:
-        with (
-            RunDirectory.take(_made(problem_of(wanted))),
-            _nothing_if_refused(wanted),
-        ):
+        with RunDirectory.take(_made(problem_of(wanted))), _nothing_if_refused(wanted):
             yield wanted
         return
     for number in range(1, SIBLINGS_MAX):
@@ -200,9 +192,7 @@ class Problem:
             files.write_by(train, lambda temporary: write_pairs(temporary, pair))
 
 
-def _check_same(
-    kept: dict[str, Tensor], pair: tuple[Tensor, Tensor], *, directory: Path
-) -> None:
+def _check_same(kept: dict[str, Tensor], pair: tuple[Tensor, Tensor], *, directory: Path) -> None:
     """Refuse data other than those a run has."""
     was = TensorPairs(kept["inputs"], kept["targets"]).fingerprint
     now = TensorPairs(*pair).fingerprint

@@ -77,9 +77,7 @@ def _recipe(module: nn.Module) -> Recipe:
     return {"class": path, "arguments": arguments}
 
 
-def _value(
-    value: object, default: object, *, of: nn.Module, name: str
-) -> object | None:
+def _value(value: object, default: object, *, of: nn.Module, name: str) -> object | None:
     """Return an argument as plain data; None: leave it out, its default is meant."""
     if isinstance(default, bool) and not isinstance(value, bool):
         value = value is not None  # "bias" is asked for as a bool, kept as a tensor

@@ -21,15 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, assert_never, final
 
 from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
-from distbelief.messages import (
-    Account,
-    Begin,
-    Finished,
-    Performed,
-    Save,
-    Saved,
-    Stop,
-)
+from distbelief.messages import Account, Begin, Finished, Performed, Save, Saved, Stop
 from distbelief.roles import (
     SUPERVISOR,
     Action,
@@ -48,13 +40,7 @@ from distbelief.roles import (
     TimerFired,
 )
 from sandblaster.coordination.coordinator_config import CoordinatorConfig
-from sandblaster.coordination.course import (
-    Answered,
-    Course,
-    CourseSteps,
-    Method,
-    Wait,
-)
+from sandblaster.coordination.course import Answered, Course, CourseSteps, Method, Wait
 from sandblaster.coordination.crew import Crew
 from sandblaster.coordination.dealing import Dealing
 from sandblaster.coordination.figures import Figures, Wishes
@@ -226,9 +212,7 @@ class Coordinator:
                 )
         return []
 
-    def _hear(
-        self, event: Received, message: Account | Finished, now: Seconds
-    ) -> Sequence[Action]:
+    def _hear(self, event: Received, message: Account | Finished, now: Seconds) -> Sequence[Action]:
         """A replica speaks."""
         warming = self._warming
         if isinstance(message, Finished):
@@ -290,9 +274,7 @@ class Coordinator:
             actions.append(Report(text=text, level="warning"))
         self._n_epochs += 1
         if self._n_epochs >> _EPOCH_BITS:
-            raise DistBeliefError(
-                f"shards were lost {self._n_epochs} times: look at their logs"
-            )
+            raise DistBeliefError(f"shards were lost {self._n_epochs} times: look at their logs")
         epoch = (self._incarnation << _EPOCH_BITS) + self._n_epochs
         self._course = Course(
             self._config,
@@ -363,11 +345,7 @@ class Coordinator:
         return [
             *actions,
             *orders.give(
-                step,
-                now,
-                mark=mark,
-                settled=course.settled,
-                on_disk=self._journal.on_disk,
+                step, now, mark=mark, settled=course.settled, on_disk=self._journal.on_disk
             ),
         ]
 

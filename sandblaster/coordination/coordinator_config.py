@@ -56,8 +56,6 @@ class CoordinatorConfig:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
         if self.backup_seconds_min < 0:
-            raise ValueError(
-                f"backup_seconds_min is {self.backup_seconds_min}; use 0 or more"
-            )
+            raise ValueError(f"backup_seconds_min is {self.backup_seconds_min}; use 0 or more")
         if self.window_sets < 1:
             raise ValueError(f"window_sets is {self.window_sets}; use at least 1")

@@ -47,15 +47,7 @@ from sandblaster.coordination.figures import Figures, Wishes
 from sandblaster.coordination.granting import N_VOID_MAX, Granting, Numbers
 from sandblaster.coordination.journal import CutEntry, Journal
 from sandblaster.reasons import Reason
-from sandblaster.requests import (
-    Evaluate,
-    Evaluation,
-    Iterated,
-    Operations,
-    Reply,
-    Result,
-    Steps,
-)
+from sandblaster.requests import Evaluate, Evaluation, Iterated, Operations, Reply, Result, Steps
 from sandblaster.sets import BatchRange
 
 
@@ -112,7 +104,7 @@ class Course:
         now: The time, at each step.
     """
 
-    def __init__(  # noqa: PLR0913 -- one call site; each is a thing of its own
+    def __init__(
         self,
         config: CoordinatorConfig,
         *,
@@ -252,9 +244,7 @@ class Course:
 
     # --------------------------------------------------------------------- evaluation
 
-    def _evaluate(
-        self, request: Evaluate
-    ) -> Generator[Task | Wait, Answered, Evaluation]:
+    def _evaluate(self, request: Evaluate) -> Generator[Task | Wait, Answered, Evaluation]:
         batch = self._batch(request)
         config, figures, numbers = self._config, self._figures, self._numbers
         opened = yield Open(
@@ -355,9 +345,7 @@ class Course:
         self.mark = Mark(cut=cut, vectors=request.vectors)
         return cut
 
-    def _save(
-        self, label: str, request: Iterated
-    ) -> Generator[Task | Wait, Answered, str | None]:
+    def _save(self, label: str, request: Iterated) -> Generator[Task | Wait, Answered, str | None]:
         """Save this cut everywhere; return why not, if so."""
         cut = self.unsaved if self.unsaved is not None else self._mark(request)
         kept = yield Keep(label=label, cut=cut)

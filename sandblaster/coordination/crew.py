@@ -167,12 +167,7 @@ class Crew:
         return self._members.get(name)
 
     def begin(
-        self,
-        *,
-        epoch: int,
-        evaluation: int,
-        versions: tuple[ShardVersion, ...],
-        batch: BatchRange,
+        self, *, epoch: int, evaluation: int, versions: tuple[ShardVersion, ...], batch: BatchRange
     ) -> None:
         """An evaluation begins; nobody has anything to do."""
         self._epoch, self._evaluation = epoch, evaluation
@@ -245,9 +240,7 @@ class Crew:
     def silent(self, now: Seconds) -> list[Address]:
         """Return who has work, and has not been heard of for too long."""
         limit = now - self._config.suspect_seconds
-        return [
-            m.name for m in self if m.copies and max(m.heard_at, m.asked_at) < limit
-        ]
+        return [m.name for m in self if m.copies and max(m.heard_at, m.asked_at) < limit]
 
     def tell(self, member: Member, now: Seconds) -> list[Action]:
         """Tell a member what it has to do now."""
@@ -304,9 +297,7 @@ class Crew:
             first=self._batch.first,
             n_examples=self._batch.n_examples,
             tasks=tuple(
-                SetTask(
-                    set_index=copy.set_index, attempt=copy.attempt, grant=copy.grant
-                )
+                SetTask(set_index=copy.set_index, attempt=copy.attempt, grant=copy.grant)
                 for copy in member.copies.values()
             ),
         )

@@ -58,12 +58,7 @@ class Dealing:
     """
 
     def __init__(
-        self,
-        config: CoordinatorConfig,
-        *,
-        crew: Crew,
-        batch: BatchRange,
-        numbers: Numbers,
+        self, config: CoordinatorConfig, *, crew: Crew, batch: BatchRange, numbers: Numbers
     ) -> None:
         self._config = config
         self._crew = crew
@@ -139,9 +134,7 @@ class Dealing:
             n_in_time = loads.n_in_time(member, end, now)
             at_once = n_at_once(member, loads.set_seconds(member))
             n_most = at_once + 1 - len(member.outstanding)
-            n_given = self._give_some(
-                member, min(n_most, math.ceil(n_in_time / 2)), now
-            )
+            n_given = self._give_some(member, min(n_most, math.ceil(n_in_time / 2)), now)
             if n_given and n_given == n_in_time and undealt.n_dealable:
                 # The last of these is done later than it would be if it were parted:
                 # so others have less to do. Otherwise the end is where it was.

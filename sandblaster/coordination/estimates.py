@@ -31,9 +31,7 @@ def n_at_once(member: Member, set_seconds: Seconds) -> int:
     return max(1, min(N_DEALT_MAX, math.ceil(wanted)))
 
 
-def left(
-    member: Member, pace: float, lag: Seconds, now: Seconds
-) -> tuple[Line, Seconds]:
+def left(member: Member, pace: float, lag: Seconds, now: Seconds) -> tuple[Line, Seconds]:
     """Return the seconds until a member has computed all that it was dealt.
 
     The first set is under way, the others wait for it; the first of an evaluation waits

@@ -100,9 +100,7 @@ class Granting:
     @property
     def loss(self) -> float:
         """Sum over all examples, exactly rounded."""
-        return math.fsum(
-            one.staged.loss for one in self._sets if one.staged is not None
-        )
+        return math.fsum(one.staged.loss for one in self._sets if one.staged is not None)
 
     @property
     def n_examples(self) -> int:
@@ -115,9 +113,7 @@ class Granting:
         self._staged, self._void = [], []
         return sets, void
 
-    def folded(
-        self, sets: tuple[GrantedSet, ...], void: tuple[int, ...], now: Seconds
-    ) -> None:
+    def folded(self, sets: tuple[GrantedSet, ...], void: tuple[int, ...], now: Seconds) -> None:
         """These count now, and those are forgotten."""
         self._n_void -= len(void)
         if void:
@@ -169,9 +165,7 @@ class Granting:
                 without.append(copy.set_index)
         return without
 
-    def _computed(
-        self, member: Member, copy: Copy, result: SetResult, now: Seconds
-    ) -> None:
+    def _computed(self, member: Member, copy: Copy, result: SetResult, now: Seconds) -> None:
         copy.result = result
         one = self._sets[copy.set_index]
         if not math.isfinite(result.loss):

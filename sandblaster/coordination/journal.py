@@ -115,13 +115,7 @@ class Journal:
     # --------------------------------------------------------------------- writing
 
     def write(
-        self,
-        cut: int,
-        iterated: Iterated,
-        *,
-        samples: int,
-        offset: int,
-        evaluations: int = 0,
+        self, cut: int, iterated: Iterated, *, samples: int, offset: int, evaluations: int = 0
     ) -> None:
         """Note a cut; `offset` iterations were made before the algorithm's first."""
         self._entries[cut] = CutEntry(
@@ -169,10 +163,7 @@ class Journal:
         return Snapshot(
             label=f"{self._label:012d}",
             arrays={},
-            facts={
-                "cuts": msgspec.json.encode(facts).decode(),
-                "incarnation": str(incarnation),
-            },
+            facts={"cuts": msgspec.json.encode(facts).decode(), "incarnation": str(incarnation)},
         )
 
     # -------------------------------------------------------------------- resuming
@@ -186,43 +177,32 @@ class Journal:
         begins = self.base_clocks
         if self._all_at(self.end_clocks, held):
             begins = self.end_clocks
-        per_shard = [
-            self._cuts_of(k, records, begins=begins) for k, records in enumerate(held)
-        ]
+        per_shard = [self._cuts_of(k, records, begins=begins) for k, records in enumerate(held)]
         shared = set(per_shard[0]).intersection(*per_shard[1:])
         if not shared:
             shown = "; ".join(
-                f"shard {k}: {sorted(cuts) or 'none'}"
-                for k, cuts in enumerate(per_shard)
+                f"shard {k}: {sorted(cuts) or 'none'}" for k, cuts in enumerate(per_shard)
             )
             raise StorageError(
                 "the shards share no point from which the run could go on (cuts held: "
                 f"{shown}): resume the run from its saved snapshots, or start anew"
             )
         whole = [
-            cut
-            for cut in shared
-            if self._goes_on(cut) and all(cuts[cut] for cuts in per_shard)
+            cut for cut in shared if self._goes_on(cut) and all(cuts[cut] for cuts in per_shard)
         ]
         # A newer cut of which nothing is written down is one iteration newer at most.
         cut = max(whole or shared)
         known = cut > 0 or begins is self.end_clocks
         entry = self._entries.get(cut) if known else None
         has_other_goal = not whole and entry is not None and entry.goal != self._goal
-        return Choice(
-            cut=cut, whole=bool(whole), entry=entry, has_other_goal=has_other_goal
-        )
+        return Choice(cut=cut, whole=bool(whole), entry=entry, has_other_goal=has_other_goal)
 
     def _goes_on(self, cut: int) -> bool:
         """Return whether a state of this cut is here, and of this goal."""
         entry = self._entries.get(cut)
         return entry is not None and entry.goal == self._goal
 
-    def _all_at(
-        self,
-        clocks: Sequence[int] | None,
-        held: Sequence[Sequence[CutRecord]],
-    ) -> bool:
+    def _all_at(self, clocks: Sequence[int] | None, held: Sequence[Sequence[CutRecord]]) -> bool:
         """Return whether cut 0 of each shard is of this clock."""
         if clocks is None or len(clocks) != len(held):
             return False
@@ -232,11 +212,7 @@ class Journal:
         )
 
     def _cuts_of(
-        self,
-        k: int,
-        records: Sequence[CutRecord],
-        *,
-        begins: Sequence[int] | None,
+        self, k: int, records: Sequence[CutRecord], *, begins: Sequence[int] | None
     ) -> Mapping[int, bool]:
         """Return (cut -> is it whole) of one shard."""
         cuts: dict[int, bool] = {}

@@ -48,17 +48,13 @@ class Oversight:
         elif (known := self._crew.get(event.sender)) is not None:
             dealing.heard(known)
 
-    def lost(
-        self, name: Address, incarnation: int, dealing: Dealing | None, now: Seconds
-    ) -> None:
+    def lost(self, name: Address, incarnation: int, dealing: Dealing | None, now: Seconds) -> None:
         """A life of a replica is over."""
         member = self._crew.get(name)
         if member is not None and member.incarnation <= incarnation:
             self.leave(name, dealing, now, is_over=True)
 
-    def leave(
-        self, name: Address, dealing: Dealing | None, now: Seconds, *, is_over: bool
-    ) -> None:
+    def leave(self, name: Address, dealing: Dealing | None, now: Seconds, *, is_over: bool) -> None:
         """Deal what it has again; if its life `is_over`, listen to it no more."""
         member = self._crew.leave(name, is_over=is_over)
         if member is not None and dealing is not None:

@@ -76,9 +76,7 @@ class ShardOrders:
     def versions(self) -> tuple[ShardVersion, ...]:
         """Of the values that were published by the last order, shard 0 first."""
         return tuple(
-            ShardVersion(
-                incarnation=self._incarnations[shard], clock=self._answers[shard].clock
-            )
+            ShardVersion(incarnation=self._incarnations[shard], clock=self._answers[shard].clock)
             for shard in self._shards
         )
 

@@ -97,9 +97,7 @@ class Undealt:
     ) -> list[int]:
         stop = min(first + n_wanted, self._limit)
         index = first + 1
-        while (
-            index < stop and self._is_dealable[index] and self._owners[index] in owners
-        ):
+        while index < stop and self._is_dealable[index] and self._owners[index] in owners:
             index += 1
         return list(range(first, index))
 
@@ -116,9 +114,7 @@ class Undealt:
         if self._n_changes != self._crew.n_changes:
             self._n_changes = self._crew.n_changes
             self._gone = {
-                owner
-                for owner in self._left
-                if owner is None or self._crew.get(owner) is None
+                owner for owner in self._left if owner is None or self._crew.get(owner) is None
             }
         return self._gone
 

@@ -19,12 +19,7 @@ from typing import Final, final
 from distbelief.roles import Seconds
 from sandblaster.coordination.coordinator_config import CoordinatorConfig
 from sandblaster.coordination.crew import Copy, Crew, Member
-from sandblaster.coordination.estimates import (
-    left,
-    n_at_once,
-    seconds_to_end,
-    seconds_to_rival,
-)
+from sandblaster.coordination.estimates import left, n_at_once, seconds_to_end, seconds_to_rival
 from sandblaster.coordination.paces import Paces
 from sandblaster.coordination.ranked import Line, Ranked
 

@@ -22,9 +22,7 @@ class Writing:
         incarnation: Whose.
     """
 
-    def __init__(
-        self, config: CoordinatorConfig, journal: Journal, *, incarnation: int
-    ) -> None:
+    def __init__(self, config: CoordinatorConfig, journal: Journal, *, incarnation: int) -> None:
         self._config = config
         self._journal = journal
         self._incarnation = incarnation
@@ -47,9 +45,7 @@ class Writing:
         snapshot = self._journal.snapshot(incarnation=self._incarnation)
         return [Persist(snapshot=snapshot)]
 
-    def persisted(
-        self, event: Persisted, course: Course | None, now: Seconds
-    ) -> Sequence[Action]:
+    def persisted(self, event: Persisted, course: Course | None, now: Seconds) -> Sequence[Action]:
         """It is on disk, or is not."""
         saved, self._saving = self._saving, None
         if course is None or course.unsaved is None:

@@ -30,9 +30,7 @@ _DIFFERENCE = "gradient_difference"
 
 
 @final
-class ConjugateGradient(
-    SmoothMethod, frozen=True, kw_only=True, tag="conjugate_gradient"
-):
+class ConjugateGradient(SmoothMethod, frozen=True, kw_only=True, tag="conjugate_gradient"):
     """Settings of conjugate gradients.
 
     Attributes:

@@ -201,9 +201,7 @@ class DescentRun:
             gradient_square=square,
         )
 
-    def _turn(
-        self, present: Present, *, accepted: tuple[Command, ...]
-    ) -> Steps[Present]:
+    def _turn(self, present: Present, *, accepted: tuple[Command, ...]) -> Steps[Present]:
         """Move to the accepted point, form the direction and the first trial."""
         step = self.descent.first_step(present)
         terms = tuple(Term(a, name) for name, a in self.descent.direction().items())
@@ -264,9 +262,7 @@ class DescentRun:
 
     def _bound(self, present: Present) -> Reason | None:
         return bound_reached(
-            self.method,
-            iteration=present.iteration,
-            n_evaluations=present.n_evaluations,
+            self.method, iteration=present.iteration, n_evaluations=present.n_evaluations
         )
 
     def _moved(self, before: Present, searched: Searched, trial: Trial) -> Present:
@@ -307,11 +303,7 @@ class DescentRun:
 
 
 def cut_at(
-    present: Present,
-    *,
-    step_length: float,
-    state: str,
-    vectors: tuple[VectorName, ...],
+    present: Present, *, step_length: float, state: str, vectors: tuple[VectorName, ...]
 ) -> Iterated:
     """Return what is told of a point that was accepted."""
     return Iterated(

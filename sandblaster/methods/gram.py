@@ -27,10 +27,7 @@ class GramMatrix:
         return self._products[_key(*pair)]
 
     def put(
-        self,
-        rows: Sequence[VectorName],
-        columns: Sequence[VectorName],
-        products: Scalars,
+        self, rows: Sequence[VectorName], columns: Sequence[VectorName], products: Scalars
     ) -> None:
         """Enter what `Gram(rows, columns)` measured."""
         pairs = [(row, column) for row in rows for column in columns]

@@ -20,13 +20,7 @@ from typing import final
 import msgspec
 from typing_extensions import override
 
-from distbelief.commands import (
-    Command,
-    Gram,
-    LinearCombination,
-    Term,
-    VectorName,
-)
+from distbelief.commands import Command, Gram, LinearCombination, Term, VectorName
 from sandblaster.methods.descent import Present
 from sandblaster.methods.direction import Correction, direction
 from sandblaster.methods.gram import Combination, Entries, GramMatrix
@@ -124,12 +118,8 @@ class QuasiNewton:
         s, y = _names(self._spare())
         new = (s, y, self._trial_steepest or gradient)
         return (
-            LinearCombination(
-                target=s, terms=(Term(1.0, TRIAL), Term(-1.0, PARAMETERS))
-            ),
-            LinearCombination(
-                target=y, terms=(Term(1.0, gradient), Term(-1.0, self._gradient))
-            ),
+            LinearCombination(target=s, terms=(Term(1.0, TRIAL), Term(-1.0, PARAMETERS))),
+            LinearCombination(target=y, terms=(Term(1.0, gradient), Term(-1.0, self._gradient))),
             Gram(rows=new, columns=(*self.vectors, *new)),
         )
 

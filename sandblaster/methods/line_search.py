@@ -169,9 +169,7 @@ class _Interval:
         """Return that of phi(t) - slope t."""
         if slope == 0.0:
             return self
-        return _Interval(
-            self.best.tilted(slope), self.other.tilted(slope), self.bracketed
-        )
+        return _Interval(self.best.tilted(slope), self.other.tilted(slope), self.bracketed)
 
     def narrowed(self, trial: Sample) -> "_Interval":
         """Return what the trial leaves of it."""
@@ -209,9 +207,7 @@ def dcstep(interval: _Interval, trial: Sample, *, low: float, high: float) -> fl
     return high if trial.step > best.step else low
 
 
-def _extrapolated(
-    interval: _Interval, trial: Sample, *, low: float, high: float
-) -> float:
+def _extrapolated(interval: _Interval, trial: Sample, *, low: float, high: float) -> float:
     best, other = interval.best, interval.other
     ahead = trial.step > best.step
     beyond = _cubic_beyond(trial, best)

@@ -29,15 +29,7 @@ from typing import final
 import msgspec
 from typing_extensions import override
 
-from distbelief.commands import (
-    Command,
-    Copy,
-    Dot,
-    LinearCombination,
-    Norm,
-    Term,
-    VectorName,
-)
+from distbelief.commands import Command, Copy, Dot, LinearCombination, Norm, Term, VectorName
 from sandblaster.methods.descent import Present, cut_at, result_at
 from sandblaster.methods.lbfgs import QuasiNewton
 from sandblaster.methods.line_search import Sample
@@ -54,14 +46,7 @@ from sandblaster.methods.stopping import (
 )
 from sandblaster.methods.trials import DIRECTION, GRADIENT, PARAMETERS, TRIAL, Trial
 from sandblaster.reasons import Reason
-from sandblaster.requests import (
-    Examples,
-    Iterated,
-    Result,
-    Steps,
-    perform,
-    told_to_stop,
-)
+from sandblaster.requests import Examples, Iterated, Result, Steps, perform, told_to_stop
 
 
 _REST = "rest_gradient"  # of what is evaluated before the tail
@@ -183,9 +168,7 @@ class _Run:
             gradient_square=square,
         )
 
-    def _arrived(
-        self, present: Present, step_length: float | None
-    ) -> Steps[Reason | None]:
+    def _arrived(self, present: Present, step_length: float | None) -> Steps[Reason | None]:
         """Tell of a step; return why to go no further, if so."""
         reason = self._bound(present)
         if step_length is not None:
@@ -223,10 +206,7 @@ class _Run:
         rest_loss, _ = yield from self._at(PARAMETERS, rest, gradient=_REST)
         mean = mean_gradient(GRADIENT, ((rest, _REST), (tail, _TAIL)))
         tail_loss, (norm, square) = yield from self._at(
-            PARAMETERS,
-            tail,
-            gradient=_TAIL,
-            after=(mean, *_size(GRADIENT)),
+            PARAMETERS, tail, gradient=_TAIL, after=(mean, *_size(GRADIENT))
         )
         self.descent.forget(gradient_square=square)
         return mean_loss(((rest, rest_loss), (tail, tail_loss))), norm, square
@@ -235,8 +215,7 @@ class _Run:
         """Form the direction."""
         terms = tuple(Term(a, name) for name, a in self.descent.direction().items())
         (slope,) = yield from perform(
-            LinearCombination(target=DIRECTION, terms=terms),
-            Dot(x=GRADIENT, y=DIRECTION),
+            LinearCombination(target=DIRECTION, terms=terms), Dot(x=GRADIENT, y=DIRECTION)
         )
         step = self.descent.first_step(present)
         return msgspec.structs.replace(present, slope=slope, step=step)
@@ -250,10 +229,7 @@ class _Run:
         for _ in range(_N_TRIALS_MAX):
             terms = (Term(1.0, PARAMETERS), Term(step, DIRECTION))
             rest_loss, _ = yield from self._at(
-                TRIAL,
-                rest,
-                gradient=_REST,
-                before=(LinearCombination(target=TRIAL, terms=terms),),
+                TRIAL, rest, gradient=_REST, before=(LinearCombination(target=TRIAL, terms=terms),)
             )
             tail_loss, _ = yield from self._at(TRIAL, tail, gradient=_TRIAL_TAIL)
             present = _counted(present)
@@ -277,9 +253,7 @@ class _Run:
         at_start = present.loss_at_start
         return noise_of(self.method, present.loss, loss_at_start=at_start)
 
-    def _move(
-        self, present: Present, step: float, head_loss: float
-    ) -> Steps[Present | None]:
+    def _move(self, present: Present, step: float, head_loss: float) -> Steps[Present | None]:
         """Evaluate the next batch at "trial", and go there if all is finite."""
         following = self.batch.next()
         head, body, tail = self.batch.tail, following.body, following.tail
@@ -289,11 +263,7 @@ class _Run:
             TRIAL,
             tail,
             gradient=_NEXT_TAIL,
-            after=(
-                mean_gradient(_NEXT, parts),
-                *_size(_NEXT),
-                *self.descent.measure(_TRIAL_TAIL),
-            ),
+            after=(mean_gradient(_NEXT, parts), *_size(_NEXT), *self.descent.measure(_TRIAL_TAIL)),
         )
         loss = mean_loss(((head, head_loss), (body, body_loss), (tail, tail_loss)))
         sample = Sample(step, loss, norm)
@@ -341,9 +311,7 @@ class _Run:
 
     def _bound(self, present: Present) -> Reason | None:
         return bound_reached(
-            self.method,
-            iteration=present.iteration,
-            n_evaluations=present.n_evaluations,
+            self.method, iteration=present.iteration, n_evaluations=present.n_evaluations
         )
 
     # -------------------------------------------------------------------- report

@@ -41,9 +41,7 @@ class Batch:
         return Batch(self.tail.start, self.size, self.n_tail)
 
 
-def mean_gradient(
-    target: VectorName, parts: Sequence[tuple[Examples, VectorName]]
-) -> Command:
+def mean_gradient(target: VectorName, parts: Sequence[tuple[Examples, VectorName]]) -> Command:
     """Return what makes the mean gradient of all parts from that of each."""
     n = sum(_n(examples) for examples, _ in parts)
     terms = tuple(Term(_n(examples) / n, name) for examples, name in parts)

@@ -74,9 +74,7 @@ class OWLQN(Method, frozen=True, kw_only=True, tag="owlqn"):
     def __post_init__(self) -> None:
         check(self)
         if not self.l1 > 0.0:
-            raise ValueError(
-                f"l1 is {self.l1}; use a number above 0, or method 'l-bfgs'"
-            )
+            raise ValueError(f"l1 is {self.l1}; use a number above 0, or method 'l-bfgs'")
         check_decrease(self.sufficient_decrease)
         check_history(self.n_history)
 
@@ -90,9 +88,7 @@ class OWLQN(Method, frozen=True, kw_only=True, tag="owlqn"):
             trial_steepest=TRIAL_PSEUDO_GRADIENT,
         )
         line = WithinOrthant(
-            Objective(l2=self.l2),
-            l1=self.l1,
-            sufficient_decrease=self.sufficient_decrease,
+            Objective(l2=self.l2), l1=self.l1, sufficient_decrease=self.sufficient_decrease
         )
         run = DescentRun(self, descent, line)
         return run.steps(resumed.present if resumed else None)
@@ -115,20 +111,14 @@ class WithinOrthant:
     def begin(self) -> Steps[tuple[float, float, float]]:
         """Evaluate "parameters"; return F, and norm and square of v."""
         return (
-            yield from self._at(
-                PARAMETERS, gradient=GRADIENT, pseudo_gradient=PSEUDO_GRADIENT
-            )
+            yield from self._at(PARAMETERS, gradient=GRADIENT, pseudo_gradient=PSEUDO_GRADIENT)
         )[:3]
 
     def turned(self) -> tuple[Command, ...]:
         """Keep the direction in line with -v, choose the orthant, measure the slope."""
         return (
-            Pointwise(
-                target=DIRECTION, function="oppose", x=DIRECTION, y=PSEUDO_GRADIENT
-            ),
-            Pointwise(
-                target=_ORTHANT, function="orthant", x=PARAMETERS, y=PSEUDO_GRADIENT
-            ),
+            Pointwise(target=DIRECTION, function="oppose", x=DIRECTION, y=PSEUDO_GRADIENT),
+            Pointwise(target=_ORTHANT, function="orthant", x=PARAMETERS, y=PSEUDO_GRADIENT),
             Dot(x=PSEUDO_GRADIENT, y=DIRECTION),
         )
 
@@ -148,9 +138,7 @@ class WithinOrthant:
             Copy(target=PSEUDO_GRADIENT, x=TRIAL_PSEUDO_GRADIENT),
         )
 
-    def search(
-        self, start: Start, *, n_trials_max: int, measure: Measure
-    ) -> Steps[Searched]:
+    def search(self, start: Start, *, n_trials_max: int, measure: Measure) -> Steps[Searched]:
         """Halve the step until F has fallen enough, or could not be seen to fall."""
         begin, noise, step = start.sample.value, start.noise, start.step
         gradient = TRIAL_GRADIENTS[0]
@@ -182,18 +170,13 @@ class WithinOrthant:
                     gradient_square=square,
                     scalars=tuple(scalars),
                 )
-                return Searched(
-                    trial=trial, satisfied=True, n_evaluations=n_evaluations
-                )
+                return Searched(trial=trial, satisfied=True, n_evaluations=n_evaluations)
             if sample.finite and is_lost:
                 break
             step *= 0.5
             before = self.make_trial(step)
         return Searched(
-            trial=None,
-            satisfied=False,
-            n_evaluations=n_evaluations,
-            any_finite=any_finite,
+            trial=None, satisfied=False, n_evaluations=n_evaluations, any_finite=any_finite
         )
 
     def _at(

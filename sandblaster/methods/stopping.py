@@ -27,11 +27,7 @@ from sandblaster.reasons import Reason
 
 
 class Method(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="name",
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"
 ):
     """What the settings of every method have.
 
@@ -91,8 +87,7 @@ def check_decrease(sufficient_decrease: float) -> None:
     """
     if not 0.0 < sufficient_decrease < 1.0:
         raise ValueError(
-            f"sufficient_decrease is {sufficient_decrease}; use a number between 0 and "
-            "1"
+            f"sufficient_decrease is {sufficient_decrease}; use a number between 0 and 1"
         )
 
 
@@ -101,9 +96,7 @@ def small_gradient(method: Method, gradient_norm: float) -> bool:
     return gradient_norm <= method.gradient_tolerance
 
 
-def small_improvement(
-    method: Method, before: float, after: float, *, loss_at_start: float
-) -> bool:
+def small_improvement(method: Method, before: float, after: float, *, loss_at_start: float) -> bool:
     """Whether an iteration improved the loss too little to go on."""
     size = max(abs(before), abs(after), min(1.0, abs(loss_at_start)))
     return before - after <= method.value_tolerance * size
@@ -122,9 +115,7 @@ def lost_in_rounding(
     return improvement <= 4.0 * noise(method, loss, loss_at_start=loss_at_start)
 
 
-def bound_reached(
-    method: Method, *, iteration: int, n_evaluations: int
-) -> Reason | None:
+def bound_reached(method: Method, *, iteration: int, n_evaluations: int) -> Reason | None:
     """Return which bound has been reached, if any."""
     if iteration >= method.n_iterations_max:
         return Reason.MAX_ITERATIONS

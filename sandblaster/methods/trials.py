@@ -111,9 +111,7 @@ class Line(Protocol):
         """Return what makes the trial point at this step."""
         ...
 
-    def search(
-        self, start: Start, *, n_trials_max: int, measure: Measure
-    ) -> Steps[Searched]:
+    def search(self, start: Start, *, n_trials_max: int, measure: Measure) -> Steps[Searched]:
         """Search from "parameters"; at the end "trial" is what was found.
 
         Args:
@@ -161,18 +159,11 @@ class Straight:
 
     def accepted(self, trial: Trial) -> tuple[Command, ...]:
         """Copy point and gradient."""
-        return (
-            Copy(target=PARAMETERS, x=TRIAL),
-            Copy(target=GRADIENT, x=trial.gradient),
-        )
+        return (Copy(target=PARAMETERS, x=TRIAL), Copy(target=GRADIENT, x=trial.gradient))
 
-    def search(
-        self, start: Start, *, n_trials_max: int, measure: Measure
-    ) -> Steps[Searched]:
+    def search(self, start: Start, *, n_trials_max: int, measure: Measure) -> Steps[Searched]:
         """Search for a step that satisfies the strong Wolfe conditions."""
-        wolfe = replace(
-            self.wolfe, n_trials_max=min(self.wolfe.n_trials_max, n_trials_max)
-        )
+        wolfe = replace(self.wolfe, n_trials_max=min(self.wolfe.n_trials_max, n_trials_max))
         begin, noise = start.sample, start.noise
         steps = more_thuente(begin, step=start.step, wolfe=wolfe, noise=noise)
         step = next(steps)
@@ -183,10 +174,7 @@ class Straight:
             taken = best is not None and best.gradient == TRIAL_GRADIENTS[0]
             gradient = TRIAL_GRADIENTS[1 if taken else 0]
             loss, scalars = yield from self.objective.at(
-                TRIAL,
-                gradient=gradient,
-                before=before,
-                after=_along(gradient) + measure(gradient),
+                TRIAL, gradient=gradient, before=before, after=_along(gradient) + measure(gradient)
             )
             n_evaluations += 1
             trial = _trial(Sample(step, loss, scalars[0]), gradient, scalars)
@@ -204,9 +192,7 @@ class Straight:
             best = trial  # a lower one before it may have been too short a step
         elif best is not None and best is not trial:
             scalars = yield from perform(
-                *self.make_trial(best.sample.step),
-                *_along(best.gradient),
-                *measure(best.gradient),
+                *self.make_trial(best.sample.step), *_along(best.gradient), *measure(best.gradient)
             )
             best = _trial(best.sample, best.gradient, scalars)
         return Searched(

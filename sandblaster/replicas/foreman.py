@@ -22,14 +22,7 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.messages import (
-    Assignment,
-    Begin,
-    Evaluate,
-    PushPart,
-    SetOrder,
-    Stop,
-)
+from distbelief.messages import Assignment, Begin, Evaluate, PushPart, SetOrder, Stop
 from distbelief.roles import Action, Report, Seconds, Send, SetTimer
 from distbelief.runtime.machine.leading import Leader, Outgoing
 from sandblaster.names import COORDINATOR
@@ -60,12 +53,7 @@ class Foreman:
     """
 
     def __init__(
-        self,
-        config: ReplicaConfig,
-        *,
-        course: SetCourse,
-        n_machines: int,
-        await_begin: bool,
+        self, config: ReplicaConfig, *, course: SetCourse, n_machines: int, await_begin: bool
     ) -> None:
         self._config = config
         self._course = course
@@ -90,9 +78,7 @@ class Foreman:
         """Begin."""
         self._incarnation = incarnation
 
-    def command(
-        self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds
-    ) -> Outgoing:
+    def command(self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds) -> Outgoing:
         """Obey the supervisor."""
         match message:
             case Begin():
@@ -259,9 +245,7 @@ class Foreman:
         return [one for one in self._tries if one.grant and one.total is not None]
 
     def _push(self, one: Try) -> Outgoing:
-        message = PushPart(
-            epoch=self._tries.epoch, attempt=one.attempt, grant=one.grant
-        )
+        message = PushPart(epoch=self._tries.epoch, attempt=one.attempt, grant=one.grant)
         return [(m, message) for m in sorted(self._waiting[one.grant])]
 
     # ----------------------------------------------------------------------- the words
@@ -270,10 +254,7 @@ class Foreman:
         """Return what machines have to hear again: what they have not answered."""
         self._due = True
         return [
-            word
-            for one in self._granted
-            if one.grant in self._waiting
-            for word in self._push(one)
+            word for one in self._granted if one.grant in self._waiting for word in self._push(one)
         ]
 
     def words(self, now: Seconds) -> Sequence[Action]:
@@ -285,12 +266,7 @@ class Foreman:
         is_idle = not any(True for _ in self._tries)
         pause = config.retry_seconds_max if is_idle else config.retry_seconds
         actions: list[Action] = [SetTimer(name=TIMER, at=now + pause)]
-        if (
-            self._begun
-            and self._is_whole
-            and not self._stopping
-            and self._all_live(now)
-        ):
+        if self._begun and self._is_whole and not self._stopping and self._all_live(now):
             account = self._tries.account_of(self._replica_life)
             actions.append(Send(receiver=COORDINATOR, message=account))
         return actions

@@ -5,13 +5,7 @@ import torch
 from distbelief.parameter_server.layout.layout import Layout
 from distbelief.parameter_server.layout.selection import Selection
 from distbelief.roles import Role
-from distbelief.runtime.assembling import (
-    Makings,
-    Split,
-    assemble,
-    evaluating_machine,
-    place_in,
-)
+from distbelief.runtime.assembling import Makings, Split, assemble, evaluating_machine, place_in
 from distbelief.runtime.common_roles import layout_of
 from distbelief.runtime.execution.operations import Dataflow
 from distbelief.runtime.machine.leading import Leader
@@ -56,10 +50,7 @@ def _summing_machine(
     foreman = None
     if place.machine == 0:
         foreman = Foreman(
-            of_replica,
-            course=course,
-            n_machines=n_machines,
-            await_begin=context.await_begin,
+            of_replica, course=course, n_machines=n_machines, await_begin=context.await_begin
         )
     sums = PartSums(
         _keeping(flow, layout_of(context), parts.dtype),

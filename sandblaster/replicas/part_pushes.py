@@ -59,9 +59,7 @@ class PartPushes:
         staged: Grants whose parts every shard holds, the newest last.
     """
 
-    def __init__(
-        self, client: ParameterClient, *, n_bytes: float, has_parts: bool
-    ) -> None:
+    def __init__(self, client: ParameterClient, *, n_bytes: float, has_parts: bool) -> None:
         self.staged: deque[int] = deque(maxlen=N_TOLD)
         self._client = client
         self._n_bytes = n_bytes
@@ -101,9 +99,7 @@ class PartPushes:
 
     def stage(self) -> Sequence[Action]:
         """Lay what was granted into slots, once one is free on every shard."""
-        self._to_push = {
-            g: key for g, key in self._to_push.items() if key in self._sums
-        }
+        self._to_push = {g: key for g, key in self._to_push.items() if key in self._sums}
         client = self._client
         if not self._to_push or not (client.ready and client.can_push):
             return []

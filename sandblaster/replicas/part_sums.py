@@ -215,9 +215,7 @@ class PartSums:
             self._find_blame()
             return Vote(square=math.nan, settle=_nothing, cost=Cost())
         kept = Kept(
-            total=total,
-            n_portions=self._course.n_steps(order),
-            n_examples=order.stop - order.start,
+            total=total, n_portions=self._course.n_steps(order), n_examples=order.stop - order.start
         )
         self._done = self._key, kept
         return Vote(square=0.0, settle=_nothing, cost=Cost())
@@ -280,9 +278,7 @@ class PartSums:
 
     # ---------------------------------------------------------------------- the leader
 
-    def command(
-        self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds
-    ) -> Outgoing:
+    def command(self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds) -> Outgoing:
         """Obey the supervisor, if this machine leads."""
         assert self._foreman is not None
         return self._foreman.command(leader, message, now)
@@ -305,10 +301,7 @@ class PartSums:
 
     def figures(self) -> Mapping[str, float]:
         """Return counters."""
-        return {
-            "samples": float(self._n_computed),
-            "sets_held": float(len(self.pushes)),
-        }
+        return {"samples": float(self._n_computed), "sets_held": float(len(self.pushes))}
 
 
 def _nothing(square: float, sample: int | None) -> None:

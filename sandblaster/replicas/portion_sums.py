@@ -57,9 +57,7 @@ class PortionSums:
         self._trainer = trainer
         model = trainer.model
         self.values = model.values
-        self._buffers = [
-            index for index, spec in enumerate(model.specs()) if spec.kind == "buffer"
-        ]
+        self._buffers = [index for index, spec in enumerate(model.specs()) if spec.kind == "buffer"]
         self._fetched: list[torch.Tensor] = []
 
     @property

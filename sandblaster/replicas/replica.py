@@ -21,12 +21,7 @@ from functools import partial
 from typing import Final, final
 
 from distbelief.downpour.steps import Trainer
-from distbelief.errors import (
-    DistBeliefError,
-    JobError,
-    LocalProtocolError,
-    RemoteProtocolError,
-)
+from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.messages import Assignment, Begin, Finished, Stop
 from distbelief.parameter_server.client.client import ParameterClient, Staged
 from distbelief.roles import (
@@ -108,16 +103,12 @@ class SandblasterReplica:
         self._sums = PortionSums(trainer)
         self._prefetch = Prefetch(self._sums, samples)
         self._tries = Tries(config.cutting)
-        self._parameters = Parameters(
-            client, self._sums, retry_seconds=config.retry_seconds
-        )
+        self._parameters = Parameters(client, self._sums, retry_seconds=config.retry_seconds)
         self._incarnation = 0
         self._begun = not await_begin
         self._stopped_by: Address | None = None
         self._busy = False  # the compute lane
-        self._current: Try | None = (
-            None  # whose portion is computed, or whose sum pushed
-        )
+        self._current: Try | None = None  # whose portion is computed, or whose sum pushed
         self._accruing: Try | None = None  # what the model has accrued is of this one
         self._computing_for = (0, 0)  # which evaluation
         self._n_computed = 0  # examples of this life
@@ -158,9 +149,7 @@ class SandblasterReplica:
         """
         actions = self._client.handle(event, now)
         tries = self._tries
-        if tries.awaits_shards and tries.acknowledged(
-            n_waiting=self._client.unacknowledged
-        ):
+        if tries.awaits_shards and tries.acknowledged(n_waiting=self._client.unacknowledged):
             actions += self._say(now)
         if self._busy or not self._begun:
             return actions
@@ -308,9 +297,7 @@ class SandblasterReplica:
         self._busy, self._current, self._accruing = True, one, one
         self._computing_for = self._tries.key
         work = partial(self._sums.step, batch, is_first=is_first, is_last=one.is_last)
-        cost = Cost(
-            flops=self._sums.flops(batch.n_samples), n_bytes=float(self._sums.n_bytes)
-        )
+        cost = Cost(flops=self._sums.flops(batch.n_samples), n_bytes=float(self._sums.n_bytes))
         return [Compute(name="replica:portion", work=work, cost=cost)]
 
     def _end_portion(self, event: Computed, now: Seconds) -> Sequence[Action]:
@@ -350,11 +337,7 @@ class SandblasterReplica:
         assert one is not None
         assert isinstance(result, Staged), result
         actions = self._client.staged(
-            result,
-            n_gradients=len(one.portions),
-            samples=one.n_examples,
-            grant=one.grant,
-            now=now,
+            result, n_gradients=len(one.portions), samples=one.n_examples, grant=one.grant, now=now
         )
         self._tries.pushed(one, is_finite=result.finite)
         return actions if result.finite else [*actions, *self._say(now)]

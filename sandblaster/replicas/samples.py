@@ -24,9 +24,7 @@ class Samples:
 
     def __init__(self, n_samples: int, *, seed: int | None = None) -> None:
         if n_samples < 1:
-            raise JobError(
-                f"the training data has {n_samples} samples: a batch needs at least one"
-            )
+            raise JobError(f"the training data has {n_samples} samples: a batch needs at least one")
         self.n_samples = n_samples
         order = np.arange(n_samples, dtype=np.int64)
         if seed is not None:

@@ -130,9 +130,7 @@ class SplitReplica:
                 return self._machine.wake(now)
             case PushPart() if machine == 0:
                 self._sums.push(message)
-                return (
-                    self._tell(now) if message.grant in self._sums.pushes.staged else []
-                )
+                return self._tell(now) if message.grant in self._sums.pushes.staged else []
             case Gather() if machine == 0:
                 self._course.know(message.life, message.order)
                 return self._machine.handle(event, now)

@@ -123,9 +123,7 @@ class Tries:
             known = None if is_new else self._tries.get(task.attempt)
             if known is None:
                 portions = tuple(batch.portions(task.set_index, self._cutting))
-                known = Try(
-                    set_index=task.set_index, attempt=task.attempt, portions=portions
-                )
+                known = Try(set_index=task.set_index, attempt=task.attempt, portions=portions)
             known.grant = task.grant
             tries[task.attempt] = known
         self._tries = tries

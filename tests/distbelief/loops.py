@@ -67,10 +67,7 @@ class Server:
 
         def worker(memory: Memory) -> Worker:
             client = ParameterClient(
-                ClientConfig(pushes=True),
-                layout=self.layout,
-                shards=self.shards,
-                memory=memory,
+                ClientConfig(pushes=True), layout=self.layout, shards=self.shards, memory=memory
             )
             join = Join(endpoint="", host=memory.host, pid=0)
             return Worker(client=client, join=join)
@@ -80,9 +77,7 @@ class Server:
             **dict.fromkeys(self.workers, worker),
         }
         self.simulation = SimulatedCluster(
-            roles,
-            seed=0,
-            options=ClusterOptions(introduce=True, machine=Machine(host=host)),
+            roles, seed=0, options=ClusterOptions(introduce=True, machine=Machine(host=host))
         )
 
     def values(self) -> list[torch.Tensor]:
@@ -95,10 +90,7 @@ class Server:
         return tensors
 
     def optimizer(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        params: object,
-        **options: float | bool | None,
+        self, monkeypatch: pytest.MonkeyPatch, params: object, **options: float | bool | None
     ) -> distbelief.DownpourSGD:
         """Return the optimizer of another loop."""
         server = self
@@ -111,10 +103,7 @@ class Server:
 
         monkeypatch.setattr("distbelief.optimizer.Session", OfThis)
         address = ServerAddress(
-            endpoint="ipc:///nowhere/.supervisor.1",
-            run="t",
-            n_shards=len(self.shards),
-            memory="",
+            endpoint="ipc:///nowhere/.supervisor.1", run="t", n_shards=len(self.shards), memory=""
         )
         return distbelief.DownpourSGD(
             params,  # type: ignore[arg-type]

@@ -85,9 +85,7 @@ _BY_HINT: list[tuple[object, st.SearchStrategy[object]]] = [
     (
         tuple[PeerEntry, ...],
         st.lists(
-            st.builds(
-                PeerEntry, name=names, incarnation=counts, endpoint=names, host=names
-            ),
+            st.builds(PeerEntry, name=names, incarnation=counts, endpoint=names, host=names),
             max_size=4,
         ).map(tuple),
     ),
@@ -106,10 +104,7 @@ def _values_of(hint: object) -> st.SearchStrategy[object]:
 def _structs_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
     """Any legal struct of one kind."""
     hints = get_type_hints(kind, include_extras=True)
-    fields = {
-        field.name: _values_of(hints[field.name])
-        for field in msgspec.structs.fields(kind)
-    }
+    fields = {field.name: _values_of(hints[field.name]) for field in msgspec.structs.fields(kind)}
     return st.builds(kind, **fields)
 
 
@@ -130,9 +125,7 @@ _OF_SANDBLASTER = [
     ),
 ]
 _BY_HINT += _OF_SANDBLASTER
-_BY_HINT += [
-    (get_type_hints(Mark, include_extras=True)["vectors"], st.just(("s0", "y0"))),
-]
+_BY_HINT += [(get_type_hints(Mark, include_extras=True)["vectors"], st.just(("s0", "y0")))]
 _BY_HINT += [(Mark | None, st.none() | _structs_of(Mark))]
 _BY_HINT += [
     (get_type_hints(kind, include_extras=True)[field], strategy)
@@ -153,12 +146,7 @@ _BY_HINT += [
         (Piece, "content", st.binary(max_size=200).map(Blob)),
     )
 ]
-_BY_HINT += [
-    (
-        get_type_hints(HostReport, include_extras=True)["ended"],
-        _tuples_of(DutyEnded),
-    )
-]
+_BY_HINT += [(get_type_hints(HostReport, include_extras=True)["ended"], _tuples_of(DutyEnded))]
 _BY_HINT += [(SetOrder | None, st.none() | _structs_of(SetOrder))]
 _BY_HINT += [(Task, st.one_of([_structs_of(kind) for kind in get_args(Task)]))]
 
@@ -179,8 +167,7 @@ def same(left: object, right: object) -> bool:
         equal = left.content == right.content
     elif isinstance(left, msgspec.Struct) and type(left) is type(right):
         equal = all(
-            same(getattr(left, name), getattr(right, name))
-            for name in left.__struct_fields__
+            same(getattr(left, name), getattr(right, name)) for name in left.__struct_fields__
         )
     else:
         equal = repr(left) == repr(right)  # NaN is NaN here, and -0.0 is not 0.0

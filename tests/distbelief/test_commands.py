@@ -37,12 +37,7 @@ TABLE: list[tuple[Command, set[str], set[str], int]] = [
     (Scale(target="t", a=2.0), {"t"}, {"t"}, 0),
     (Axpy(target="t", a=2.0, x="a"), {"t", "a"}, {"t"}, 0),
     (Multiply(target="t", x="a"), {"t", "a"}, {"t"}, 0),
-    (
-        LinearCombination(target="t", terms=(Term(1.0, "a"), Term(2.0, "b"))),
-        {"a", "b"},
-        {"t"},
-        0,
-    ),
+    (LinearCombination(target="t", terms=(Term(1.0, "a"), Term(2.0, "b"))), {"a", "b"}, {"t"}, 0),
     (Pointwise(target="t", function="sign", x="a"), {"a"}, {"t"}, 0),
     (Pointwise(target="t", function="align", x="a", y="b"), {"a", "b"}, {"t"}, 0),
     (Drop(names=("a", "b")), set(), {"a", "b"}, 0),
@@ -96,18 +91,12 @@ def test_answers_are_added_in_the_order_of_the_shards() -> None:
 
 
 def test_norms_combine_each_in_its_own_way() -> None:
-    batch = (
-        Norm(x="a", order="1"),
-        Norm(x="a", order="2"),
-        Norm(x="a", order="inf"),
-    )
+    batch = (Norm(x="a", order="1"), Norm(x="a", order="2"), Norm(x="a", order="inf"))
     assert combine(batch, [(3.0, 9.0, 3.0), (4.0, 16.0, 4.0)]) == (7.0, 5.0, 4.0)
 
 
 @pytest.mark.parametrize("partials", [(1.0, math.nan), (math.nan, 1.0)])
-def test_a_largest_element_that_is_nan_is_not_lost(
-    partials: tuple[float, float],
-) -> None:
+def test_a_largest_element_that_is_nan_is_not_lost(partials: tuple[float, float]) -> None:
     (norm,) = combine((Norm(x="a", order="inf"),), [(p,) for p in partials])
     assert math.isnan(norm)
 
@@ -118,7 +107,5 @@ def test_a_square_that_cannot_be_is_nan_and_no_crash() -> None:
 
 
 def test_an_answer_of_the_wrong_length_names_its_shard() -> None:
-    with pytest.raises(
-        RemoteProtocolError, match="answered a batch of 1 commands with 2"
-    ):
+    with pytest.raises(RemoteProtocolError, match="answered a batch of 1 commands with 2"):
         combine((Dot(x="a", y="b"),), [(1.0,), (1.0, 2.0)])

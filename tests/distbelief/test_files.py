@@ -96,11 +96,7 @@ def test_drafts_of_the_killed_go_with_the_next_file_and_those_of_the_living_stay
         (draft,) = tmp_path.iterdir()
         (tmp_path / "mine.tmp").touch()
         files.write(tmp_path / "b", b"")
-        assert {path.name for path in tmp_path.iterdir()} == {
-            draft.name,
-            "mine.tmp",
-            "b",
-        }
+        assert {path.name for path in tmp_path.iterdir()} == {draft.name, "mine.tmp", "b"}
         writer.kill()
     files.write(tmp_path / "c", b"")
     assert {path.name for path in tmp_path.iterdir()} == {"mine.tmp", "b", "c"}

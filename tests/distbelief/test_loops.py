@@ -48,11 +48,7 @@ def assert_same(parameters: Sequence[torch.Tensor], others: nn.Module) -> None:
 @pytest.mark.parametrize("n_push", [1, 2, 5, 10])
 @pytest.mark.parametrize("n_fetch", [1, 2, 5, 10])
 def test_one_worker_alone_is_plain_sgd_however_seldom_it_fetches_and_pushes(
-    monkeypatch: pytest.MonkeyPatch,
-    model: nn.Module,
-    n_fetch: int,
-    n_push: int,
-    host: str,
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, n_fetch: int, n_push: int, host: str
 ) -> None:
     """A fetch overwrote the local steps whose gradients were not pushed yet."""
     plain = copy.deepcopy(model)
@@ -130,11 +126,7 @@ RULES: dict[str, tuple[UpdateRule, Callable[..., torch.optim.Optimizer], Any]] =
         torch.optim.SGD,
         {"lr": RATE, "momentum": 0.9, "weight_decay": 0.1},
     ),
-    "adam": (
-        distbelief.Adam(learning_rate=0.01),
-        torch.optim.Adam,
-        {"lr": 0.01},
-    ),
+    "adam": (distbelief.Adam(learning_rate=0.01), torch.optim.Adam, {"lr": 0.01}),
 }
 
 
@@ -167,8 +159,7 @@ def test_one_gradient_in_any_step_of_a_push_is_enough_to_be_updated(
     take_steps(model, optimizer, 4)  # pushes 0, then 1 and 2: the last uses `seldom`
     optimizer._wait(lambda: optimizer._session.client.unacknowledged == 0, "")
     moved = [
-        not torch.equal(one, other)
-        for one, other in zip(before, server.values(), strict=True)
+        not torch.equal(one, other) for one, other in zip(before, server.values(), strict=True)
     ]
     assert moved == [False, False, True, True, True, True]
 
@@ -199,12 +190,7 @@ def test_sparse_gradients_are_those_of_a_dense_embedding(
         rule = distbelief.SGD(learning_rate=RATE)
         server = Server(list(model.parameters()), rule=rule)
         optimizer = server.optimizer(
-            monkeypatch,
-            model.parameters(),
-            n_fetch=n,
-            n_push=n,
-            learning_rate=RATE,
-            blocking=True,
+            monkeypatch, model.parameters(), n_fetch=n, n_push=n, learning_rate=RATE, blocking=True
         )
         for step in range(7):
             optimizer.zero_grad()
@@ -219,9 +205,7 @@ def test_sparse_gradients_are_those_of_a_dense_embedding(
 
 
 @pytest.fixture
-def optimizer(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module
-) -> distbelief.DownpourSGD:
+def optimizer(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> distbelief.DownpourSGD:
     rule = distbelief.SGD(learning_rate=RATE)
     server = Server(list(model.parameters()), rule=rule, n_loops=2)
     return server.optimizer(monkeypatch, model.parameters())
@@ -239,23 +223,18 @@ SCHEDULERS: list[Callable[[torch.optim.Optimizer], object]] = [
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_schedulers_of_torch_are_refused_with_what_to_use(
-    optimizer: distbelief.DownpourSGD,
-    scheduler: Callable[[torch.optim.Optimizer], object],
+    optimizer: distbelief.DownpourSGD, scheduler: Callable[[torch.optim.Optimizer], object]
 ) -> None:
     """Each raised KeyError: 'lr'."""
     with pytest.raises(
-        distbelief.JobError,
-        match=r"no '(lr|initial_lr)'.*give the server's rule .* schedule=",
+        distbelief.JobError, match=r"no '(lr|initial_lr)'.*give the server's rule .* schedule="
     ):
         scheduler(optimizer)
 
 
 @pytest.mark.parametrize("key", ["lr", "weight_decay", "momentum", "betas"])
 def test_a_group_that_states_what_is_the_servers_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-    model: nn.Module,
-    optimizer: distbelief.DownpourSGD,
-    key: str,
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, optimizer: distbelief.DownpourSGD, key: str
 ) -> None:
     """It was accepted and ignored."""
     server = Server(list(model.parameters()), rule=distbelief.SGD(learning_rate=RATE))
@@ -275,8 +254,7 @@ def test_groups_may_have_rates_of_their_own_for_local_steps(
     before = [parameter.detach().clone() for parameter in model.parameters()]
     take_steps(model, optimizer, 2)
     moved = [
-        not torch.equal(one, other)
-        for one, other in zip(before, model.parameters(), strict=True)
+        not torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True)
     ]
     assert moved == [True, True, False, False]
     with pytest.raises(distbelief.JobError, match="learning_rate is -1; use 0 or more"):

@@ -14,12 +14,7 @@ from typing import Protocol
 import pytest
 
 from distbelief import node as node_module
-from distbelief.errors import (
-    JobError,
-    PeerLostError,
-    RemoteProtocolError,
-    StorageError,
-)
+from distbelief.errors import JobError, PeerLostError, RemoteProtocolError, StorageError
 from distbelief.job.hosts.host import Host
 from distbelief.job.hosts.host_config import HostConfig
 from distbelief.job.hosts.site import HostSite
@@ -87,11 +82,7 @@ class Build(Protocol):
     """Makes a node for a role that reacts so."""
 
     def __call__(
-        self,
-        react: React,
-        *,
-        store: SnapshotStore | None = None,
-        launcher: Launcher | None = None,
+        self, react: React, *, store: SnapshotStore | None = None, launcher: Launcher | None = None
     ) -> tuple[Node, Scripted]: ...
 
 
@@ -120,10 +111,7 @@ def build(transport: ZmqTransport, log: list[tuple[str, str]]) -> Iterator[Build
     nodes: list[Node] = []
 
     def build(
-        react: React,
-        *,
-        store: SnapshotStore | None = None,
-        launcher: Launcher | None = None,
+        react: React, *, store: SnapshotStore | None = None, launcher: Launcher | None = None
     ) -> tuple[Node, Scripted]:
         role = Scripted(react)
         node = Node(
@@ -186,9 +174,7 @@ def test_a_message_sent_arrives_as_an_event(build: Build) -> None:
 
 def test_what_is_sent_beside_halt_still_goes_out(build: Build, tmp_path: Path) -> None:
     with link("other", tmp_path) as other:
-        connect = Connect(
-            peer=Address("other"), incarnation=1, endpoint=other.endpoint, host=""
-        )
+        connect = Connect(peer=Address("other"), incarnation=1, endpoint=other.endpoint, host="")
         words = Send(receiver=Address("other"), message=Save(label="last words"))
         node, _ = build(lambda _event, _now: [connect, Halt(), words])
         assert node.run() is None
@@ -220,9 +206,7 @@ def test_reports_go_to_the_log(build: Build, log: list[tuple[str, str]]) -> None
 def test_a_peer_that_cannot_be_connected_is_logged(
     build: Build, log: list[tuple[str, str]]
 ) -> None:
-    far = Connect(
-        peer=Address("far"), incarnation=1, endpoint="tcp://10.0.0.1:1", host=""
-    )
+    far = Connect(peer=Address("far"), incarnation=1, endpoint="tcp://10.0.0.1:1", host="")
     node, _ = build(lambda _event, _now: [far, Halt()])
     assert node.run() is None
     ((level, text),) = log
@@ -320,9 +304,7 @@ def test_messages_are_handled_while_work_goes_on(build: Build) -> None:
     def react(event: Event, _now: Seconds) -> Sequence[Action]:
         match event:
             case Started():
-                work = Compute(
-                    name="gradient", work=lambda: handled.wait(PATIENCE_SECONDS)
-                )
+                work = Compute(name="gradient", work=lambda: handled.wait(PATIENCE_SECONDS))
                 return [work, Send(receiver=ME, message=Alive())]
             case Received():
                 handled.set()
@@ -338,9 +320,7 @@ def test_messages_are_handled_while_work_goes_on(build: Build) -> None:
 
 
 def test_work_that_raises_is_answered_with_the_error(build: Build) -> None:
-    node, role = build(
-        on_start(Compute(name="batch", work=lambda: 1 / 0, lane=Lane.DATA))
-    )
+    node, role = build(on_start(Compute(name="batch", work=lambda: 1 / 0, lane=Lane.DATA)))
     assert node.run() is None
     answer = role.events[1]
     assert isinstance(answer, Computed)
@@ -362,10 +342,7 @@ def test_work_without_an_end_is_left_behind_and_named(
     node, _ = build(react)
     assert node.run() is None
     assert log == [
-        (
-            "warning",
-            "me: endless (compute) is not done 0.02 s after the end: left behind",
-        )
+        ("warning", "me: endless (compute) is not done 0.02 s after the end: left behind")
     ]
     end.set()
     monkeypatch.undo()
@@ -420,12 +397,8 @@ def test_a_snapshot_is_saved_under_the_roles_name(build: Build) -> None:
 
 
 @pytest.mark.parametrize("error", [StorageError("disk full"), OSError("disk full")])
-def test_a_snapshot_that_cannot_be_saved_is_answered_so(
-    build: Build, error: Exception
-) -> None:
-    node, role = build(
-        on_start(Persist(snapshot=SNAPSHOT)), store=Shelf(save_error=error)
-    )
+def test_a_snapshot_that_cannot_be_saved_is_answered_so(build: Build, error: Exception) -> None:
+    node, role = build(on_start(Persist(snapshot=SNAPSHOT)), store=Shelf(save_error=error))
     assert node.run() is None
     answer = role.events[1]
     assert isinstance(answer, Persisted)
@@ -446,9 +419,7 @@ def test_a_role_is_told_that_its_snapshots_cannot_be_used(build: Build) -> None:
     shelf = Shelf(newest_error=StorageError("no snapshot of me is whole"))
     node, role = build(lambda _event, _now: [Halt()], store=shelf)
     node.run()
-    assert role.events == [
-        Started(incarnation=4, unrestored="no snapshot of me is whole")
-    ]
+    assert role.events == [Started(incarnation=4, unrestored="no snapshot of me is whole")]
 
 
 def test_a_store_that_fails_otherwise_ends_the_role(build: Build) -> None:
@@ -477,14 +448,10 @@ def test_what_a_peer_did_wrong_is_logged_seldom_and_dropped(
     node, role = build(react)
     assert node.run() is None
     assert len(role.events) == 22
-    assert log == [
-        ("warning", f"refused, {n} so far: me sent Alive") for n in (1, 2, 4, 8, 16)
-    ]
+    assert log == [("warning", f"refused, {n} so far: me sent Alive") for n in (1, 2, 4, 8, 16)]
 
 
-@pytest.mark.parametrize(
-    "error", [PeerLostError("shard-1 silent for 60 s"), JobError("no data")]
-)
+@pytest.mark.parametrize("error", [PeerLostError("shard-1 silent for 60 s"), JobError("no data")])
 def test_an_error_raised_on_purpose_ends_the_role_without_a_traceback(
     build: Build, log: list[tuple[str, str]], error: Exception
 ) -> None:
@@ -496,9 +463,7 @@ def test_an_error_raised_on_purpose_ends_the_role_without_a_traceback(
     assert log == [("error", f"me cannot go on: {type(error).__name__}: {error}")]
 
 
-def test_a_bug_ends_the_role_with_a_traceback(
-    build: Build, log: list[tuple[str, str]]
-) -> None:
+def test_a_bug_ends_the_role_with_a_traceback(build: Build, log: list[tuple[str, str]]) -> None:
     def react(_event: Event, _now: Seconds) -> Sequence[Action]:
         raise KeyError("step")
 
@@ -554,9 +519,7 @@ def test_a_post_from_another_thread_wakes_the_node(build: Build) -> None:
 def test_a_post_from_a_signal_handler_wakes_the_node(build: Build) -> None:
     def react(event: Event, _now: Seconds) -> Sequence[Action]:
         if isinstance(event, Started):
-            work = Compute(
-                name="kill", work=lambda: os.kill(os.getpid(), signal.SIGUSR1)
-            )
+            work = Compute(name="kill", work=lambda: os.kill(os.getpid(), signal.SIGUSR1))
             return [work]
         return [Halt()] if event == NEWS else []
 
@@ -637,9 +600,7 @@ def test_ticks_come_in_the_callers_thread_while_nothing_happens(build: Build) ->
     assert set(ticks) == {threading.get_ident()}
 
 
-def test_a_broken_display_does_not_end_the_job(
-    build: Build, log: list[tuple[str, str]]
-) -> None:
+def test_a_broken_display_does_not_end_the_job(build: Build, log: list[tuple[str, str]]) -> None:
     def react(event: Event, now: Seconds) -> Sequence[Action]:
         if isinstance(event, Started):
             return [SetTimer(name="end", at=now + 0.02)]
@@ -710,10 +671,7 @@ def a_host() -> Role:
 
 @pytest.mark.parametrize("make_role", [a_supervisor, a_host])
 def test_only_what_is_posted_here_is_the_users_word(
-    make_role: Callable[[], Role],
-    transport: ZmqTransport,
-    tmp_path: Path,
-    fleet: Fleet,
+    make_role: Callable[[], Role], transport: ZmqTransport, tmp_path: Path, fleet: Fleet
 ) -> None:
     """Whoever reached the port of either could end it: it sent Stop as "user"."""
     role = make_role()
@@ -721,24 +679,19 @@ def test_only_what_is_posted_here_is_the_users_word(
     stop = Stop(reason="Ctrl+C")
     said: list[str] = []
     node = Node(
-        role,
-        transport=transport,
-        log=lambda _level, text: said.append(text),
-        launcher=fleet,
+        role, transport=transport, log=lambda _level, text: said.append(text), launcher=fleet
     )
     with node, link(USER, tmp_path) as forger:
         forger.connect(ME, 4, transport.endpoint)
         forger.send(ME, stop)
         assert node.pump(
-            lambda: transport.counters.malformed == 1,
-            timeout_seconds=PATIENCE_SECONDS,
+            lambda: transport.counters.malformed == 1, timeout_seconds=PATIENCE_SECONDS
         )
         assert not any("Ctrl+C" in text for text in said)
         before = role.status()[0]
         node.post(Received(sender=USER, incarnation=0, message=stop))
         node.pump(
-            lambda: node.halted or role.status()[0] != before,
-            timeout_seconds=PATIENCE_SECONDS,
+            lambda: node.halted or role.status()[0] != before, timeout_seconds=PATIENCE_SECONDS
         )
         assert node.halted or role.status()[0] != before
 
@@ -751,9 +704,7 @@ def test_roles_are_launched_and_terminated_and_their_end_is_an_event(
     node, role = build(on_start(launch, terminate), launcher=fleet)
     assert node.run() is None
     assert fleet.asked == ["launch shard-0 2", "terminate shard-1"]
-    assert role.events[1] == PeerLost(
-        peer=Address("shard-0"), incarnation=2, reason="exit code 1"
-    )
+    assert role.events[1] == PeerLost(peer=Address("shard-0"), incarnation=2, reason="exit code 1")
 
 
 def test_a_role_that_cannot_be_launched_is_lost(build: Build, fleet: Fleet) -> None:

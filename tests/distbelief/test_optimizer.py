@@ -55,9 +55,7 @@ def test_a_server_of_another_run_is_told_from_one_that_is_away() -> None:
         try:
             with pytest.raises(distbelief.PeerLostError) as caught:
                 distbelief.DownpourSGD(
-                    [nn.Parameter(torch.zeros(3))],
-                    server=str(address),
-                    timeout_seconds=1.0,
+                    [nn.Parameter(torch.zeros(3))], server=str(address), timeout_seconds=1.0
                 )
         finally:
             over.set()
@@ -70,10 +68,7 @@ def test_a_server_of_another_run_is_told_from_one_that_is_away() -> None:
 
 def test_a_server_whose_directory_is_gone_has_ended(tmp_path: Path) -> None:
     address = ServerAddress(
-        endpoint=f"ipc://{tmp_path}/gone/.supervisor.1",
-        run="r",
-        n_shards=1,
-        memory="",
+        endpoint=f"ipc://{tmp_path}/gone/.supervisor.1", run="r", n_shards=1, memory=""
     )
     with pytest.raises(distbelief.PeerLostError, match="whoever made it has ended"):
         distbelief.DownpourSGD([nn.Parameter(torch.zeros(3))], server=str(address))
@@ -84,9 +79,7 @@ def test_who_leaves_a_server_says_so(tmp_path: Path) -> None:
     over, told = threading.Event(), list[Message]()
 
     def serve(transport: ZmqTransport) -> None:
-        entry = PeerEntry(
-            name="shard-0", incarnation=1, endpoint=transport.endpoint, host=""
-        )
+        entry = PeerEntry(name="shard-0", incarnation=1, endpoint=transport.endpoint, host="")
         while not over.is_set():
             transport.poll(0.02)
             for envelope in transport.receive():
@@ -97,17 +90,13 @@ def test_who_leaves_a_server_says_so(tmp_path: Path) -> None:
                     transport.send(worker, Peers(entries=(entry,)))
 
     with link(SUPERVISOR, tmp_path) as transport:
-        address = ServerAddress(
-            endpoint=transport.endpoint, run="run", n_shards=1, memory=""
-        )
+        address = ServerAddress(endpoint=transport.endpoint, run="run", n_shards=1, memory="")
         server = threading.Thread(target=serve, args=(transport,))
         server.start()
         try:
             with pytest.raises(distbelief.PeerLostError, match="a welcome"):
                 distbelief.DownpourSGD(
-                    [nn.Parameter(torch.zeros(3))],
-                    server=str(address),
-                    timeout_seconds=2.0,
+                    [nn.Parameter(torch.zeros(3))], server=str(address), timeout_seconds=2.0
                 )
             poll(lambda: isinstance(told[-1], Finished), seconds=5.0)
         finally:
@@ -129,10 +118,7 @@ def compilers_after_a_first_step() -> list[str]:
 def test_a_worker_begins_without_torchs_compiler() -> None:
     # torch's own optimisers import it when they are made: of a worker that was killed
     # and started again that took 6 s of a processor, and the others' steps with it.
-    assert (
-        answers("tests.distbelief.test_optimizer", "t.compilers_after_a_first_step()")
-        == []
-    )
+    assert answers("tests.distbelief.test_optimizer", "t.compilers_after_a_first_step()") == []
 
 
 def test_where_the_compiler_is_known_already_it_is_left_to_torch(

@@ -66,10 +66,7 @@ def test_where_there_is_no_room_for_one_the_error_says_so(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(place / "nowhere"))
-    with (
-        pytest.raises(StorageError, match=r"cannot make .*nowhere.*No such file"),
-        scratch(),
-    ):
+    with pytest.raises(StorageError, match=r"cannot make .*nowhere.*No such file"), scratch():
         pass
 
 

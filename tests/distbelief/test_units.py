@@ -30,16 +30,11 @@ DIMENSIONS: list[Dimension] = ["time", "bytes", "rate", "compute"]
         ("7 FLOP/s", "compute", 7.0),
     ],
 )
-def test_each_unit_says_what_it_is(
-    text: str, dimension: Dimension, value: float
-) -> None:
+def test_each_unit_says_what_it_is(text: str, dimension: Dimension, value: float) -> None:
     assert parse(text, dimension) == value
 
 
-@given(
-    st.sampled_from(DIMENSIONS),
-    st.floats(min_value=0, max_value=1e15, allow_subnormal=False),
-)
+@given(st.sampled_from(DIMENSIONS), st.floats(min_value=0, max_value=1e15, allow_subnormal=False))
 def test_what_is_shown_reads_back_exactly(dimension: Dimension, value: float) -> None:
     assert parse(show(value, dimension), dimension) == value
 
@@ -49,15 +44,11 @@ def test_the_space_before_a_unit_may_be_left_out(
     dimension: Dimension, data: st.DataObject, number: int
 ) -> None:
     unit = data.draw(st.sampled_from(sorted(UNITS[dimension])))
-    assert parse(f"{number}{unit}", dimension) == parse(
-        f" {number}  {unit} ", dimension
-    )
+    assert parse(f"{number}{unit}", dimension) == parse(f" {number}  {unit} ", dimension)
 
 
 @given(st.sampled_from(DIMENSIONS), st.text() | st.integers() | st.floats())
-def test_whatever_is_no_quantity_is_refused_in_words(
-    dimension: Dimension, value: object
-) -> None:
+def test_whatever_is_no_quantity_is_refused_in_words(dimension: Dimension, value: object) -> None:
     with suppress(JobFileError):
         assert parse(value, dimension) >= 0
 

@@ -5,15 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
-from distbelief.messages import (
-    Alive,
-    Blob,
-    Failed,
-    Heartbeat,
-    Message,
-    Piece,
-    PushBlock,
-)
+from distbelief.messages import Alive, Blob, Failed, Heartbeat, Message, Piece, PushBlock
 from distbelief.vectors import BLOCK_BYTES, ELEMENT_TYPES, Vector
 from distbelief.wire import HEADER_BYTES_MAX, Frame, Wire
 from tests.distbelief.message_strategies import (

@@ -57,9 +57,7 @@ def writer(paper: Paper, told: list[str]) -> Iterator[Writer]:
     assert writer.close(seconds_max=PATIENCE_SECONDS)
 
 
-def test_all_that_was_handed_over_is_written_in_order(
-    writer: Writer, paper: Paper
-) -> None:
+def test_all_that_was_handed_over_is_written_in_order(writer: Writer, paper: Paper) -> None:
     with writer:
         for n in range(3):
             writer.write(lambda n=n: paper.write(str(n)))  # type: ignore[misc]
@@ -76,9 +74,7 @@ def test_nobody_waits_for_what_hangs(writer: Writer, paper: Paper) -> None:
     assert paper.lines == ["first", "second"]
 
 
-def test_of_what_is_renewed_only_the_newest_is_written(
-    writer: Writer, paper: Paper
-) -> None:
+def test_of_what_is_renewed_only_the_newest_is_written(writer: Writer, paper: Paper) -> None:
     writer.start()
     paper.hang(writer)
     writer.renew("status", lambda: paper.write("old"))
@@ -113,9 +109,7 @@ def test_a_job_that_fails_is_told_and_ends_no_other(
     assert "ZeroDivisionError" in told[0]
 
 
-def test_the_end_waits_for_what_hangs_but_not_for_ever(
-    writer: Writer, paper: Paper
-) -> None:
+def test_the_end_waits_for_what_hangs_but_not_for_ever(writer: Writer, paper: Paper) -> None:
     writer.start()
     paper.hang(writer)
     assert not writer.close(seconds_max=0.01)

@@ -17,9 +17,7 @@ def commands() -> list[str]:
     """Return what is run, as modules."""
     texts = [(ROOT / name).read_text() for name in DOCUMENTS]
     found = {
-        module or path.replace("/", ".")
-        for text in texts
-        for module, path in COMMAND.findall(text)
+        module or path.replace("/", ".") for text in texts for module, path in COMMAND.findall(text)
     }
     return sorted(found - {"experiments.benchmarks.NAME"})
 

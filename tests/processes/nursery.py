@@ -32,9 +32,7 @@ from distbelief.job.processes import forkserver, launcher
 
 
 MESSAGE_BYTES_MAX = 1 << 16
-ONE_THREAD = dict.fromkeys(
-    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
-)
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 # ----------------------------------------------------------------------- for the tests
 
@@ -60,11 +58,7 @@ class Nursery:
 
     def start(self, words: Sequence[str], *, folder: Path, output: IO[bytes]) -> int:
         """Start `distbelief WORDS...` in this folder; return its process's number."""
-        request = {
-            "words": list(words),
-            "folder": str(folder),
-            "environment": dict(os.environ),
-        }
+        request = {"words": list(words), "folder": str(folder), "environment": dict(os.environ)}
         socket.send_fds(self._link, [json.dumps(request).encode()], [output.fileno()])
         while True:
             answer = self._answer(300.0)

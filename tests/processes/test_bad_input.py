@@ -283,9 +283,7 @@ READ = [
 
 
 @pytest.mark.parametrize(("override", "claim"), READ)
-def test_a_number_beyond_all_measure_is_refused(
-    folder: Path, override: str, claim: str
-) -> None:
+def test_a_number_beyond_all_measure_is_refused(folder: Path, override: str, claim: str) -> None:
     with pytest.raises(JobError, match=claim) as caught:
         load_job(folder / "tiny.toml", overrides=[override])
     assert str(caught.value).startswith(f"--set {override}: [")
@@ -326,10 +324,7 @@ def test_shared_memory_without_room_is_named() -> None:
 def test_mistakes_before_a_run_leave_nothing_but_their_message(folder: Path) -> None:
     weights = sets("model.initial=./nowhere.safetensors")
     leaves = sets("data.train.factory=leaves:points")
-    with (
-        train(folder, *weights) as first,
-        train(folder, *leaves) as second,
-    ):
+    with train(folder, *weights) as first, train(folder, *leaves) as second:
         assert first.wait() == second.wait() == 2
         assert "[model] initial: cannot read initial values from" in first.output
         assert "importing leaves failed: SystemExit: 5" in second.output
@@ -408,15 +403,11 @@ def listening(pids: list[int]) -> set[int]:
                 sockets.update(re.findall(r"socket:\[(\d+)\]", target))
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {
-        int(row[1].rpartition(":")[2], 16)
-        for row in rows
-        if row[3] == "0A" and row[9] in sockets
+        int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in sockets
     }
 
 
-def throw_at(
-    path: Path, stack: ExitStack, context: "zmq.Context[zmq.Socket[bytes]]"
-) -> None:
+def throw_at(path: Path, stack: ExitStack, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\0NULL" + bytes(48)
     half = (
         b"\xff",
@@ -490,10 +481,7 @@ def end(command: Command, number: signal.Signals, *, code: int) -> None:
 def test_a_signal_before_the_training_leaves_nothing(folder: Path) -> None:
     prepare = sets("data.train.factory=preparing:points", "output.directory=runs/a")
     check_it = sets("model.factory=bad:slow", "output.directory=runs/b")
-    with (
-        train(folder, *prepare, run="a") as first,
-        train(folder, *check_it, run="b") as second,
-    ):
+    with train(folder, *prepare, run="a") as first, train(folder, *check_it, run="b") as second:
         poll((folder / "preparing").exists, seconds=60.0)
         end(first, signal.SIGINT, code=130)
         poll((folder / "trying").exists, seconds=60.0)
@@ -502,9 +490,7 @@ def test_a_signal_before_the_training_leaves_nothing(folder: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_run_that_is_running_ended_or_killed_says_so_and_goes_on(
-    folder: Path,
-) -> None:
+def test_a_run_that_is_running_ended_or_killed_says_so_and_goes_on(folder: Path) -> None:
     def say(*arguments: str) -> str:
         done = subprocess.run(
             [COMMAND, *arguments],
@@ -540,13 +526,9 @@ def test_a_run_that_is_running_ended_or_killed_says_so_and_goes_on(
 # ------------------------------------------------------------------------ the library
 
 
-def test_the_library_is_light_to_import_and_tells_mistakes_as_the_command_does() -> (
-    None
-):
+def test_the_library_is_light_to_import_and_tells_mistakes_as_the_command_does() -> None:
     code = "import sys, distbelief; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "False\n"
     rule = distbelief.Adagrad(learning_rate=0.1)
     with pytest.raises(JobError, match="use 1 to 4096"):

@@ -13,12 +13,7 @@ from tests.processes.commands import COMMAND
 from tests.processes.test_serve import MODULE, Server
 
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.root,
-    pytest.mark.processes,
-    pytest.mark.timeout(180),
-]
+pytestmark = [pytest.mark.soak, pytest.mark.root, pytest.mark.processes, pytest.mark.timeout(180)]
 
 LOOP = """
 import json, sys
@@ -44,11 +39,7 @@ def serve(host: Host, directory: Path) -> "subprocess.Popen[str]":
     command = [*host.prefix, str(COMMAND), "serve", "nets:make", "--shards", "2"]
     command += ["--bind", "tcp://0.0.0.0:7700", "--keys", "server"]
     return subprocess.Popen(
-        command,
-        cwd=directory,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
@@ -59,10 +50,7 @@ def test_a_loop_on_another_host_trains_over_tcp(tmp_path: Path) -> None:
     server, worker = KeyFiles(tmp_path / "server"), KeyFiles(tmp_path / "worker")
     server.make()
     server.allow(Allowed(key=worker.make(), roles=("worker",), name="w"))
-    with (
-        linked(bits_per_second=1e9) as (here, there),
-        serve(here, tmp_path) as process,
-    ):
+    with linked(bits_per_second=1e9) as (here, there), serve(here, tmp_path) as process:
         try:
             running = Server(process)
             address = running.address().partition("&memory=")[0]

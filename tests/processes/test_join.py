@@ -16,14 +16,7 @@ from pathlib import Path
 import pytest
 
 from distbelief.transport.key_files import Allowed, KeyFiles
-from tests.processes.commands import (
-    COMMAND,
-    MODULE,
-    Command,
-    poll,
-    train,
-    write_job,
-)
+from tests.processes.commands import COMMAND, MODULE, Command, poll, train, write_job
 
 
 pytestmark = [
@@ -138,9 +131,7 @@ def allow(at: Path, whom: Path, role: str) -> None:
     KeyFiles(at / "keys").allow(Allowed(key=key, roles=(role,), name=role))
 
 
-def listening(
-    land: Land, *options: str, replicas: int
-) -> AbstractContextManager[Command]:
+def listening(land: Land, *options: str, replicas: int) -> AbstractContextManager[Command]:
     """Start a job that machines may join."""
     listen = ("--listen", "tcp://127.0.0.1:0", "--keys", "keys")
     cluster = ("--set", f"cluster.replicas={replicas}")

@@ -17,12 +17,7 @@ from tests.processes.commands import COMMAND, JOB, MODULE, Command, poll
 from tests.processes.test_sandblaster import JOB as BATCH_JOB
 
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.root,
-    pytest.mark.processes,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.soak, pytest.mark.root, pytest.mark.processes, pytest.mark.timeout(900)]
 
 N_HOSTS = 4
 SECONDS_MAX = 500.0  # on a machine that has other things to do
@@ -67,9 +62,7 @@ class Job:
         self.command.signal(signal.SIGINT)
         assert self.command.wait() == 130, self.command.output
 
-    def _start(
-        self, host: Host, folder: Path, words: list[str]
-    ) -> "subprocess.Popen[str]":
+    def _start(self, host: Host, folder: Path, words: list[str]) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
             [*host.prefix, str(COMMAND), *words],
             cwd=folder,
@@ -125,9 +118,7 @@ def job_at(folder: Path, text: str) -> Iterator[Job]:
     ],
     ids=["Downpour", "Downpour, split", "Sandblaster", "Sandblaster, split"],
 )
-def test_a_job_runs_on_four_hosts(
-    tmp_path: Path, text: str, options: tuple[str, ...]
-) -> None:
+def test_a_job_runs_on_four_hosts(tmp_path: Path, text: str, options: tuple[str, ...]) -> None:
     with job_at(tmp_path, text) as job:
         job.start(*options)
         assert job.command.wait(seconds=SECONDS_MAX) == 0, job.command.output

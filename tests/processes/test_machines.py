@@ -55,9 +55,7 @@ def test_two_replicas_of_two_machines_learn_and_predict(folder: Path) -> None:
     assert cast("float", summary["metric"]) >= 0.9, command.output
     assert summary["pushes_lost"] == 0
     names = {f"replica-{r}.{m}" for r in range(2) for m in range(2)}
-    assert names | {"shard-0", "shard-1", "evaluator", "evaluator.1"} == set(
-        command.roles()
-    )
+    assert names | {"shard-0", "shard-1", "evaluator", "evaluator.1"} == set(command.roles())
     # What it leaves behind: the plan, its picture, a plain model; nothing else.
     plan = load(command.run / "plan.json")
     assert (plan.cluster.n_machines, plan.batch, plan.machines) == (2, 32, [0, 1])
@@ -87,9 +85,7 @@ def test_two_replicas_of_two_machines_learn_and_predict(folder: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_killed_machine_costs_its_replica_a_step_and_nobody_else(
-    folder: Path,
-) -> None:
+def test_a_killed_machine_costs_its_replica_a_step_and_nobody_else(folder: Path) -> None:
     lasting = ("--set", "stop.epochs=100000", "--set", "algorithm.warm_start_steps=0")
     with digits(folder, *SPLIT, *lasting) as command:
         poll(command.is_training, seconds=400.0)
@@ -109,9 +105,7 @@ def test_a_killed_machine_costs_its_replica_a_step_and_nobody_else(
 
 def said_to_restart(command: Command, *labels: str) -> bool:
     """Return whether these roles alone were killed and started again."""
-    found = re.findall(
-        r"(\S+ \S+) was ended by signal SIGKILL.*: restarting", command.output
-    )
+    found = re.findall(r"(\S+ \S+) was ended by signal SIGKILL.*: restarting", command.output)
     return found == [*labels]
 
 

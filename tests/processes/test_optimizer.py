@@ -41,9 +41,7 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize(
-    "shared_memory", [True, pytest.param(False, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("shared_memory", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_one_blocking_worker_is_plain_sgd_to_the_bit_and_pushes_numbers_only(
     model: nn.Module,
     shared_memory: bool,  # noqa: FBT001 -- a parameter of the test
@@ -56,9 +54,7 @@ def test_one_blocking_worker_is_plain_sgd_to_the_bit_and_pushes_numbers_only(
         shards=2,
         shared_memory=shared_memory,
     ) as server:
-        optimizer = distbelief.DownpourSGD(
-            model.parameters(), server=server.address, blocking=True
-        )
+        optimizer = distbelief.DownpourSGD(model.parameters(), server=server.address, blocking=True)
         take_steps(model, optimizer, 20)
         (model(torch.full((1, 7), torch.nan)).sum()).backward()
         with pytest.raises(distbelief.JobError, match="step 20: NaN or infinity"):
@@ -70,9 +66,7 @@ def test_one_blocking_worker_is_plain_sgd_to_the_bit_and_pushes_numbers_only(
 
 
 @pytest.mark.soak
-def test_between_fetches_the_worker_steps_locally_and_pushes_sums(
-    model: nn.Module,
-) -> None:
+def test_between_fetches_the_worker_steps_locally_and_pushes_sums(model: nn.Module) -> None:
     # DB-6, DB-7, DB-9: with equal rates, seldom fetching and pushing changes nothing
     # for a single blocking worker but the order of the sums.
     plain = copy.deepcopy(model)
@@ -100,9 +94,7 @@ def test_what_has_accrued_at_the_end_is_pushed_by_finish(model: nn.Module) -> No
     with distbelief.ParameterServer(
         model.parameters(), rule=distbelief.SGD(learning_rate=RATE)
     ) as server:
-        optimizer = distbelief.DownpourSGD(
-            model.parameters(), server=server.address, n_push=5
-        )
+        optimizer = distbelief.DownpourSGD(model.parameters(), server=server.address, n_push=5)
         take_steps(model, optimizer, 4)  # one push at step 0; three gradients are left
         assert optimizer.counters()["pushes_sent"] == 1
         optimizer.finish()
@@ -114,9 +106,7 @@ def test_what_has_accrued_at_the_end_is_pushed_by_finish(model: nn.Module) -> No
 
 @pytest.mark.soak
 def test_a_loop_that_has_finished_needs_its_server_no_more(
-    model: nn.Module,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The README's: its optimizer outlives its server until the script's end."""
     at_exit: list[Callable[[], None]] = []
@@ -138,9 +128,7 @@ def test_a_loop_that_has_finished_needs_its_server_no_more(
 
 
 @pytest.mark.soak
-def test_a_server_that_has_ended_is_named_and_leaves_the_model_as_it_was(
-    model: nn.Module,
-) -> None:
+def test_a_server_that_has_ended_is_named_and_leaves_the_model_as_it_was(model: nn.Module) -> None:
     server = distbelief.ParameterServer(
         model.parameters(), rule=distbelief.SGD(learning_rate=RATE)
     ).start()

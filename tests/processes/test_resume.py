@@ -51,9 +51,7 @@ def snapshots(command: Command) -> set[str]:
 
 
 @pytest.mark.soak
-def test_a_run_goes_on_with_other_shards_and_replicas_and_counts_on(
-    tmp_path: Path,
-) -> None:
+def test_a_run_goes_on_with_other_shards_and_replicas_and_counts_on(tmp_path: Path) -> None:
     write_job(tmp_path)
     with train(tmp_path, *sets("stop.epochs=1000000")) as first:
         poll(lambda: first.is_training() and first.samples() > 1000)
@@ -107,9 +105,7 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_run_of_which_all_is_damaged_goes_on_only_from_scratch(
-    tmp_path: Path,
-) -> None:
+def test_a_run_of_which_all_is_damaged_goes_on_only_from_scratch(tmp_path: Path) -> None:
     """It began anew without a word, and exited with 0."""
     write_job(tmp_path)
     with train(tmp_path, *sets("stop.samples=200")) as first:
@@ -127,9 +123,7 @@ def test_a_run_of_which_all_is_damaged_goes_on_only_from_scratch(
     assert snapshots(first) == before
     with train(tmp_path, *RESUME, "--from-scratch", job=()) as command:
         assert command.wait() == 0, command.output
-    assert "begins anew; what was saved before is in runs/tiny/aside-1" in (
-        command.output
-    )
+    assert "begins anew; what was saved before is in runs/tiny/aside-1" in (command.output)
     aside = command.run / "aside-1" / "snapshots"
     assert all((aside / name).is_file() for name in before)
     assert figures(command)["pushes_lost"] == 0

@@ -138,9 +138,7 @@ def test_whoever_is_killed_the_run_goes_on_to_the_same_end(folder: Path) -> None
 
 
 @pytest.mark.soak
-def test_downpour_first_and_sandblaster_to_finish_on_the_same_shards(
-    folder: Path,
-) -> None:
+def test_downpour_first_and_sandblaster_to_finish_on_the_same_shards(folder: Path) -> None:
     warm = [
         "algorithm.warm_start.samples=8000",
         "algorithm.warm_start.batch_size=50",
@@ -190,9 +188,7 @@ def test_an_interrupted_run_keeps_its_best_point_and_goes_on(folder: Path) -> No
 
 
 @pytest.mark.untraced
-def test_a_loss_that_is_no_number_is_told_and_nothing_has_converged(
-    folder: Path,
-) -> None:
+def test_a_loss_that_is_no_number_is_told_and_nothing_has_converged(folder: Path) -> None:
     with train(folder, "--set", "algorithm.loss=tiny:nan") as run:
         assert run.wait(seconds=120) == 1, run.output
     assert summary(folder)["error"] == Reason.NOT_FINITE.sentence
@@ -217,13 +213,7 @@ def test_who_resumes_with_another_goal_begins_anew_at_the_point(tmp_path: Path) 
         resume: Path | None = None,
     ) -> int:
         result = sandblaster.minimize(
-            model,
-            "cross_entropy",
-            (x, y),
-            method=method,
-            l2=l2,
-            directory=directory,
-            resume=resume,
+            model, "cross_entropy", (x, y), method=method, l2=l2, directory=directory, resume=resume
         )
         assert result.reason is Reason.CONVERGED_GRADIENT, result.message
         model.zero_grad()
@@ -326,9 +316,7 @@ def test_replicas_that_span_machines_go_the_way_of_one_process(tmp_path: Path) -
 
 @pytest.mark.soak
 @pytest.mark.untraced
-def test_whichever_machine_of_a_replica_is_killed_the_others_go_on(
-    folder: Path,
-) -> None:
+def test_whichever_machine_of_a_replica_is_killed_the_others_go_on(folder: Path) -> None:
     more = [
         "data.train.factory=tiny:slow",
         "algorithm.max_iterations=20",
@@ -405,6 +393,4 @@ def test_minimize_raises_what_fails_in_its_processes(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         with pytest.raises(JobError, match="the disk with the data is gone"):
-            sandblaster.minimize(
-                "tiny:net", "cross_entropy", "tiny:fragile", replicas=2
-            )
+            sandblaster.minimize("tiny:net", "cross_entropy", "tiny:fragile", replicas=2)

@@ -62,11 +62,7 @@ class Server:
 def serving(directory: Path, *options: str) -> Iterator[Server]:
     command = [str(COMMAND), "serve", "nets:make", "--shards", "2", *options]
     with subprocess.Popen(
-        command,
-        cwd=directory,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         try:
             yield Server(process)
@@ -117,19 +113,11 @@ def free_port() -> int:
 
 def leaks(directory: Path, secrets: list[bytes], pid: int) -> list[str]:
     """Return where a secret is to be read: in files, command lines, environments."""
-    places = [
-        path
-        for path in directory.rglob("*")
-        if path.is_file() and path.suffix != ".key"
-    ]
+    places = [path for path in directory.rglob("*") if path.is_file() and path.suffix != ".key"]
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     for child in [str(pid), *children]:
         places += [Path(f"/proc/{child}/cmdline"), Path(f"/proc/{child}/environ")]
-    return [
-        str(path)
-        for path in places
-        if any(secret in path.read_bytes() for secret in secrets)
-    ]
+    return [str(path) for path in places if any(secret in path.read_bytes() for secret in secrets)]
 
 
 @pytest.mark.soak
@@ -139,12 +127,7 @@ def test_loops_come_and_go_and_the_server_goes_on_where_it_ended(place: Path) ->
     raw = [pair.secret.reveal() for pair in pairs]
     secrets = [text for key in raw for text in (key, key.hex().encode(),
                zmq.utils.z85.encode(key))]  # fmt: skip
-    options: tuple[str, ...] = (
-        "--bind",
-        f"tcp://127.0.0.1:{free_port()}",
-        "--keys",
-        "server",
-    )
+    options: tuple[str, ...] = ("--bind", f"tcp://127.0.0.1:{free_port()}", "--keys", "server")
     options += ("--rule", "momentum", "--set", "momentum=0.5", "--seed", "3")
     with serving(place, *options) as first:
         address = first.address()
@@ -159,9 +142,7 @@ def test_loops_come_and_go_and_the_server_goes_on_where_it_ended(place: Path) ->
         with pytest.raises(distbelief.JobError, match="distbelief keys new"):
             train(address, place / "nowhere")
         over_tcp = address.partition("&memory=")[0]
-        assert "another run=" in told(
-            over_tcp.replace("run=", "run=0"), worker.directory
-        )
+        assert "another run=" in told(over_tcp.replace("run=", "run=0"), worker.directory)
         three = train(over_tcp, place / "worker")
         assert leaks(place, secrets, first.process.pid) == []
         assert first.end() == 0

@@ -58,9 +58,7 @@ def check(command: Command, pids: list[int], *, applied: dict[str, int]) -> None
 
 
 @copies
-def test_a_supervisor_that_was_stopped_finds_its_job_at_work(
-    tmp_path: Path, n_copies: int
-) -> None:
+def test_a_supervisor_that_was_stopped_finds_its_job_at_work(tmp_path: Path, n_copies: int) -> None:
     """After 15 s all its roles ended unsaved: 9,773 acknowledged pushes were lost."""
     write_job(tmp_path)
     with train(tmp_path, *options(n_copies)) as command:

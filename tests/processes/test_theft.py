@@ -41,8 +41,7 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.timeout(900),
     pytest.mark.skipif(
-        sys.platform != "linux" or os.geteuid() != 0,
-        reason="needs root, to be another user",
+        sys.platform != "linux" or os.geteuid() != 0, reason="needs root, to be another user"
     ),
 ]
 

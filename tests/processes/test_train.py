@@ -15,14 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from distbelief.job.directory.store import SnapshotStore
-from tests.processes.commands import (
-    SHARED_MEMORY,
-    Command,
-    alive,
-    poll,
-    train,
-    write_job,
-)
+from tests.processes.commands import SHARED_MEMORY, Command, alive, poll, train, write_job
 
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -130,9 +123,7 @@ def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
     with train(folder, *LONG) as command:
         poll(lambda: command.is_training() and command.samples() > 1000)
         command.signal(signal.SIGINT)
-        seconds = poll(
-            lambda: not alive(command.all_pids()) and not command.shared_memory()
-        )
+        seconds = poll(lambda: not alive(command.all_pids()) and not command.shared_memory())
         assert seconds < 2.0
         assert command.wait() == 130, command.output
     first = json.loads((command.run / "summary.json").read_text())
@@ -148,9 +139,7 @@ def test_ctrl_c_ends_everything_and_resume_goes_on(folder: Path) -> None:
         assert "changed [model]: the snapshots are of another model" in command.output
     # A little more than was done: had it begun anew, it would take longer.
     goal = f"stop.samples={first['samples'] + 1000}"
-    with train(
-        folder, *resume, "--set", goal, "--set", "stop.epochs=1000000", job=()
-    ) as command:
+    with train(folder, *resume, "--set", goal, "--set", "stop.epochs=1000000", job=()) as command:
         assert command.wait() == 0, command.output
     second = json.loads((command.run / "summary.json").read_text())
     assert second["samples"] >= first["samples"] + 1000
@@ -209,9 +198,7 @@ def test_the_job_survives_the_death_of_any_role(folder: Path) -> None:
 
 
 @pytest.mark.untraced
-def test_nothing_outlives_a_supervisor_that_is_killed_but_what_was_learnt(
-    folder: Path,
-) -> None:
+def test_nothing_outlives_a_supervisor_that_is_killed_but_what_was_learnt(folder: Path) -> None:
     """Its shards were killed as well: all pushes since the last snapshot were lost."""
     with train(folder, *LONG, "--set", "output.snapshot_every=1000 s") as command:
         poll(lambda: command.is_training() and command.samples() > 1000)
@@ -230,9 +217,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed_but_what_was_learnt(
 
 
 @pytest.mark.soak
-def test_what_a_crash_of_all_processes_left_is_swept_by_the_next_run(
-    folder: Path,
-) -> None:
+def test_what_a_crash_of_all_processes_left_is_swept_by_the_next_run(folder: Path) -> None:
     left = SHARED_MEMORY / f"distbelief-1-{folder.name}"
     left.mkdir()
     with train(folder) as command:
@@ -253,9 +238,7 @@ def test_a_mistake_is_one_message_and_leaves_no_directory(folder: Path) -> None:
 
 
 @pytest.mark.untraced
-def test_a_factory_that_fails_in_a_role_ends_the_job_with_its_words(
-    folder: Path,
-) -> None:
+def test_a_factory_that_fails_in_a_role_ends_the_job_with_its_words(folder: Path) -> None:
     bad = ("--set", "data.train.factory=tiny:fragile")
     with train(folder, *LONG, *bad, "--json") as command:
         assert command.wait() == 1, command.output

@@ -70,15 +70,10 @@ def rehearsal(folder: Path, *, factory: str) -> Rehearsal:
         folder=str(folder),
         run="t" * 32,
         task=TaskSpec(
-            model=ModelSpec(factory=factory),
-            train=DataSpec(factory="none:none"),
-            loss="mse",
+            model=ModelSpec(factory=factory), train=DataSpec(factory="none:none"), loss="mse"
         ),
         sample=Sample(
-            input_shape=(1, 8, 8),
-            input_is_integer=False,
-            target_shape=(),
-            target_is_integer=False,
+            input_shape=(1, 8, 8), input_is_integer=False, target_shape=(), target_is_integer=False
         ),
         plan=str(folder / "no-plan.json"),
         weights="",
@@ -124,12 +119,8 @@ def test_a_machine_that_is_stopped_is_named_and_ends_all(tmp_path: Path) -> None
     stopper = threading.Thread(target=stop)
     stopper.start()
     told: list[str] = []
-    with pytest.raises(
-        DistBeliefError, match=r"machine 1 .* silent for 1\d\.\d s, and"
-    ):
-        rehearse(
-            rehearsal(tmp_path, factory="tiny:net"), n_machines=2, tell=told.append
-        )
+    with pytest.raises(DistBeliefError, match=r"machine 1 .* silent for 1\d\.\d s, and"):
+        rehearse(rehearsal(tmp_path, factory="tiny:net"), n_machines=2, tell=told.append)
     stopper.join()
     (text,) = told
     assert "machine 1 (process " in text

@@ -85,9 +85,7 @@ class Thief:
         for root in (Path("/dev/shm"), Path("/tmp")):
             owner = {str(pid) for pid in self.pids}
             self.directories.update(
-                path
-                for path in root.glob("distbelief-*")
-                if path.name.split("-")[1] in owner
+                path for path in root.glob("distbelief-*") if path.name.split("-")[1] in owner
             )
 
     def _listening_ports(self) -> tuple[set[int], set[int]]:

@@ -176,12 +176,8 @@ def test_a_replica_may_span_machines() -> None:
 def context(*, n_train: int | None = 1437) -> BuildContext:
     task = TaskSpec(
         model=ModelSpec(factory="experiments.digits.digits:net"),
-        train=DataSpec(
-            factory="experiments.digits.digits:images", arguments={"part": "train"}
-        ),
-        test=DataSpec(
-            factory="experiments.digits.digits:images", arguments={"part": "test"}
-        ),
+        train=DataSpec(factory="experiments.digits.digits:images", arguments={"part": "train"}),
+        test=DataSpec(factory="experiments.digits.digits:images", arguments={"part": "test"}),
         loss="cross_entropy",
     )
     return BuildContext(
@@ -214,11 +210,7 @@ def test_every_role_of_the_roster_can_be_built() -> None:
     ]
 
 
-WARM_START = {
-    "samples": 1000,
-    "batch_size": 20,
-    "rule": {"name": "sgd", "learning_rate": 0.1},
-}
+WARM_START = {"samples": 1000, "batch_size": 20, "rule": {"name": "sgd", "learning_rate": 0.1}}
 
 
 def test_with_a_warm_start_shards_have_its_rule_and_replicas_an_equal_share() -> None:
@@ -242,16 +234,12 @@ def test_with_a_warm_start_shards_have_its_rule_and_replicas_an_equal_share() ->
         ({"n_push": 0}, "n_push is 0; use 1 or more"),
     ],
 )
-def test_a_warm_start_that_cannot_be_is_refused(
-    keys: Mapping[str, object], text: str
-) -> None:
+def test_a_warm_start_that_cannot_be_is_refused(keys: Mapping[str, object], text: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=text):
         settings(warm_start={**WARM_START, **keys})
 
 
-@pytest.mark.parametrize(
-    "name", ["shard-2", "replica-2", "replica-x", "coordinator-1", "worker"]
-)
+@pytest.mark.parametrize("name", ["shard-2", "replica-2", "replica-x", "coordinator-1", "worker"])
 def test_no_other_role_can(name: str) -> None:
     with pytest.raises(LocalProtocolError, match=f"no role '{name}' in a job of 2"):
         SANDBLASTER.build(name, config=settings(), context=context())

@@ -56,16 +56,12 @@ def test_the_package_has_its_names() -> None:
 
 def test_functions_go_by_import_path_and_partials_with_their_arguments() -> None:
     assert factory_table("a:b", what="model") == {"factory": "a:b"}
-    assert factory_table(net, what="model") == {
-        "factory": "experiments.digits.digits:net"
-    }
+    assert factory_table(net, what="model") == {"factory": "experiments.digits.digits:net"}
     assert factory_table(functools.partial(net, channels=4), what="model") == {
         "factory": "experiments.digits.digits:net",
         "arguments": {"channels": 4},
     }
-    assert import_path(nn.functional.mse_loss, what="loss") == (
-        "torch.nn.functional:mse_loss"
-    )
+    assert import_path(nn.functional.mse_loss, what="loss") == ("torch.nn.functional:mse_loss")
 
 
 def test_what_cannot_be_imported_is_refused_with_what_to_do() -> None:
@@ -102,10 +98,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         minimize(make, "cross_entropy", data, tolerance=np.float64(-0.5))
     with pytest.raises(JobError, match="max_iterations is 0; use 1 or more"):
         minimize(make, "cross_entropy", data, max_iterations=np.int32(0))
-    assert plain({"a": (np.int8(1), [np.float32(0.5)]), "b": "c"}) == {
-        "a": [1, [0.5]],
-        "b": "c",
-    }
+    assert plain({"a": (np.int8(1), [np.float32(0.5)]), "b": "c"}) == {"a": [1, [0.5]], "b": "c"}
 
 
 # --------------------------------------------------------------------------- recipes
@@ -117,9 +110,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         nn.Linear(4, 3),
         nn.Linear(4, 3, bias=False).double(),
         net(channels=3),
-        nn.Sequential(
-            OrderedDict(a=nn.Linear(2, 2), b=nn.Sequential(nn.Tanh(), nn.ELU(0.5)))
-        ),
+        nn.Sequential(OrderedDict(a=nn.Linear(2, 2), b=nn.Sequential(nn.Tanh(), nn.ELU(0.5)))),
         nn.Sequential(nn.Conv1d(2, 4, (3,), padding="same"), nn.BatchNorm1d(4)),
         nn.Sequential(nn.Dropout(0.25), nn.LayerNorm([3, 2]), nn.LeakyReLU(0.2)),
         Scaled(3, scale=0.5),
@@ -313,13 +304,9 @@ def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
         model.weight += 1.0
     with own_problem(wanted, resumes=True):
         Problem(model, (x.numpy(), x)).write(wanted, resumes=True)
-        with pytest.raises(
-            JobError, match=r"on other data: they were crc32 .*, now th"
-        ):
+        with pytest.raises(JobError, match=r"on other data: they were crc32 .*, now th"):
             Problem(model, (x + 1.0, x)).write(wanted, resumes=True)
-        with pytest.raises(
-            JobError, match=r"float32 \(4, 3\).*\(3, 3\)\. Give those it"
-        ):
+        with pytest.raises(JobError, match=r"float32 \(4, 3\).*\(3, 3\)\. Give those it"):
             Problem(model, (x[1:], x[1:])).write(wanted, resumes=True)
     assert kept == {path: path.read_bytes() for path in kept}
 
@@ -328,8 +315,7 @@ def test_what_a_run_has_lost_is_written_again(tmp_path: Path) -> None:
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
     problem = Problem(model, (x.t(), x.t()))
     initial, train = (
-        problem_of(tmp_path / "run") / f"{name}.safetensors"
-        for name in ("initial", "train")
+        problem_of(tmp_path / "run") / f"{name}.safetensors" for name in ("initial", "train")
     )
     for content in (None, b"", b"no tensors at all"):
         with own_problem(tmp_path / "run", resumes=True):

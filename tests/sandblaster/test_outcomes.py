@@ -9,25 +9,9 @@ import torch
 
 from distbelief.commands import Axpy, Copy, Dot, Fill
 from distbelief.errors import DistBeliefError
-from distbelief.messages import (
-    Begin,
-    Finished,
-    Performed,
-    Progress,
-    Push,
-    Refused,
-    Save,
-    Stop,
-)
+from distbelief.messages import Begin, Finished, Performed, Progress, Push, Refused, Save, Stop
 from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.roles import (
-    SUPERVISOR,
-    Address,
-    Received,
-    Report,
-    Role,
-    TimerFired,
-)
+from distbelief.roles import SUPERVISOR, Address, Received, Report, Role, TimerFired
 from distbelief.simulation.faults import DiskFull, Kill, Slow
 from sandblaster.coordination.coordinator import Coordinator
 from sandblaster.coordination.coordinator_config import CoordinatorConfig
@@ -47,14 +31,7 @@ from sandblaster.requests import (
     Request,
     Result,
 )
-from tests.simulation.sandblasts import (
-    DIRECTED,
-    Run,
-    Sandblast,
-    logistic,
-    play,
-    undisturbed,
-)
+from tests.simulation.sandblasts import DIRECTED, Run, Sandblast, logistic, play, undisturbed
 
 
 SHARDS = (Address("shard-0"), Address("shard-1"))
@@ -136,9 +113,7 @@ def test_a_run_that_is_stopped_leaves_the_last_accepted_point() -> None:
     run = Run(SMALL)
     accepted: list[bytes] = []
     run.cluster.run_until(lambda: len(run.ledger.losses) == 2)
-    run.cluster.run_until(
-        lambda: run.coordinator.status()[1]["sets_done"] > 0, within=1.0
-    )
+    run.cluster.run_until(lambda: run.coordinator.status()[1]["sets_done"] > 0, within=1.0)
     shards = [run.cluster.role(name) for name in SHARDS]
     for shard in shards:
         assert isinstance(shard, ParameterServerShard)
@@ -156,9 +131,7 @@ def test_a_run_that_is_stopped_leaves_the_last_accepted_point() -> None:
         assert not shard._orders.drives
     for name in run.scene.replicas:
         run.cluster.post(name, from_supervisor(Stop(reason="enough")))
-    run.cluster.run_until(
-        lambda: all(name in run.cluster.halted for name in run.scene.replicas)
-    )
+    run.cluster.run_until(lambda: all(name in run.cluster.halted for name in run.scene.replicas))
 
 
 def test_a_run_that_is_stopped_while_a_shard_comes_back_leaves_a_point() -> None:
@@ -232,9 +205,7 @@ def test_a_save_that_comes_too_late_is_not_taken() -> None:
 
 def test_a_replica_that_begins_a_new_life_at_once_has_lost_what_it_had() -> None:
     role = SMALL.replicas[0]
-    kills = tuple(
-        Kill(at=0.01 + 0.013 * k, role=role, restart_after=1e-3) for k in range(6)
-    )
+    kills = tuple(Kill(at=0.01 + 0.013 * k, role=role, restart_after=1e-3) for k in range(6))
     for hosts in ("one", "own"):
         run = play(replace(SMALL, faults=kills, hosts=hosts))
         assert run.ledger.sights["replicas restarted"] == 6
@@ -242,9 +213,7 @@ def test_a_replica_that_begins_a_new_life_at_once_has_lost_what_it_had() -> None
 
 
 @pytest.mark.parametrize("directed", DIRECTED)
-def test_deaths_at_a_named_place_change_no_sum(
-    directed: Callable[[], Sandblast],
-) -> None:
+def test_deaths_at_a_named_place_change_no_sum(directed: Callable[[], Sandblast]) -> None:
     assert play(directed()).ledger.n_sealed
 
 
@@ -271,12 +240,7 @@ def test_more_saves_than_can_wait_are_refused() -> None:
 def test_requests_are_answered_by_what_all_shards_measured() -> None:
     replies: list[Reply] = []
     requests: tuple[Request, ...] = (
-        Operations(
-            commands=(
-                Fill(target="ones", a=1.0),
-                Dot(x="ones", y="ones"),
-            )
-        ),
+        Operations(commands=(Fill(target="ones", a=1.0), Dot(x="ones", y="ones"))),
         Evaluate(
             point="parameters",
             gradient="g",
@@ -413,9 +377,7 @@ def test_a_coordinator_that_is_overtaken_ends() -> None:
     ends: list[Role] = []
     run.cluster.observe(
         lambda happening: (
-            ends.append(happening.role)
-            if happening.name == COORDINATOR and first._ended
-            else None
+            ends.append(happening.role) if happening.name == COORDINATOR and first._ended else None
         )
     )
     run.cluster._lives.start(COORDINATOR)
@@ -428,9 +390,7 @@ def test_nothing_else_can_be_pushed_while_a_coordinator_drives() -> None:
     run = Run(replace(SMALL, latency_seconds=1e-3))
     run.cluster.run(until=0.05)
     stranger = Address("stranger")
-    push = Push(
-        sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1
-    )
+    push = Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
     run.cluster.post(SHARDS[0], Received(sender=stranger, incarnation=1, message=push))
     run.cluster.post(SHARDS[0], from_supervisor(Save(label="00001")))
     run.cluster.run(until=0.1)

@@ -70,9 +70,7 @@ def test_the_model_that_was_given_holds_the_point_found(tmp_path: Path) -> None:
 
 def test_a_run_without_a_point_leaves_the_model_where_it_was(tmp_path: Path) -> None:
     """It was given the values that its factory draws: a worse point than its own."""
-    early = ended(
-        tmp_path, exit_code=130, model_error="no model was written", figures={}
-    )
+    early = ended(tmp_path, exit_code=130, model_error="no model was written", figures={})
     result = result_of(early, module=begun())
     assert result.x.tolist() == [7.0, 7.0]
     assert (result.success, result.reason) == (False, Reason.STOPPED)

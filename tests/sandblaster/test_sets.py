@@ -12,9 +12,7 @@ from sandblaster.replicas.sums import summed
 from sandblaster.sets import BatchRange, Cutting
 
 
-cuttings = st.builds(
-    Cutting, portion_size=st.integers(1, 9), portions_per_set=st.integers(1, 5)
-)
+cuttings = st.builds(Cutting, portion_size=st.integers(1, 9), portions_per_set=st.integers(1, 5))
 
 
 @given(cutting=cuttings, first=st.integers(0, 50), n_examples=st.integers(1, 60))

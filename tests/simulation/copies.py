@@ -87,10 +87,7 @@ class Beating:
     def _beat(self, now: Seconds) -> list[Action]:
         state, counters = self.status()
         beat = Heartbeat(state=state, counters=dict(counters))
-        return [
-            Send(receiver=SUPERVISOR, message=beat),
-            SetTimer(name=BEAT, at=now + BEAT_SECONDS),
-        ]
+        return [Send(receiver=SUPERVISOR, message=beat), SetTimer(name=BEAT, at=now + BEAT_SECONDS)]
 
 
 class Overseer:
@@ -175,9 +172,7 @@ class Books:
     cluster: SimulatedCluster
     index: int
     copies: Sequence[Address]
-    acknowledged: npt.NDArray[np.bool_] = field(
-        default_factory=lambda: np.zeros(N_MARKS, bool)
-    )
+    acknowledged: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(N_MARKS, bool))
     n_times_lost: int = 0  # nobody had a whole copy
     n_twins: int = 0  # compared
     n_pushes_while_building: int = 0
@@ -218,9 +213,7 @@ class Books:
         key = int(counters["pairing"]), shard._values.clock
         if leads and shard._service.incarnation == self._leads_as:
             self._states[key] = bits_of(shard)
-        elif (
-            counters["whole"] and key in self._states and not self._is_abandoned(shard)
-        ):
+        elif counters["whole"] and key in self._states and not self._is_abandoned(shard):
             self.n_twins += 1
             assert bits_of(shard) == self._states[key], f"{happening.name} differs"
         self.n_pushes_while_building += (
@@ -304,14 +297,10 @@ class Run:
         self.copies = [copy_names(index, 2) for index in range(n_shards)]
         self.workers = [Address(f"worker-{index}") for index in range(n_workers)]
         self.overseer = Overseer(n_shards)
-        builders: dict[Address, Callable[[Memory], object]] = {
-            SUPERVISOR: lambda _: self.overseer
-        }
+        builders: dict[Address, Callable[[Memory], object]] = {SUPERVISOR: lambda _: self.overseer}
         for index, names in enumerate(self.copies):
             for name in names:
-                builders[name] = partial(
-                    copy_of, name, index, layout=self.layout, rule=rule
-                )
+                builders[name] = partial(copy_of, name, index, layout=self.layout, rule=rule)
         builders |= {
             name: partial(self._worker, n_wanted=n_wanted, holds_part=i < n_partial)
             for i, name in enumerate(self.workers)
@@ -321,9 +310,7 @@ class Run:
                 host=hosts(name),
                 jitter=0.5,
                 flops_per_second=STEP.flops / step_seconds,
-                bytes_per_second=(
-                    shard_bytes_per_second if name.startswith("shard") else 1e10
-                ),
+                bytes_per_second=(shard_bytes_per_second if name.startswith("shard") else 1e10),
             )
             for name in builders
         }
@@ -338,9 +325,7 @@ class Run:
                 launch_seconds=0.2,
             ),
         )
-        self.books = [
-            Books(self.cluster, index, names) for index, names in enumerate(self.copies)
-        ]
+        self.books = [Books(self.cluster, index, names) for index, names in enumerate(self.copies)]
         for books in self.books:
             self.cluster.observe(books)
         for one, other in self.copies:  # both keep their snapshots in one place
@@ -371,8 +356,7 @@ class Run:
                 assert marks[self.ledger.settled].all(), "an acknowledged push is gone"
             missing = self.ledger.n_issued - int(marks.sum())
             lost = sum(
-                self.worker(name).client._links[index].pushing.n_lost
-                for name in self.workers
+                self.worker(name).client._links[index].pushing.n_lost for name in self.workers
             )
             assert lost == missing, f"{leader} lacks {missing}, {lost} are counted"
 
@@ -416,9 +400,7 @@ class Run:
 def copy_of(
     name: Address, index: int, memory: Memory, *, layout: Layout, rule: UpdateRule
 ) -> Beating:
-    config = ShardConfig(
-        index=index, layout=layout, rule=rule, name=name, waits_for_lead=True
-    )
+    config = ShardConfig(index=index, layout=layout, rule=rule, name=name, waits_for_lead=True)
     return Beating(shard_of(index, layout, memory, config))
 
 

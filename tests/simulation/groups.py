@@ -13,12 +13,7 @@ from distbelief.downpour.settings import DownpourSettings
 from distbelief.graph.capture import InputSpec
 from distbelief.graph.layer import INPUT
 from distbelief.memory import Memory
-from distbelief.messages import (
-    Begin,
-    Evaluate,
-    Message,
-    Stop,
-)
+from distbelief.messages import Begin, Evaluate, Message, Stop
 from distbelief.parameter_server.layout.initial import shard_values
 from distbelief.parameter_server.layout.layout import ElementType, Layout
 from distbelief.parameter_server.shard import ParameterServerShard
@@ -30,11 +25,7 @@ from distbelief.runtime.machine.machine import Machine as ModelMachine
 from distbelief.runtime.machine.machine_names import member_names
 from distbelief.runtime.task.capturing import Captured, capture_task
 from distbelief.runtime.task.local_model import LocalModel
-from distbelief.runtime.task.task import (
-    BuildContext,
-    TaskSpec,
-    build_model,
-)
+from distbelief.runtime.task.task import BuildContext, TaskSpec, build_model
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.machines import Machine
@@ -121,26 +112,20 @@ class Group:
             if name in self.shards:
                 return DOWNPOUR.build(name, config=self.settings, context=context)
             split = self.split_of.get(name, self.split)
-            return build_machine(
-                name, config=self.settings, context=context, split=split
-            )
+            return build_machine(name, config=self.settings, context=context, split=split)
 
         return build
 
     def run(self) -> None:
         self.simulation.run(until=10.0)
-        if (
-            not self._has_ended()
-        ):  # as a supervisor would: who restarts finds others gone
+        if not self._has_ended():  # as a supervisor would: who restarts finds others gone
             for name in self.simulation.alive:
                 if name in self.machines:
                     self.tell(name, Stop(reason="over"))
         self.simulation.run_until(self._has_ended, within=120.0)
         halted = self.simulation.halted
         assert not any(halted.values()), halted
-        assert {name: halted[name] for name in self.machines} == dict.fromkeys(
-            self.machines
-        )
+        assert {name: halted[name] for name in self.machines} == dict.fromkeys(self.machines)
 
     def _has_ended(self) -> bool:
         halted = self.simulation.halted

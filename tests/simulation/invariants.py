@@ -142,9 +142,7 @@ class ExactlyOnce(Invariant):
         if self.scene.counts(happening.name, shard):
             values = shard._values
             n_here = values._pieces.n_elements(values.n_held)
-            times = -Unreadable.read(values)[
-                :n_here
-            ]  # by element, as it holds a prefix
+            times = -Unreadable.read(values)[:n_here]  # by element, as it holds a prefix
             check_marks(happening.name, times)
 
     @override
@@ -194,8 +192,7 @@ class AcknowledgedIsKept(Invariant):
             return
         missing = self.scene.acknowledged[index] & (marks_of(shard) != 1.0)
         assert not missing.any(), (
-            f"{name} acknowledged push {np.flatnonzero(missing)[0]}, which is not in "
-            "the values"
+            f"{name} acknowledged push {np.flatnonzero(missing)[0]}, which is not in the values"
         )
 
 
@@ -393,9 +390,7 @@ class Observer:
         self._shard = [i.shard for i in self._all if "shard" in vars(type(i))]
         self._computed = [i.computed for i in self._all if "computed" in vars(type(i))]
         self._worker = [i.worker for i in self._all if "worker" in vars(type(i))]
-        self._installed = [
-            i.installed for i in self._all if "installed" in vars(type(i))
-        ]
+        self._installed = [i.installed for i in self._all if "installed" in vars(type(i))]
 
     def __call__(self, happening: Happening) -> None:
         role = happening.role
@@ -429,10 +424,7 @@ class Observer:
         """Note who serves, and whether that one could know what was acknowledged."""
         scene, index = self.scene, self.scene.shards[happening.name]
         number = shard._service.incarnation
-        if (
-            number <= scene.leads_as[index][-1]
-            or shard._standing._following is not None
-        ):
+        if number <= scene.leads_as[index][-1] or shard._standing._following is not None:
             return
         # The first to lead has nothing to know; a second has it from its leader.
         if len(scene.leads_as[index]) > 1 and shard._standing._followed is None:

@@ -39,17 +39,10 @@ from distbelief.simulation.options import ClusterOptions
 EXAMPLES = "tests.distbelief.runtime.examples"
 TASK = TaskSpec(
     model=ModelSpec(
-        factory=f"{EXAMPLES}:net",
-        arguments={"width": 40, "hidden": [70]},
-        initial="seed",
-        seed=3,
+        factory=f"{EXAMPLES}:net", arguments={"width": 40, "hidden": [70]}, initial="seed", seed=3
     ),
-    train=DataSpec(
-        factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 60}
-    ),
-    test=DataSpec(
-        factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 50}
-    ),
+    train=DataSpec(factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 60}),
+    test=DataSpec(factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 50}),
     loss="cross_entropy",
 )
 STEP_SECONDS = 0.05  # about, of a step of a replica
@@ -83,9 +76,7 @@ class JobCluster:
         self.layout = Layout.of(model.specs(), n_shards=n_shards)
         self.replicas = [Address(f"replica-{r}") for r in range(n_replicas)]
         self.shards = [Address(f"shard-{k}") for k in range(n_shards)]
-        self.copies = [
-            name for k in range(n_shards) for name in copy_names(k, shard_copies)
-        ]
+        self.copies = [name for k in range(n_shards) for name in copy_names(k, shard_copies)]
         self._shard_copies = shard_copies
         self._host = host
         self._patience = patience
@@ -126,18 +117,14 @@ class JobCluster:
             before=before or Before(),
         )
         builders: dict[Address, Callable[[Memory], Role]] = {
-            Address(entry.name): self._builder(
-                entry.name, self._tasks.get(entry.name, task)
-            )
+            Address(entry.name): self._builder(entry.name, self._tasks.get(entry.name, task))
             for entry in roster
         }
         slow = Machine(host=host, flops_per_second=self._flops(model))
         self.simulation = SimulatedCluster(
             {SUPERVISOR: lambda _memory: Supervisor(config)} | builders,
             seed=seed,
-            options=ClusterOptions(
-                start=(SUPERVISOR,), machine=slow, faults=tuple(faults)
-            ),
+            options=ClusterOptions(start=(SUPERVISOR,), machine=slow, faults=tuple(faults)),
         )
 
     @staticmethod
@@ -154,9 +141,7 @@ class JobCluster:
                     heartbeat_seconds=heartbeat_seconds(name, self._shard_copies),
                     patience_seconds=self._patience,
                 ),
-                build=lambda: DOWNPOUR.build(
-                    name, config=self._settings, context=context
-                ),
+                build=lambda: DOWNPOUR.build(name, config=self._settings, context=context),
             )
 
         return build
@@ -165,9 +150,7 @@ class JobCluster:
 
     def run(self, *, within: float = 300.0) -> str | None:
         """Let the job come to its end; return what went wrong, if anything did."""
-        self.simulation.run_until(
-            lambda: SUPERVISOR in self.simulation.halted, within=within
-        )
+        self.simulation.run_until(lambda: SUPERVISOR in self.simulation.halted, within=within)
         self.simulation.run(until=self.simulation.now + 1.0)
         assert self.n_alive == 0
         return self.simulation.halted[SUPERVISOR]

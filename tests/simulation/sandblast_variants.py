@@ -60,9 +60,7 @@ def answers_of_any_order(patch: Patch) -> None:
     """Any answer of a shard counts for the order that is under way."""
     whole = ShardOrders.receive
 
-    def receive(
-        self: ShardOrders, event: Received, message: Performed, now: Seconds
-    ) -> None:
+    def receive(self: ShardOrders, event: Received, message: Performed, now: Seconds) -> None:
         if self._order is not None and message.epoch == self.epoch:
             message = msgspec.structs.replace(message, number=self.number)
         whole(self, event, message, now)
@@ -151,9 +149,7 @@ def sums_go_on(patch: Patch) -> None:
     """A set that is dropped half-way leaves its sum to the next."""
     whole = PortionSums.step
 
-    def step(
-        self: PortionSums, batch: object, *, is_first: bool, is_last: bool
-    ) -> object:
+    def step(self: PortionSums, batch: object, *, is_first: bool, is_last: bool) -> object:
         del is_first
         return whole(self, batch, is_first=False, is_last=is_last)  # type: ignore[arg-type]
 

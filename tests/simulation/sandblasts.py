@@ -59,14 +59,7 @@ from distbelief.runtime.task import trial
 from distbelief.runtime.task.local_model import LocalModel
 from distbelief.runtime.task.losses import Loss
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.faults import (
-    CutOff,
-    Fault,
-    Kill,
-    Supersede,
-    TornSnapshot,
-    random_faults,
-)
+from distbelief.simulation.faults import CutOff, Fault, Kill, Supersede, TornSnapshot, random_faults
 from distbelief.simulation.links import Link
 from distbelief.simulation.machines import Machine
 from distbelief.simulation.options import ClusterOptions, TraceKind
@@ -98,13 +91,9 @@ class Points:
 
     def __init__(self, n_samples: int, n_inputs: int) -> None:
         generator = torch.Generator().manual_seed(5)
-        self.inputs = torch.randn(
-            n_samples, n_inputs, generator=generator, dtype=torch.float64
-        )
+        self.inputs = torch.randn(n_samples, n_inputs, generator=generator, dtype=torch.float64)
         noise = torch.randn(n_samples, generator=generator, dtype=torch.float64)
-        self.targets = (self.inputs[:, 0] - self.inputs[:, 1] + noise > 0).to(
-            torch.float64
-        )
+        self.targets = (self.inputs[:, 0] - self.inputs[:, 1] + noise > 0).to(torch.float64)
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -162,15 +151,10 @@ def plain_gradient(
         for begin in range(start, stop, cutting.portion_size):
             indices = samples.at(begin, min(begin + cutting.portion_size, stop))
             model.gradient(
-                *points(n_samples, n_inputs).__getitems__(list(indices)),
-                summed(logistic),
+                *points(n_samples, n_inputs).__getitems__(list(indices)), summed(logistic)
             )
             gradients = [g.clone() for g in model.gradients if g is not None]
-            total = (
-                [a + b for a, b in zip(total, gradients, strict=True)]
-                if total
-                else gradients
-            )
+            total = [a + b for a, b in zip(total, gradients, strict=True)] if total else gradients
         sets.append(total)
     return tuple(tensor / n_samples for tensor in _tree(sets))
 
@@ -222,9 +206,7 @@ class Ledger:
     counted: dict[tuple[Address, int, int, int], int] = field(default_factory=dict)
     points: dict[tuple[int, int], dict[int, Vector]] = field(default_factory=dict)
     sealed: dict[tuple[int, int], dict[int, Vector]] = field(default_factory=dict)
-    staged_by: dict[tuple[Address, int, int], tuple[Address, int]] = field(
-        default_factory=dict
-    )
+    staged_by: dict[tuple[Address, int, int], tuple[Address, int]] = field(default_factory=dict)
     tries: dict[int, tuple[Address, int]] = field(default_factory=dict)  # by grant
     n_sealed: int = 0
     n_void: int = 0
@@ -326,9 +308,7 @@ class Ledger:
         self.n_sealed += 1
 
     def _whole(self, vectors: dict[int, Vector]) -> list[torch.Tensor]:
-        tensors = [
-            torch.zeros(t.n_elements, dtype=torch.float64) for t in self.layout.tensors
-        ]
+        tensors = [torch.zeros(t.n_elements, dtype=torch.float64) for t in self.layout.tensors]
         for index, vector in vectors.items():
             self.layout.scatter(index, vector, tensors)
         return tensors
@@ -397,19 +377,11 @@ class Run:
     def __init__(self, scene: Sandblast) -> None:
         self.scene = scene
         layout = scene.layout
-        self.ledger = Ledger(
-            scene.n_shards, layout, scene.cutting, scene.n_samples, scene.n_inputs
-        )
+        self.ledger = Ledger(scene.n_shards, layout, scene.cutting, scene.n_samples, scene.n_inputs)
         builders: dict[Address, Builder] = {
             COORDINATOR: self._coordinator,
-            **{
-                name: partial(self._shard, layout, k)
-                for k, name in enumerate(scene.shards)
-            },
-            **{
-                name: partial(self._replica, layout, r)
-                for r, name in enumerate(scene.replicas)
-            },
+            **{name: partial(self._shard, layout, k) for k, name in enumerate(scene.shards)},
+            **{name: partial(self._replica, layout, r) for r, name in enumerate(scene.replicas)},
         }
         machines = {
             name: Machine(
@@ -518,10 +490,7 @@ class Run:
             client=client,
             trainer=trainer,
             data_shard=DataShard(
-                scene.n_samples,
-                replica_index=index,
-                n_replicas=scene.n_replicas,
-                seed=3,
+                scene.n_samples, replica_index=index, n_replicas=scene.n_replicas, seed=3
             ),
         )
 
@@ -558,13 +527,9 @@ class Run:
             self.cluster.run(until=at)
             if self.cluster.is_alive(COORDINATOR):
                 label = f"{int(at * 1e6):09d}"
-                save = Received(
-                    sender=SUPERVISOR, incarnation=1, message=Save(label=label)
-                )
+                save = Received(sender=SUPERVISOR, incarnation=1, message=Save(label=label))
                 self.cluster.post(COORDINATOR, save)
-        self.cluster.run_until(
-            lambda: COORDINATOR in self.cluster.halted, within=within
-        )
+        self.cluster.run_until(lambda: COORDINATOR in self.cluster.halted, within=within)
         error = self.cluster.halted[COORDINATOR]
         assert error is None, error
         assert self.coordinator.result is not None
@@ -573,8 +538,7 @@ class Run:
     def values(self) -> bytes:
         """The parameters that everybody can read, over all shards."""
         tensors = [
-            torch.zeros(t.n_elements, dtype=torch.float64)
-            for t in self.scene.layout.tensors
+            torch.zeros(t.n_elements, dtype=torch.float64) for t in self.scene.layout.tensors
         ]
         for index, name in enumerate(self.scene.shards):
             shard = self.cluster.role(name)
@@ -611,16 +575,12 @@ def drawn(seed: int) -> Sandblast:
     hit = [*replicas, COORDINATOR]
     if stream.random() < 0.4:
         hit += shards
-    faults = random_faults(
-        seed, hit, horizon=HORIZON, intensity=float(stream.uniform(0.2, 1.5))
-    )
+    faults = random_faults(seed, hit, horizon=HORIZON, intensity=float(stream.uniform(0.2, 1.5)))
     if stream.random() < 0.3:
         role, at = hit[int(stream.integers(len(hit)))], stream.uniform(0.0, HORIZON)
         faults = (*faults, Supersede(at=float(at), role=role))
     # A disk that loses what it has said to hold, of one shard only, ends the run.
-    faults = tuple(
-        f for f in faults if not isinstance(f, TornSnapshot) or f.role not in shards
-    )
+    faults = tuple(f for f in faults if not isinstance(f, TornSnapshot) or f.role not in shards)
     saves = stream.uniform(0.0, HORIZON, size=int(stream.integers(0, 4)))
     sizes = [(2, 2), (4, 1), (3, 2), (1, 5), (11, 1)]
     portion_size, portions_per_set = sizes[int(stream.integers(len(sizes)))]

@@ -219,10 +219,7 @@ class Draw:
 
 
 def faults_of(
-    draw: Draw,
-    victims: Sequence[Address],
-    shards: Sequence[Address],
-    workers: Sequence[Address],
+    draw: Draw, victims: Sequence[Address], shards: Sequence[Address], workers: Sequence[Address]
 ) -> Iterator[Fault]:
     """Draw what breaks: processes that may die, anybody's pauses, messages, disks."""
     has_twins = any(name.endswith("b") for name in shards)
@@ -250,9 +247,7 @@ def faults_of(
 def _deaths(draw: Draw, name: Address, *, launched: bool) -> Iterator[Fault]:
     """Draw a death; whoever was launched is launched again, the others restart."""
     at, seconds = draw.window()
-    if not launched and draw.coin(
-        0.3
-    ):  # taken for dead: it stood still, and goes on afterwards
+    if not launched and draw.coin(0.3):  # taken for dead: it stood still, and goes on afterwards
         yield Pause(at=at, role=name, seconds=seconds)
         yield Supersede(at=at + seconds / 2, role=name)
         return
@@ -265,9 +260,7 @@ def _deaths(draw: Draw, name: Address, *, launched: bool) -> Iterator[Fault]:
     )
 
 
-def _between_twins(
-    draw: Draw, name: Address, workers: Sequence[Address]
-) -> Iterator[Fault]:
+def _between_twins(draw: Draw, name: Address, workers: Sequence[Address]) -> Iterator[Fault]:
     """Draw what is bad for a copy if it leads, or follows."""
     if draw.coin(0.15):  # its successor is told, and one worker hears nothing of it
         at, seconds = 0.5 * draw.moment(), 0.3
@@ -297,9 +290,7 @@ def _heard_by_the_next_life(draw: Draw, copies: Sequence[Address]) -> Iterator[F
     yield Kill(at=at + draw.pick(0.0, 0.3) * seconds, role=name)
 
 
-def _disturbances(
-    draw: Draw, name: Address, everybody: Sequence[Address]
-) -> Iterator[Fault]:
+def _disturbances(draw: Draw, name: Address, everybody: Sequence[Address]) -> Iterator[Fault]:
     """Draw what anybody lives through."""
     if draw.coin(0.4):
         at, seconds = draw.window()
@@ -311,12 +302,7 @@ def _disturbances(
         at, seconds = draw.window()
         other = draw.pick(None, *(peer for peer in everybody if peer != name))
         yield CutOff(
-            at=at,
-            a=name,
-            b=other,
-            seconds=seconds,
-            loses=draw.coin(),
-            one_way=draw.coin(),
+            at=at, a=name, b=other, seconds=seconds, loses=draw.coin(), one_way=draw.coin()
         )
 
 
@@ -424,16 +410,10 @@ class Play:
         if scenario.n_twins > 1:
             builders[SUPERVISOR] = lambda _: self.overseer
         builders |= dict.fromkeys(scenario.workers, build_worker)
-        self.cluster = SimulatedCluster(
-            builders, seed=scenario.seed, options=self._options(trace)
-        )
+        self.cluster = SimulatedCluster(builders, seed=scenario.seed, options=self._options(trace))
         scene = Scene(
             cluster=self.cluster,
-            shards={
-                name: index
-                for index, names in enumerate(scenario.twins)
-                for name in names
-            },
+            shards={name: index for index, names in enumerate(scenario.twins) for name in names},
             workers=scenario.workers,
             ledger=self.ledger,
             host_bytes_max=scenario.host_bytes_max,
@@ -459,9 +439,7 @@ class Play:
             introduce=True,
             start=(SUPERVISOR, *scenario.workers) if launched else None,
             launch_seconds=0.2 * scenario.haste,
-            machines={
-                name: machine(name) for name in (*scenario.shards, *scenario.workers)
-            },
+            machines={name: machine(name) for name in (*scenario.shards, *scenario.workers)},
             link=Link(latency_seconds=scenario.latency_seconds, jitter=1.0),
             faults=scenario.faults,
             port_reuse=0.5,
@@ -493,8 +471,7 @@ class Play:
         """
         cluster = self.cluster
         return all(
-            getattr(cluster.role(name), "state", "") == "done"
-            and cluster.is_alive(name)
+            getattr(cluster.role(name), "state", "") == "done" and cluster.is_alive(name)
             for name in self.scenario.workers
         ) and all(
             cluster.is_alive(name) and cluster.incarnation(name) == life
@@ -553,9 +530,7 @@ class Play:
 
 
 def save(label: str) -> Received:
-    return Received(
-        sender=Address("supervisor"), incarnation=1, message=Save(label=label)
-    )
+    return Received(sender=Address("supervisor"), incarnation=1, message=Save(label=label))
 
 
 @contextmanager
@@ -565,12 +540,8 @@ def set_for(scenario: Scenario) -> Iterator[None]:
         patch.setattr(vectors, "BLOCK_BYTES", scenario.block_bytes)
         patch.setattr(forwarding, "WINDOW_PIECES", 1)
         patch.setattr(forwarding, "WINDOW_BLOCKS", 1 + scenario.seed % 3)
-        patch.setattr(
-            copies, "BEAT_SECONDS", max(0.03, copies.BEAT_SECONDS * scenario.haste)
-        )
-        patch.setattr(
-            copies, "TICK_SECONDS", max(0.02, copies.TICK_SECONDS * scenario.haste)
-        )
+        patch.setattr(copies, "BEAT_SECONDS", max(0.03, copies.BEAT_SECONDS * scenario.haste))
+        patch.setattr(copies, "TICK_SECONDS", max(0.02, copies.TICK_SECONDS * scenario.haste))
         for name in ("TICK", "SILENCE", "STALL", "ALONE"):
             seconds = getattr(forwarding, f"{name}_SECONDS")
             patch.setattr(forwarding, f"{name}_SECONDS", seconds * scenario.haste)

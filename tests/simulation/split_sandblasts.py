@@ -29,13 +29,7 @@ from distbelief.runtime.execution.dataflow import dataflow
 from distbelief.runtime.machine.machine_names import machine_name, place_of
 from distbelief.runtime.task.capturing import Captured, capture_task
 from distbelief.runtime.task.local_model import LocalModel
-from distbelief.runtime.task.task import (
-    BuildContext,
-    DataSpec,
-    ModelSpec,
-    TaskSpec,
-    build_model,
-)
+from distbelief.runtime.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec, build_model
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
 from distbelief.simulation.links import Link
@@ -66,9 +60,7 @@ SETTINGS = SandblasterSettings(
 
 def net() -> nn.Module:
     """Layers of which each can be cut, and one whose averages are pushed as well."""
-    return nn.Sequential(
-        nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3)
-    ).double()
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
 
 
 class Points:
@@ -76,9 +68,7 @@ class Points:
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
-        self.inputs = torch.randn(
-            N_SAMPLES, 6, generator=generator, dtype=torch.float64
-        )
+        self.inputs = torch.randn(N_SAMPLES, 6, generator=generator, dtype=torch.float64)
         self.targets = torch.randint(3, (N_SAMPLES,), generator=generator)
 
     def __len__(self) -> int:
@@ -166,11 +156,7 @@ class Scene:
     def replicas(self) -> list[Address]:
         if self.n_machines is None:
             return [Address(f"replica-{r}") for r in range(self.n_replicas)]
-        return [
-            machine_name(r, m)
-            for r in range(self.n_replicas)
-            for m in range(self.n_machines)
-        ]
+        return [machine_name(r, m) for r in range(self.n_replicas) for m in range(self.n_machines)]
 
     @property
     def shards(self) -> list[Address]:
@@ -179,9 +165,7 @@ class Scene:
     @property
     def undisturbed(self) -> "Run":
         """A run of one such replica that nothing disturbs."""
-        return undisturbed(
-            self.plan_seed, self.n_machines, self.n_shards, self.micro_batches
-        )
+        return undisturbed(self.plan_seed, self.n_machines, self.n_shards, self.micro_batches)
 
 
 class Run:
@@ -203,9 +187,7 @@ class Run:
         self._points: dict[tuple[int, int], dict[int, Vector]] = {}
         self._sealed: dict[tuple[int, int], dict[int, Vector]] = {}
         self._opened: dict[tuple[int, int], int] = {}
-        self._staged: defaultdict[tuple[Address, int, int], dict[Address, int]] = (
-            defaultdict(dict)
-        )
+        self._staged: defaultdict[tuple[Address, int, int], dict[Address, int]] = defaultdict(dict)
         self._lives: dict[tuple[int, Address], int] = {}  # whose part, of each grant
         self._touched = self._who_touches()
         names = [COORDINATOR, *scene.shards, *scene.replicas]
@@ -243,24 +225,17 @@ class Run:
         )
         if name == COORDINATOR:
             config = CoordinatorConfig(
-                cutting=scene.settings.cutting(
-                    n_examples=N_SAMPLES, n_replicas=scene.n_replicas
-                ),
+                cutting=scene.settings.cutting(n_examples=N_SAMPLES, n_replicas=scene.n_replicas),
                 backups=scene.backups,
                 suspect_seconds=2.5,
                 await_begin=False,
             )
             return Coordinator(
-                config,
-                method=scene.settings.chosen(),
-                shards=scene.shards,
-                n_examples=N_SAMPLES,
+                config, method=scene.settings.chosen(), shards=scene.shards, n_examples=N_SAMPLES
             )
         if place_of(name) is None:
             return SANDBLASTER.build(name, config=scene.settings, context=context)
-        return build_machine(
-            name, config=scene.settings, context=context, split=self._split
-        )
+        return build_machine(name, config=scene.settings, context=context, split=self._split)
 
     @property
     def _split(self) -> Split:
@@ -333,9 +308,7 @@ class Run:
             case _:
                 pass
 
-    def _check_parts(
-        self, shard: Address, incarnation: int, index: int, grant: int
-    ) -> None:
+    def _check_parts(self, shard: Address, incarnation: int, index: int, grant: int) -> None:
         """A set counts once all machines of one replica that have a part laid it."""
         if self.scene.n_machines is None:
             return
@@ -377,9 +350,7 @@ class Run:
 
     def play(self, *, within: Seconds = 300.0) -> None:
         """Run until the coordinator has ended."""
-        self.cluster.run_until(
-            lambda: COORDINATOR in self.cluster.halted, within=within
-        )
+        self.cluster.run_until(lambda: COORDINATOR in self.cluster.halted, within=within)
         error = self.cluster.halted[COORDINATOR]
         assert error is None, error
         assert self.coordinator.result is not None
@@ -410,9 +381,7 @@ class Run:
 
 
 @cache
-def undisturbed(
-    plan_seed: int, n_machines: int | None, n_shards: int, micro_batches: int
-) -> Run:
+def undisturbed(plan_seed: int, n_machines: int | None, n_shards: int, micro_batches: int) -> Run:
     """Return a run of one replica that nothing disturbs."""
     run = Run(
         Scene(

@@ -28,12 +28,7 @@ three = pytest.mark.parametrize(
 
 
 def run_of(
-    seed: int,
-    hosts: Hosts,
-    *,
-    n_wanted: int,
-    n_shards: int = 1,
-    step_seconds: Seconds = 5e-3,
+    seed: int, hosts: Hosts, *, n_wanted: int, n_shards: int = 1, step_seconds: Seconds = 5e-3
 ) -> tuple[Run, np.random.Generator]:
     """Return a run with a whole pair, somewhere in the middle of its work."""
     stream = np.random.default_rng(seed)
@@ -67,9 +62,7 @@ def kill_of(run: Run, name: Address, stream: np.random.Generator) -> Fault:
 
 @everywhere
 @pytest.mark.parametrize("rule", [PLAIN, WITH_STATE])
-def test_two_copies_are_equal_to_the_bit_at_equal_clocks(
-    hosts: Hosts, rule: UpdateRule
-) -> None:
+def test_two_copies_are_equal_to_the_bit_at_equal_clocks(hosts: Hosts, rule: UpdateRule) -> None:
     with small():
         run = Run(1, hosts=hosts, rule=rule)
         run.finish()
@@ -140,9 +133,7 @@ def test_a_second_on_the_leaders_host_takes_no_memory_but_its_values() -> None:
 @everywhere
 @seeds
 @settings(max_examples=2)
-def test_whenever_the_leader_dies_nothing_acknowledged_is_lost(
-    hosts: Hosts, seed: int
-) -> None:
+def test_whenever_the_leader_dies_nothing_acknowledged_is_lost(hosts: Hosts, seed: int) -> None:
     with small(window_pieces=2):
         run, stream = run_of(seed, hosts, n_wanted=60)
         run.cluster.inject(kill_of(run, run.leader(), stream))
@@ -206,9 +197,7 @@ def test_a_second_that_is_paused_holds_up_the_leader_for_half_a_second(
 @everywhere
 @seeds
 @settings(max_examples=2)
-def test_single_faults_one_after_the_other_lose_nothing(
-    hosts: Hosts, seed: int
-) -> None:
+def test_single_faults_one_after_the_other_lose_nothing(hosts: Hosts, seed: int) -> None:
     """Each strikes a pair that is whole; the workers are at it all the while."""
     with small(window_pieces=2):
         run, stream = run_of(seed, hosts, n_wanted=60, step_seconds=0.15)

@@ -45,9 +45,7 @@ def accuracy(
 ) -> float:
     """Return the held-out accuracy in percent, with n_fetch = n_push = n."""
     task = TaskSpec(
-        model=ModelSpec(
-            factory="experiments.digits.digits:net", initial="seed", seed=seed
-        ),
+        model=ModelSpec(factory="experiments.digits.digits:net", initial="seed", seed=seed),
         train=DataSpec(factory=data, arguments={"part": "train"}),
         loss="cross_entropy",
     )
@@ -64,18 +62,11 @@ def accuracy(
         seed=seed,
     )
     cluster = Cluster(
-        task,
-        settings,
-        n_replicas=n_replicas,
-        n_shards=2,
-        seed=seed,
-        await_begin=True,
+        task, settings, n_replicas=n_replicas, n_shards=2, seed=seed, await_begin=True
     )
     cluster.simulation.run(until=0.1)
     cluster.tell("replica-0", Begin())
-    cluster.simulation.run_until(
-        lambda: cluster.replica(0).counters.steps >= WARM_START_STEPS
-    )
+    cluster.simulation.run_until(lambda: cluster.replica(0).counters.steps >= WARM_START_STEPS)
     for replica in cluster.replicas[1:]:
         cluster.tell(replica, Begin())
     cluster.run()
@@ -118,9 +109,7 @@ def test_one_replica_alone_that_seldom_fetches_and_pushes_is_plain_sgd() -> None
 
 
 @pytest.mark.parametrize("n_replicas", [2, 4])
-def test_data_sorted_by_class_are_learnt_as_well_as_shuffled_ones(
-    n_replicas: int,
-) -> None:
+def test_data_sorted_by_class_are_learnt_as_well_as_shuffled_ones(n_replicas: int) -> None:
     """Each replica had a contiguous part: of ten classes, five or three."""
     shuffled = mean_of(
         f"{n_replicas} replicas, shuffled",

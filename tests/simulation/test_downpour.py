@@ -25,11 +25,7 @@ from distbelief.memory import Memory
 from distbelief.messages import Begin, Evaluate, Finished, Measured, Progress, Stop
 from distbelief.parameter_server.layout.initial import shard_values
 from distbelief.parameter_server.layout.layout import Layout
-from distbelief.parameter_server.rules.update_rules import (
-    SGD,
-    Adagrad,
-    UpdateRule,
-)
+from distbelief.parameter_server.rules.update_rules import SGD, Adagrad, UpdateRule
 from distbelief.parameter_server.shard import ParameterServerShard
 from distbelief.roles import SUPERVISOR, Address, Received, Role
 from distbelief.runtime.task.local_model import LocalModel
@@ -95,17 +91,10 @@ COUNTING = TaskSpec(
 )
 LEARNING = TaskSpec(
     model=ModelSpec(
-        factory=f"{EXAMPLES}:net",
-        arguments={"width": 40, "hidden": [70]},
-        initial="seed",
-        seed=3,
+        factory=f"{EXAMPLES}:net", arguments={"width": 40, "hidden": [70]}, initial="seed", seed=3
     ),
-    train=DataSpec(
-        factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 60}
-    ),
-    test=DataSpec(
-        factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 50}
-    ),
+    train=DataSpec(factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 60}),
+    test=DataSpec(factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 50}),
     loss="cross_entropy",
 )
 
@@ -145,10 +134,7 @@ class Cluster:
             await_begin=await_begin,
         )
         roster = DOWNPOUR.roster(
-            settings,
-            n_replicas=n_replicas,
-            n_shards=n_shards,
-            evaluates=task.test is not None,
+            settings, n_replicas=n_replicas, n_shards=n_shards, evaluates=task.test is not None
         )
         self.simulation = SimulatedCluster(
             {Address(entry.name): self._builder(entry.name) for entry in roster},
@@ -168,9 +154,7 @@ class Cluster:
     def run(self, *, but: Sequence[str] = ()) -> None:
         """Let all replicas but these come to their end, as planned."""
         wanted = [name for name in self.replicas if name not in but]
-        self.simulation.run_until(
-            lambda: all(name in self.simulation.halted for name in wanted)
-        )
+        self.simulation.run_until(lambda: all(name in self.simulation.halted for name in wanted))
         assert {self.simulation.halted[name] for name in wanted} == {None}
         self.ended_at = self.simulation.now
         self.simulation.run(until=self.ended_at + 0.1)  # their last words arrive
@@ -263,9 +247,7 @@ def plain(settings: DownpourSettings, *, task: TaskSpec) -> dict[str, torch.Tens
     return {name: value.detach() for name, value in server.items()}
 
 
-def _optimizer(
-    rule: UpdateRule, server: dict[str, torch.Tensor]
-) -> torch.optim.Optimizer:
+def _optimizer(rule: UpdateRule, server: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
     if isinstance(rule, Adagrad):
         return torch.optim.Adagrad(server.values(), lr=rule.learning_rate, fused=True)
     assert isinstance(rule, SGD)
@@ -274,9 +256,7 @@ def _optimizer(
 
 def _batches(settings: DownpourSettings, *, n_samples: int) -> Iterator[list[int]]:
     assert settings.max_steps is not None
-    cursor = BatchCursor(
-        DataShard(n_samples, replica_index=0, n_replicas=1, seed=settings.seed)
-    )
+    cursor = BatchCursor(DataShard(n_samples, replica_index=0, n_replicas=1, seed=settings.seed))
     position = 0
     for _ in range(settings.max_steps):
         indices = cursor.batch(position, settings.batch_size)
@@ -314,16 +294,10 @@ def test_one_blocking_replica_is_sequential_training_to_the_bit(
 @both_data_paths
 @pytest.mark.parametrize("n_push", [1, 2, 5])
 @pytest.mark.parametrize("n_fetch", [1, 3, 4])
-def test_algorithm_1_1_is_followed_to_the_bit(
-    n_fetch: int, n_push: int, host: str
-) -> None:
+def test_algorithm_1_1_is_followed_to_the_bit(n_fetch: int, n_push: int, host: str) -> None:
     """DB-6 to DB-9: when, what sum, from zero again, and the steps in between."""
     job = downpour(
-        n_fetch=n_fetch,
-        n_push=n_push,
-        blocking=True,
-        overwrite_local_steps=True,
-        max_steps=11,
+        n_fetch=n_fetch, n_push=n_push, blocking=True, overwrite_local_steps=True, max_steps=11
     )
     cluster = Cluster(LEARNING, job, host=host)
     cluster.run()
@@ -341,12 +315,7 @@ def test_one_replica_alone_is_sequential_sgd_however_seldom_it_fetches_and_pushe
     With n_fetch = n_push = 10, nine of ten gradients were computed for nothing. Only
     n_fetch = n_push = 1 needs `blocking`, for there a fetch does not wait for pushes.
     """
-    job = downpour(
-        n_fetch=n_fetch,
-        n_push=n_push,
-        blocking=n_fetch == n_push == 1,
-        max_steps=31,
-    )
+    job = downpour(n_fetch=n_fetch, n_push=n_push, blocking=n_fetch == n_push == 1, max_steps=31)
     cluster = Cluster(LEARNING, job, host=host, n_shards=2)
     cluster.run()
     everything_at_once = msgspec.structs.replace(job, n_fetch=1, n_push=1)
@@ -358,9 +327,7 @@ def test_one_replica_alone_is_sequential_sgd_however_seldom_it_fetches_and_pushe
 
 
 def normal_net(*, width: int = 40) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(width, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 2)
-    )
+    return nn.Sequential(nn.Linear(width, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 2))
 
 
 @pytest.mark.parametrize(("n_fetch", "n_push"), [(1, 4), (4, 4), (2, 3)])
@@ -393,10 +360,7 @@ def test_without_a_rate_of_its_own_a_replica_only_sums_gradients() -> None:
 def test_local_steps_have_their_own_rate() -> None:
     """DB-9 with an adaptive rule on the shards."""
     job = downpour(
-        rule=Adagrad(learning_rate=0.05),
-        n_fetch=3,
-        local_learning_rate=0.2,
-        blocking=True,
+        rule=Adagrad(learning_rate=0.05), n_fetch=3, local_learning_rate=0.2, blocking=True
     )
     cluster = Cluster(LEARNING, job)
     cluster.run()
@@ -404,9 +368,7 @@ def test_local_steps_have_their_own_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [SGD(learning_rate=0.1), Adagrad(learning_rate=0.05)],
-    ids=lambda rule: rule.name,
+    "rule", [SGD(learning_rate=0.1), Adagrad(learning_rate=0.05)], ids=lambda rule: rule.name
 )
 @pytest.mark.parametrize("n_shards", [2, 5])
 def test_the_number_of_shards_changes_no_bit(rule: UpdateRule, n_shards: int) -> None:
@@ -469,9 +431,7 @@ def gradient_sum(cluster: Cluster, *, task: TaskSpec = COUNTING) -> torch.Tensor
     inputs = torch.stack([dataset[i][0] for i in range(len(dataset))])  # type: ignore[index]
     whole = torch.zeros_like(inputs[0])
     for r, name in enumerate(cluster.replicas):
-        part = DataShard(
-            len(dataset), replica_index=r, n_replicas=len(cluster.replicas), seed=0
-        )
+        part = DataShard(len(dataset), replica_index=r, n_replicas=len(cluster.replicas), seed=0)
         samples = int(cluster.status(name)["samples"])
         n_passes, rest = divmod(samples, len(part))
         whole += n_passes * inputs[torch.from_numpy(part.order(0))].sum(0)
@@ -524,9 +484,7 @@ def test_each_push_counts_once_whatever_happens_to_messages(
         Delay(probability=late, seconds_max=2.0, overtaken=overtaken),
     )
     job = counting(n_push=n_push, max_steps=8)
-    cluster = Cluster(
-        COUNTING, job, n_replicas=2, n_shards=2, host=host, seed=seed, faults=faults
-    )
+    cluster = Cluster(COUNTING, job, n_replicas=2, n_shards=2, host=host, seed=seed, faults=faults)
     cluster.run()
     assert torch.equal(cluster.values()["weight"], -gradient_sum(cluster))
     n_pushes = sum(cluster.replica(r).counters.pushes for r in range(2))
@@ -544,21 +502,11 @@ def test_each_push_counts_once_whatever_happens_to_messages(
 )
 @settings(max_examples=15)
 def test_a_replica_killed_anywhere_goes_on_where_the_shard_has_it(
-    host: str,
-    seed: int,
-    at: float,
-    after_actions: int | None,
-    drop: float,
-    pause: float,
+    host: str, seed: int, at: float, after_actions: int | None, drop: float, pause: float
 ) -> None:
     """What was computed and not applied is computed again: each sample counts once."""
     faults = (
-        Kill(
-            at=at,
-            role=Address("replica-0"),
-            restart_after=0.01,
-            after_actions=after_actions,
-        ),
+        Kill(at=at, role=Address("replica-0"), restart_after=0.01, after_actions=after_actions),
         Pause(at=pause, role=Address("shard-0"), seconds=0.005),
         Drop(probability=drop),
     )
@@ -573,12 +521,7 @@ def test_a_dead_replica_holds_nobody_up(host: str) -> None:
     """DB-12: the others go on, and the shards serve them."""
     dead = Kill(at=0.003, role=Address("replica-1"))
     cluster = Cluster(
-        LEARNING,
-        downpour(max_steps=100),
-        n_replicas=3,
-        n_shards=2,
-        host=host,
-        faults=[dead],
+        LEARNING, downpour(max_steps=100), n_replicas=3, n_shards=2, host=host, faults=[dead]
     )
     cluster.run(but=["replica-1"])
     n_dead = cluster.replica(1).counters.pushes
@@ -673,19 +616,13 @@ def test_the_evaluator_measures_what_lies_on_the_shards(host: str) -> None:
     for name, value in module.named_parameters():
         value.data.copy_(cluster.values()[name].view_as(value))
     dataset = build_dataset(LEARNING.test or LEARNING.train)
-    inputs, targets = torch.utils.data.default_collate(
-        [dataset[i] for i in range(len(dataset))]
-    )
+    inputs, targets = torch.utils.data.default_collate([dataset[i] for i in range(len(dataset))])
     outputs = module(inputs).detach()
     assert (whole.request, subset.request) == (1, 2)
     assert (whole.n_samples, subset.n_samples) == (50, 20)
     assert whole.clock == subset.clock == 10.0
-    assert whole.loss == pytest.approx(
-        float(nn.functional.cross_entropy(outputs, targets))
-    )
-    assert whole.metric == pytest.approx(
-        float((outputs.argmax(1) == targets).float().mean())
-    )
+    assert whole.loss == pytest.approx(float(nn.functional.cross_entropy(outputs, targets)))
+    assert whole.metric == pytest.approx(float((outputs.argmax(1) == targets).float().mean()))
 
 
 # --------------------------------------------------------------------- reproducibility

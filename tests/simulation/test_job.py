@@ -11,15 +11,7 @@ from distbelief.messages import Acknowledge
 from distbelief.parameter_server.copies.copies import shard_of
 from distbelief.roles import FIRST_LABEL, SUPERVISOR, Address, Send
 from distbelief.simulation.disk import Disk
-from distbelief.simulation.faults import (
-    Delay,
-    DiskFull,
-    Drop,
-    Fault,
-    Kill,
-    Pause,
-    random_faults,
-)
+from distbelief.simulation.faults import Delay, DiskFull, Drop, Fault, Kill, Pause, random_faults
 from distbelief.simulation.world import Happening
 from tests.simulation.jobs import EXAMPLES, STEP_SECONDS, TASK, JobCluster, seeds
 
@@ -51,9 +43,7 @@ def test_the_last_evaluation_takes_all_samples() -> None:
 
 
 def test_a_job_without_test_data_has_no_evaluator() -> None:
-    job = JobCluster(
-        stop=StopTable(epochs=2), task=msgspec.structs.replace(TASK, test=None)
-    )
+    job = JobCluster(stop=StopTable(epochs=2), task=msgspec.structs.replace(TASK, test=None))
     assert job.run() is None
     assert job.view.metric is None
     assert [role.name for role in job.view.roles if role.name == "evaluator"] == []
@@ -103,12 +93,9 @@ def test_replicas_that_have_taken_all_their_steps_end_the_job() -> None:
 
 REPLICAS = (Address("replica-0"), Address("replica-1"), Address("replica-2"))
 SLOW_WORDS = [
-    Delay(probability=1.0, seconds_max=1.0, between=(SUPERVISOR, name))
-    for name in REPLICAS
+    Delay(probability=1.0, seconds_max=1.0, between=(SUPERVISOR, name)) for name in REPLICAS
 ]
-SLOW_SUPERVISOR = [
-    Pause(at=float(second), role=SUPERVISOR, seconds=0.9) for second in range(1, 60)
-]
+SLOW_SUPERVISOR = [Pause(at=float(second), role=SUPERVISOR, seconds=0.9) for second in range(1, 60)]
 
 
 @pytest.mark.parametrize("faults", [[], SLOW_WORDS, SLOW_SUPERVISOR])
@@ -384,9 +371,7 @@ class Acknowledged:
         pytest.param(2, "host-0", marks=pytest.mark.soak),
     ],
 )
-def test_shards_save_before_they_end_without_a_supervisor(
-    shard_copies: int, host: str
-) -> None:
+def test_shards_save_before_they_end_without_a_supervisor(shard_copies: int, host: str) -> None:
     """They ended without a checkpoint, whatever they had acknowledged."""
     job = JobCluster(
         stop=LONG,
@@ -444,9 +429,7 @@ def test_a_snapshot_that_nobody_asked_for_is_never_ahead_of_the_next_one() -> No
     assert job.restarts("shard-0") == 2
     (only,) = job.simulation.disk.snapshots(job.shards[0])
     assert only.snapshot.label == FIRST_LABEL
-    job.run_until(
-        lambda: len(job.simulation.disk.snapshots(job.shards[0])) == 2, within=100.0
-    )
+    job.run_until(lambda: len(job.simulation.disk.snapshots(job.shards[0])) == 2, within=100.0)
     newest = job.simulation.disk.newest(job.shards[0])
     assert newest is not None
     assert newest.label == "00001"
@@ -454,9 +437,7 @@ def test_a_snapshot_that_nobody_asked_for_is_never_ahead_of_the_next_one() -> No
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_job_survives_a_lossy_network(seed: int) -> None:
-    job = JobCluster(
-        stop=StopTable(samples=400), seed=seed, faults=[Drop(probability=0.2)]
-    )
+    job = JobCluster(stop=StopTable(samples=400), seed=seed, faults=[Drop(probability=0.2)])
     assert job.run() is None
     assert job.view.samples >= 400
     assert sum(role.restarts for role in job.view.roles) == 0
@@ -466,9 +447,7 @@ def test_a_job_survives_a_lossy_network(seed: int) -> None:
 def test_a_job_survives_whatever_heals(seed: int) -> None:
     job = JobCluster(stop=StopTable(samples=800), seed=seed, warm_start_steps=5)
     roles = [*job.shards, *job.replicas, Address("evaluator")]
-    for fault in random_faults(
-        seed, roles, horizon=10.0, intensity=0.7, restarts=False
-    ):
+    for fault in random_faults(seed, roles, horizon=10.0, intensity=0.7, restarts=False):
         job.simulation.inject(fault)
     assert job.run(within=600.0) is None
     assert job.view.samples >= 800
@@ -491,9 +470,7 @@ def test_a_leader_that_dies_costs_nothing(host: str) -> None:
     assert any("takes over, nothing acknowledged is lost" in text for text in job.told)
     view = job.view
     assert view.pushes_lost == 0
-    assert (
-        view.pushes_applied == view.step
-    )  # each push once, on both shards, in both copies
+    assert view.pushes_applied == view.step  # each push once, on both shards, in both copies
     assert sum(role.restarts for role in view.roles) == 1
 
 
@@ -583,13 +560,9 @@ def test_two_copies_that_stand_still_for_good_come_back_from_a_snapshot() -> Non
 
 @pytest.mark.parametrize("seed", seeds(4, of=24))
 def test_a_job_with_two_copies_survives_whatever_heals(seed: int) -> None:
-    job = JobCluster(
-        stop=StopTable(samples=800), seed=seed, shard_copies=2, warm_start_steps=5
-    )
+    job = JobCluster(stop=StopTable(samples=800), seed=seed, shard_copies=2, warm_start_steps=5)
     roles = [*job.copies, *job.replicas, Address("evaluator")]
-    for fault in random_faults(
-        seed, roles, horizon=10.0, intensity=0.7, restarts=False
-    ):
+    for fault in random_faults(seed, roles, horizon=10.0, intensity=0.7, restarts=False):
         job.simulation.inject(fault)
     assert job.run(within=600.0) is None
     assert job.view.samples >= 800
@@ -607,9 +580,7 @@ def test_an_interrupted_job_with_two_copies_is_saved_within_two_seconds() -> Non
 
 
 def test_a_disk_that_is_full_at_the_end_fails_the_job() -> None:
-    job = JobCluster(
-        stop=StopTable(samples=400), faults=[DiskFull(at=1.0, seconds=1000.0)]
-    )
+    job = JobCluster(stop=StopTable(samples=400), faults=[DiskFull(at=1.0, seconds=1000.0)])
     assert "the last snapshot of shard 0 could not be saved" in (job.run() or "")
 
 

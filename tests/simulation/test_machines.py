@@ -16,12 +16,7 @@ from distbelief.parameter_server.rules.update_rules import SGD
 from distbelief.roles import Address, PeerLost
 from distbelief.runtime.machine.course import TrainingCourse
 from distbelief.runtime.machine.machine_names import machine_name
-from distbelief.runtime.task.task import (
-    DataSpec,
-    ModelSpec,
-    TaskSpec,
-    build_dataset,
-)
+from distbelief.runtime.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
 from tests.simulation.groups import Group
 from tests.simulation.test_downpour import downpour
@@ -44,12 +39,9 @@ def total(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 COUNTING = TaskSpec(
-    model=ModelSpec(
-        factory=f"{HERE}:counting_net", arguments={"width": 200}, initial="seed"
-    ),
+    model=ModelSpec(factory=f"{HERE}:counting_net", arguments={"width": 200}, initial="seed"),
     train=DataSpec(
-        factory="tests.simulation.test_downpour:counting_data",
-        arguments={"width": 200},
+        factory="tests.simulation.test_downpour:counting_data", arguments={"width": 200}
     ),
     loss=f"{HERE}:total",
 )
@@ -82,9 +74,7 @@ def faults_of(seed: int, roles: Sequence[Address]) -> tuple[Fault, ...]:
         match int(generator.integers(6)):
             case 0 | 1:
                 after = int(generator.integers(3)) if generator.random() < 0.5 else None
-                fault: Fault = Kill(
-                    at=at, role=role, restart_after=seconds, after_actions=after
-                )
+                fault: Fault = Kill(at=at, role=role, restart_after=seconds, after_actions=after)
             case 2:
                 fault = Pause(at=at, role=role, seconds=seconds)
             case 3:
@@ -140,9 +130,7 @@ def lost(name: str) -> PeerLost:
 
 @pytest.mark.parametrize("silent", [0, 1, 2])
 @pytest.mark.parametrize("at", [0.001, 0.01, 0.1])
-def test_the_others_end_as_soon_as_a_silent_one_is_gone_for_good(
-    silent: int, at: float
-) -> None:
+def test_the_others_end_as_soon_as_a_silent_one_is_gone_for_good(silent: int, at: float) -> None:
     """They waited for a machine that stood still 40 s more, and for a leader without a
     bound of their own."""
     names = [machine_name(0, m) for m in range(3)]

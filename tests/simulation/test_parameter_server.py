@@ -26,14 +26,7 @@ from distbelief.simulation.faults import (
 from distbelief.simulation.machines import Machine
 from distbelief.simulation.options import ClusterOptions
 from tests.simulation.invariants import Scene, times_applied, watch
-from tests.simulation.workers import (
-    N_MARKS,
-    Ledger,
-    Worker,
-    config_of,
-    layout_of,
-    shard_of,
-)
+from tests.simulation.workers import N_MARKS, Ledger, Worker, config_of, layout_of, shard_of
 
 
 SHARDS = tuple(Address(f"shard-{k}") for k in range(2))
@@ -92,8 +85,7 @@ class Run:
 
     def done(self) -> bool:
         return all(
-            self.worker(name).state == "done" and self.cluster.is_alive(name)
-            for name in WORKERS
+            self.worker(name).state == "done" and self.cluster.is_alive(name) for name in WORKERS
         )
 
     def worker(self, name: Address) -> Worker:
@@ -131,9 +123,7 @@ def test_dead_workers_and_a_bad_network_lose_no_acknowledged_push(
 @pytest.mark.parametrize("shared", [True, False])
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=10)
-def test_whatever_dies_what_is_missing_was_counted_as_lost(
-    *, shared: bool, seed: int
-) -> None:
+def test_whatever_dies_what_is_missing_was_counted_as_lost(*, shared: bool, seed: int) -> None:
     """Shards restart from snapshots, taken now and then; workers stay."""
     faults = [
         fault
@@ -183,8 +173,7 @@ def test_a_paused_worker_holds_up_nobody() -> None:
     run = Run(2, shared=True, faults=[Pause(at=0.02, role=WORKERS[0], seconds=50.0)])
     others = WORKERS[1:]
     run.cluster.run_until(
-        lambda: all(run.cluster.role(name).status()[0] == "done" for name in others),
-        within=5.0,
+        lambda: all(run.cluster.role(name).status()[0] == "done" for name in others), within=5.0
     )
     assert run.worker(WORKERS[0]).state != "done"
     run.finish()
@@ -236,9 +225,7 @@ def test_the_same_seed_gives_the_same_trace_and_the_same_bits() -> None:
     one, two = runs
     assert one.cluster.trace.digest == two.cluster.trace.digest
     for name in SHARDS:
-        assert np.array_equal(
-            times_applied(one.cluster, name), times_applied(two.cluster, name)
-        )
+        assert np.array_equal(times_applied(one.cluster, name), times_applied(two.cluster, name))
 
 
 def lost(worker: Address) -> PeerLost:
@@ -246,6 +233,4 @@ def lost(worker: Address) -> PeerLost:
 
 
 def save(label: str) -> Received:
-    return Received(
-        sender=Address("supervisor"), incarnation=1, message=Save(label=label)
-    )
+    return Received(sender=Address("supervisor"), incarnation=1, message=Save(label=label))

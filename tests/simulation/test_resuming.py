@@ -11,13 +11,7 @@ from distbelief.job.directory.store import SnapshotStore
 from distbelief.job.resuming.recutting import Recutting
 from distbelief.messages import Save
 from distbelief.parameter_server.layout.layout import Layout
-from distbelief.parameter_server.rules.update_rules import (
-    SGD,
-    Adagrad,
-    Adam,
-    Momentum,
-    UpdateRule,
-)
+from distbelief.parameter_server.rules.update_rules import SGD, Adagrad, Adam, Momentum, UpdateRule
 from distbelief.roles import SUPERVISOR, Received
 from distbelief.runtime.task.task import DataSpec, ModelSpec, TaskSpec
 from tests.simulation.test_downpour import Cluster, downpour, same
@@ -34,18 +28,12 @@ RULES: tuple[UpdateRule, ...] = (
 
 def normed_net() -> nn.Module:
     """Return a net of tensors that are cut, that go whole, and buffers of both."""
-    return nn.Sequential(
-        nn.Linear(40, 200), nn.BatchNorm1d(200), nn.Tanh(), nn.Linear(200, 2)
-    )
+    return nn.Sequential(nn.Linear(40, 200), nn.BatchNorm1d(200), nn.Tanh(), nn.Linear(200, 2))
 
 
 TASK = TaskSpec(
-    model=ModelSpec(
-        factory="tests.simulation.test_resuming:normed_net", initial="seed", seed=3
-    ),
-    train=DataSpec(
-        factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 60}
-    ),
+    model=ModelSpec(factory="tests.simulation.test_resuming:normed_net", initial="seed", seed=3),
+    train=DataSpec(factory=f"{EXAMPLES}:frames", arguments={"width": 40, "n_samples": 60}),
     loss="cross_entropy",
 )
 
@@ -88,16 +76,12 @@ def fail(text: str) -> None:
 def test_one_blocking_replica_on_other_shards_goes_on_to_the_bit(
     tmp_path: Path, rule: UpdateRule, n_new: int
 ) -> None:
-    first, rest, whole = (
-        downpour(rule=rule, blocking=True, max_steps=n) for n in (22, 23, 45)
-    )
+    first, rest, whole = (downpour(rule=rule, blocking=True, max_steps=n) for n in (22, 23, 45))
     before = trained(first, 2)
     source = saved(before, SnapshotStore(tmp_path / "old", report=fail))
     target = SnapshotStore(tmp_path / "new", report=fail)
     new = Layout.of(before.layout.tensors, n_shards=n_new)
-    recutting = Recutting(
-        source=source, old=before.layout, new=new, rule=rule, incarnation=2
-    )
+    recutting = Recutting(source=source, old=before.layout, new=new, rule=rule, incarnation=2)
     recutting.write(target, label="00008", samples={"replica-0": 22 * 4})
     after = trained(rest, n_new, begin=target)
     assert after.status("replica-0")["samples"] == 45 * 4

@@ -189,17 +189,13 @@ STRAGGLER = Sandblast(
 
 
 def examples_computed(run: Run) -> list[float]:
-    return [
-        run.cluster.role(name).status()[1]["samples"] for name in run.scene.replicas
-    ]
+    return [run.cluster.role(name).status()[1]["samples"] for name in run.scene.replicas]
 
 
 def test_a_replica_twice_as_fast_computes_twice_as_much() -> None:
     """DB-14."""
     scene = replace(
-        STRAGGLER,
-        speeds=(2.0, 1.0, 1.0, 1.0),
-        cutting=Cutting(portion_size=2, portions_per_set=2),
+        STRAGGLER, speeds=(2.0, 1.0, 1.0, 1.0), cutting=Cutting(portion_size=2, portions_per_set=2)
     )
     run, times = seconds_of_evaluations(scene)
     fast, *others = examples_computed(run)
@@ -237,9 +233,7 @@ def test_a_replica_that_becomes_slow_or_stands_still_is_worked_around() -> None:
 
 def test_a_replica_that_joins_in_the_midst_of_a_batch_is_given_work() -> None:
     scene = replace(
-        STRAGGLER,
-        speeds=(),
-        faults=(Kill(at=0.0, role=Address("replica-0"), restart_after=0.05),),
+        STRAGGLER, speeds=(), faults=(Kill(at=0.0, role=Address("replica-0"), restart_after=0.05),)
     )
     run, times = seconds_of_evaluations(scene)
     assert examples_computed(run)[0] > 0
@@ -248,9 +242,7 @@ def test_a_replica_that_joins_in_the_midst_of_a_batch_is_given_work() -> None:
 
 def test_a_replica_killed_in_each_evaluation_costs_two_sets_at_the_most() -> None:
     role = Address("replica-0")
-    kills = tuple(
-        Kill(at=0.05 + 0.1 * k, role=role, restart_after=0.02) for k in range(3)
-    )
+    kills = tuple(Kill(at=0.05 + 0.1 * k, role=role, restart_after=0.02) for k in range(3))
     scene = replace(STRAGGLER, speeds=(), faults=kills, suspect_seconds=0.05)
     run, _ = seconds_of_evaluations(scene)
     lost = sum(kill.at < run.cluster.now for kill in kills)
@@ -293,10 +285,7 @@ def frames_of_coordinator(scene: Sandblast) -> tuple[Run, list[int]]:
 
     def see(happening: Happening) -> None:
         for action in happening.actions:
-            if isinstance(action, Send) and COORDINATOR in {
-                happening.name,
-                action.receiver,
-            }:
+            if isinstance(action, Send) and COORDINATOR in {happening.name, action.receiver}:
                 frames = wire.encode(action.message, sender="s", incarnation=1)
                 sizes.append(sum(len(frame) for frame in frames))
                 assert len(frames) == 1, "an array"
@@ -313,15 +302,12 @@ def frames_of_coordinator(scene: Sandblast) -> tuple[Run, list[int]]:
 def test_what_the_coordinator_hears_and_says_does_not_depend_on_the_model() -> None:
     """Nothing of the size of a vector comes near it, whatever that is."""
     small, large = (
-        sum(frames_of_coordinator(Sandblast(n_inputs=n, n_replicas=1))[1])
-        for n in (5, 500)
+        sum(frames_of_coordinator(Sandblast(n_inputs=n, n_replicas=1))[1]) for n in (5, 500)
     )
     assert abs(large - small) <= 0.1 * small
 
 
-PRICED = Sandblast(
-    n_replicas=2, speeds=(0.01, 0.01), bytes_per_second=1e10, leisure=25.0
-)
+PRICED = Sandblast(n_replicas=2, speeds=(0.01, 0.01), bytes_per_second=1e10, leisure=25.0)
 """Time-outs as in jobs; a portion takes 0.2 s, and so a set 0.4."""
 
 

@@ -100,11 +100,7 @@ def test_a_machine_that_dies_as_it_pushes_its_part_costs_its_replica_one_life(
     scene = Scene(n_machines=2, hosts="own")
     at = moment(scene, WORKER, PushPart) + after
     run = play(
-        Scene(
-            n_machines=2,
-            hosts="own",
-            faults=(Kill(at=at, role=WORKER, restart_after=0.01),),
-        )
+        Scene(n_machines=2, hosts="own", faults=(Kill(at=at, role=WORKER, restart_after=0.01),))
     )
     assert run.sights["machines restarted"] == 1
     wasted = run.coordinator._figures.n_wasted

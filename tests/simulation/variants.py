@@ -40,22 +40,11 @@ from distbelief.parameter_server.serving.clients import Clients
 from distbelief.parameter_server.serving.leases import Copy, Leases
 from distbelief.parameter_server.serving.pushes import Applying, Pushes
 from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.parameter_server.standing import (
-    CopyMessage,
-    FromLeader,
-    Standing,
-)
+from distbelief.parameter_server.standing import CopyMessage, FromLeader, Standing
 from distbelief.parameter_server.state.published import Published
 from distbelief.parameter_server.state.slots import N_SLOTS, Client, Slot
 from distbelief.parameter_server.state.snapshots import ShardIdentity, ShardState, take
-from distbelief.roles import (
-    Action,
-    Address,
-    Received,
-    Seconds,
-    Send,
-    Snapshot,
-)
+from distbelief.roles import Action, Address, Received, Seconds, Send, Snapshot
 
 
 Patch = pytest.MonkeyPatch
@@ -77,9 +66,7 @@ def no_watermark(patch: Patch) -> None:
     """A push that comes again is applied again."""
     whole = Pushes.take
 
-    def take(
-        self: Pushes, client: Client, message: Push, *, clock: int
-    ) -> list[Action]:
+    def take(self: Pushes, client: Client, message: Push, *, clock: int) -> list[Action]:
         client.watermark = min(client.watermark, message.sequence - 1)
         return whole(self, client, message, clock=clock)
 
@@ -90,9 +77,7 @@ def acknowledged_before_it_is_applied(patch: Patch) -> None:
     """A push is acknowledged as soon as it is here."""
     whole = Pushes.take
 
-    def take(
-        self: Pushes, client: Client, message: Push, *, clock: int
-    ) -> list[Action]:
+    def take(self: Pushes, client: Client, message: Push, *, clock: int) -> list[Action]:
         told = Acknowledge(
             sequence=message.sequence,
             shard_incarnation=message.shard_incarnation,
@@ -113,9 +98,7 @@ def lives_of_clients_are_not_told_apart(patch: Patch) -> None:
     """
     whole = Service.serve
 
-    def serve(
-        self: Service, event: Received, message: ClientMessage, now: Seconds
-    ) -> list[Action]:
+    def serve(self: Service, event: Received, message: ClientMessage, now: Seconds) -> list[Action]:
         known = self._clients.get(event.sender)
         life = event.incarnation if known is None else known.incarnation
         event = msgspec.structs.replace(event, incarnation=life)
@@ -244,9 +227,7 @@ def _whatever_its_clock(
 def watermarks_are_forgotten_in_the_snapshot(patch: Patch) -> None:
     """The clients of a snapshot have pushed nothing."""
 
-    def forgetful(
-        label: str, state: ShardState, *, identity: ShardIdentity
-    ) -> Snapshot:
+    def forgetful(label: str, state: ShardState, *, identity: ShardIdentity) -> Snapshot:
         clients = (
             Client.of(msgspec.structs.replace(client.record, watermark=0))
             for client in state.clients
@@ -281,9 +262,7 @@ def acknowledged_before_the_second_holds_it(patch: Patch) -> None:
         whole(self, clock=clock)
         return False
 
-    def settle(
-        self: Pushes, applied: Applying, *, staleness: int, clock: int
-    ) -> Action:
+    def settle(self: Pushes, applied: Applying, *, staleness: int, clock: int) -> Action:
         del staleness
         return self._replies.acknowledge(applied.client, clock=clock)
 

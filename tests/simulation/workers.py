@@ -250,9 +250,7 @@ class Worker:
                 return self._work("stage", self._stage(), COPY)
         return []
 
-    def _work(
-        self, name: str, work: Callable[[], object], cost: Cost
-    ) -> Sequence[Action]:
+    def _work(self, name: str, work: Callable[[], object], cost: Cost) -> Sequence[Action]:
         self._waits = True
         return [Compute(name=name, work=work, cost=cost)]
 
@@ -278,9 +276,7 @@ class Worker:
                 assert outcome.finite, outcome
                 self.samples += 1
                 self.state = "beginning"
-                actions = self.client.staged(
-                    outcome, n_gradients=1, samples=self.samples, now=now
-                )
+                actions = self.client.staged(outcome, n_gradients=1, samples=self.samples, now=now)
                 sequence = self.client._links[0].pushing.issued
                 self.marks.append((sequence, self._mark))
                 return actions

@@ -32,11 +32,7 @@ class Confessed:
     def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
         """Return the actions that `event` calls for."""
         # What ended by itself at the same moment keeps its own reason.
-        if (
-            isinstance(event, PeerLost)
-            and self._owns(event.peer)
-            and _SIGNAL in event.reason
-        ):
+        if isinstance(event, PeerLost) and self._owns(event.peer) and _SIGNAL in event.reason:
             event = msgspec.structs.replace(event, reason=KILLED)
         return self._role.handle(event, now)
 

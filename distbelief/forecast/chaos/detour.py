@@ -74,9 +74,7 @@ class Detour:
         n_doubled: Likewise.
     """
 
-    def __init__(
-        self, seed: int, *, clock: Callable[[], Seconds] = time.monotonic
-    ) -> None:
+    def __init__(self, seed: int, *, clock: Callable[[], Seconds] = time.monotonic) -> None:
         self._clock = clock
         self.n_dropped = 0
         self.n_doubled = 0
@@ -133,9 +131,7 @@ class Detour:
             rules = tuple(self._rules)
             new, self._new = self._new, []
         for listener, name, far in new:
-            self._selector.register(
-                listener, selectors.EVENT_READ, (listener, name, far)
-            )
+            self._selector.register(listener, selectors.EVENT_READ, (listener, name, far))
         for link in list(self._links):
             self._watch(link, rules)
         for key, _ in self._selector.select(TURN_SECONDS):
@@ -169,9 +165,7 @@ class Detour:
         self._want(link, link.near, reads=reads, writes=bool(link.back))
         self._want(link, link.far, reads=back, writes=bool(link.out) and not cut)
 
-    def _want(
-        self, link: _Link, end: socket.socket, *, reads: bool, writes: bool
-    ) -> None:
+    def _want(self, link: _Link, end: socket.socket, *, reads: bool, writes: bool) -> None:
         events = selectors.EVENT_READ * reads | selectors.EVENT_WRITE * writes
         known = self._selector.get_map().get(end)
         if known is not None and known.events == events:

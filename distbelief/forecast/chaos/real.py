@@ -18,14 +18,7 @@ from distbelief.forecast.chaos.detour import Detour
 from distbelief.forecast.chaos.hands import Hands
 from distbelief.forecast.chaos.iterations import Iterations
 from distbelief.forecast.chaos.schedule import PROCESS_KINDS, Blow, schedule
-from distbelief.forecast.chaos.story import (
-    Line,
-    Story,
-    end_line,
-    in_order,
-    restarts_of,
-    told_lines,
-)
+from distbelief.forecast.chaos.story import Line, Story, end_line, in_order, restarts_of, told_lines
 from distbelief.forecast.chaos.turns import Turns
 from distbelief.job.configuration.sections import Job
 from distbelief.job.display.view import SupervisorView
@@ -59,9 +52,7 @@ class Attacker:
         lines: What was dealt so far.
     """
 
-    def __init__(
-        self, plot: Plot, *, horizon: Seconds, detour: Detour | None = None
-    ) -> None:
+    def __init__(self, plot: Plot, *, horizon: Seconds, detour: Detour | None = None) -> None:
         self._plot = plot
         self.blows: tuple[Blow, ...] = ()
         self._due: list[Blow] = []
@@ -139,9 +130,7 @@ class Attacker:
             case "pause":
                 return self._hands.pause(pid, now=now, seconds=seconds)
             case _:
-                return self._hands.slow(
-                    pid, now=now, seconds=seconds, factor=blow.factor
-                )
+                return self._hands.slow(pid, now=now, seconds=seconds, factor=blow.factor)
 
 
 @final

@@ -22,15 +22,7 @@ from distbelief.forecast.virtual_run import first_word
 from distbelief.parameter_server.copies.copies import shard_of
 from distbelief.roles import Address, Seconds
 from distbelief.runtime.machine.machine_names import place_of
-from distbelief.simulation.faults import (
-    CutOff,
-    Drop,
-    Duplicate,
-    Fault,
-    Kill,
-    Pause,
-    Slow,
-)
+from distbelief.simulation.faults import CutOff, Drop, Duplicate, Fault, Kill, Pause, Slow
 
 
 Kind = Literal["kill", "pause", "slow", "drop", "duplicate", "cut off"]
@@ -120,9 +112,7 @@ def _blow(stream: np.random.Generator, roles: Sequence[str]) -> Blow:
         at=round(FIRST + (LAST - FIRST) * at, 6),
         lasts=0.0 if kind == "kill" else round(SHARE_MAX * lasts, 6),
         factor=round(2.0 + 6.0 * much, 3) if kind == "slow" else 1.0,
-        probability=round(0.02 + 0.2 * much, 4)
-        if kind in {"drop", "duplicate"}
-        else 0.0,
+        probability=round(0.02 + 0.2 * much, 4) if kind in {"drop", "duplicate"} else 0.0,
     )
 
 
@@ -147,9 +137,7 @@ def _group(role: str) -> str:
     return shard_of(role) if place is None else place.group
 
 
-def faults_of(
-    blow: Blow, *, horizon: Seconds, roles: Sequence[str]
-) -> tuple[Fault, ...]:
+def faults_of(blow: Blow, *, horizon: Seconds, roles: Sequence[str]) -> tuple[Fault, ...]:
     """Return a blow as faults of the simulation.
 
     Args:
@@ -170,12 +158,7 @@ def faults_of(
             return (Slow(at=at, role=role, factor=blow.factor, seconds=seconds),)
         case "drop":
             return tuple(
-                Drop(
-                    probability=blow.probability,
-                    between=(role, other),
-                    at=at,
-                    seconds=seconds,
-                )
+                Drop(probability=blow.probability, between=(role, other), at=at, seconds=seconds)
                 for other in others
             )
         case "duplicate":

@@ -80,8 +80,7 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
 def told_lines(view: SupervisorView) -> list[Line]:
     """Return what the supervisor has told."""
     return [
-        Line(seconds=message.seconds, what="told", text=message.text)
-        for message in view.messages
+        Line(seconds=message.seconds, what="told", text=message.text) for message in view.messages
     ]
 
 
@@ -112,9 +111,7 @@ def shown(story: Story) -> RenderableType:
     for line in story.lines:
         style = styles[line.what]
         table.add_row(
-            f"{line.seconds:.2f} s",
-            Text(marks[line.what], style),
-            Text(line.text, style),
+            f"{line.seconds:.2f} s", Text(marks[line.what], style), Text(line.text, style)
         )
     return Group(table, Text(), *(Text(text) for text in _summary(story)))
 

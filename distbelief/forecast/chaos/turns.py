@@ -71,9 +71,7 @@ class Turns:
         """
         with self._taken:
             n = self._n_taken + 2  # one may be under way
-            if not self._taken.wait_for(
-                lambda: self._n_taken >= n, AWAITED_SECONDS_MAX
-            ):
+            if not self._taken.wait_for(lambda: self._n_taken >= n, AWAITED_SECONDS_MAX):
                 raise TimeoutError(f"no turn within {AWAITED_SECONDS_MAX:g} s")
 
     def _work(self) -> None:

@@ -15,14 +15,7 @@ from rich.console import Console
 
 from distbelief.forecast.chaos.iterations import Iterations
 from distbelief.forecast.chaos.schedule import Blow, faults_of, schedule
-from distbelief.forecast.chaos.story import (
-    Line,
-    Story,
-    end_line,
-    in_order,
-    restarts_of,
-    told_lines,
-)
+from distbelief.forecast.chaos.story import Line, Story, end_line, in_order, restarts_of, told_lines
 from distbelief.forecast.staging import StagedJob
 from distbelief.forecast.waiting import Waiting
 from distbelief.forecast.watching import N_EVENTS_MAX, Tell, told_until_over, view_of
@@ -78,9 +71,7 @@ class _Course:
         return view_of(self.simulation)
 
 
-def break_virtually(
-    staged: StagedJob, *, seed: int, waiting: Waiting | None = None
-) -> Story:
+def break_virtually(staged: StagedJob, *, seed: int, waiting: Waiting | None = None) -> Story:
     """Break a job by the schedule of a seed.
 
     Args:
@@ -98,20 +89,13 @@ def break_virtually(
     horizon = undisturbed.seconds
     waiting.begin(f"{staged.job.name}, seed {seed}")
     course = _run(
-        staged,
-        seed=seed,
-        slowness=slowness,
-        blows=blows,
-        horizon=horizon,
-        tell=waiting.tell,
+        staged, seed=seed, slowness=slowness, blows=blows, horizon=horizon, tell=waiting.tell
     )
     waiting.end()
     return _story(staged, course, undisturbed, seed=seed, blows=blows, horizon=horizon)
 
 
-def _undisturbed(
-    staged: StagedJob, *, seed: int, waiting: Waiting
-) -> tuple[float, SupervisorView]:
+def _undisturbed(staged: StagedJob, *, seed: int, waiting: Waiting) -> tuple[float, SupervisorView]:
     """Return how slow machines make the job about a minute long, and its last view."""
     until, slowness, n_left = staged.job.stop.seconds, 1.0, N_TRIES
     waiting.begin(f"{staged.job.name}, undisturbed")
@@ -152,9 +136,7 @@ def _run(
     simulation = SimulatedCluster(
         staged.builders(),
         seed=seed,
-        options=ClusterOptions(
-            machine=machine, start=(SUPERVISOR,), faults=tuple(faults)
-        ),
+        options=ClusterOptions(machine=machine, start=(SUPERVISOR,), faults=tuple(faults)),
     )
     course = _Course(simulation)
     simulation.observe(course.observe)
@@ -177,8 +159,7 @@ def _story(
     error = simulation.halted[SUPERVISOR]
     struck = [blow for blow in blows if blow.at * horizon <= view.seconds]
     lines = [
-        Line(seconds=blow.at * horizon, what="blow", text=blow.text(horizon))
-        for blow in struck
+        Line(seconds=blow.at * horizon, what="blow", text=blow.text(horizon)) for blow in struck
     ]
     lines += [*told_lines(view), end_line(view, error)]
     has_coordinator = "coordinator" in staged.kinds.values()

@@ -63,9 +63,7 @@ class AdaptiveMaxPool(_AdaptivePool):
     maximum: ClassVar[bool] = True
 
 
-def adaptive_pool_layers(
-    name: str, source: Layer, *, sizes: Shape, maximum: bool
-) -> list[Layer]:
+def adaptive_pool_layers(name: str, source: Layer, *, sizes: Shape, maximum: bool) -> list[Layer]:
     """Return the layer that pools (channels, *space) to (channels, *sizes)."""
     extents = source.shape[1:]
     if set(sizes) == {1} and not maximum:
@@ -108,9 +106,7 @@ def _read(layer: Layer, output: Region) -> Region:
     return Region((output.intervals[0], *spans))
 
 
-def _pooled(
-    layer: Layer, output: Region, tile: torch.Tensor, *, maximum: bool
-) -> torch.Tensor:
+def _pooled(layer: Layer, output: Region, tile: torch.Tensor, *, maximum: bool) -> torch.Tensor:
     # Columns first: of equal values the first row, and in it the first column, wins.
     read = _read(layer, output)
     for dim in reversed(range(1, len(layer.shape))):

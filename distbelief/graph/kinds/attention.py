@@ -63,8 +63,7 @@ class Attention(LayerKind):
         return Work(
             forward=products + 5 * n_scores,
             backward=2.5 * products,  # the scores are computed again
-            n_elements=float(query.n_elements + key.n_elements + value.n_elements)
-            + 2 * n_scores,
+            n_elements=float(query.n_elements + key.n_elements + value.n_elements) + 2 * n_scores,
         )
 
     @override
@@ -124,9 +123,7 @@ def scores_shape(layer: Layer) -> Shape:
     return (*layer.shape[:-1], layer.input_shapes[1][-2])
 
 
-def _fates(
-    layer: Layer, output: Region, weights: torch.Tensor, step: Step
-) -> torch.Tensor:
+def _fates(layer: Layer, output: Region, weights: torch.Tensor, step: Step) -> torch.Tensor:
     """Return which weights are kept, as factors; of keys as far as they are read."""
     part = Region((*output.intervals[:-1], (0, weights.shape[-1])))
     return dropout_mask(

@@ -100,7 +100,6 @@ class Where(LayerKind):
         mask, *given = (lined_up(value, len(layer.shape)) for value in inputs)
         values = iter(given)
         yes, no = (
-            layer.number(word) if word in layer.options else next(values)
-            for word in ("yes", "no")
+            layer.number(word) if word in layer.options else next(values) for word in ("yes", "no")
         )
         return torch.where(mask != 0, yes, no)

@@ -132,9 +132,7 @@ class CrossEntropyParts(PartialSums):
     ) -> torch.Tensor:
         dim = layer.integer("dim")
         total, wanted, weight = inputs[0].unbind(dim + 1)
-        losses = (
-            -wanted if layer.options["normalised"] else weight * total.log() - wanted
-        )
+        losses = -wanted if layer.options["normalised"] else weight * total.log() - wanted
         n_positions = math.prod(layer.input_shapes[0]) // layer.input_shapes[0][dim]
         factor = 1.0 / n_positions
         if not layer.options["soft"]:
@@ -159,7 +157,7 @@ class CrossEntropy(SumOfParts):
         return Work(forward=4 * n, backward=4 * n, n_elements=n)
 
 
-def cross_entropy_layers(  # noqa: PLR0913 -- those of torch's cross_entropy
+def cross_entropy_layers(
     name: str,
     sources: tuple[Layer, Layer],
     *,
@@ -183,9 +181,7 @@ def cross_entropy_layers(  # noqa: PLR0913 -- those of torch's cross_entropy
     """
     scores, labels = sources
     soft = not labels.is_integer
-    maximum = reduction_layer(
-        f"{name}.maximum", [scores], function="maximum", dims=[dim]
-    )
+    maximum = reduction_layer(f"{name}.maximum", [scores], function="maximum", dims=[dim])
     reads = [scores, labels] if normalised else [scores, labels, maximum]
     sums = Layer(
         name=f"{name}.sums",

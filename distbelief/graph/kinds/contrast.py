@@ -47,9 +47,7 @@ class LocalContrastNorm2d(nn.Module):
     def __init__(self, size: int = 9, *, epsilon: float = 0.01) -> None:
         super().__init__()
         if size < 1 or size % 2 == 0:
-            raise ValueError(
-                f"size is {size}; use an odd number: a window has a middle"
-            )
+            raise ValueError(f"size is {size}; use an odd number: a window has a middle")
         if epsilon <= 0:
             raise ValueError(f"epsilon is {epsilon}; use a number above 0")
         self.size = size
@@ -152,9 +150,7 @@ def _normalised(
     return centred[middle] * safe_sqrt(power).clamp_min(epsilon).reciprocal()
 
 
-def _local_mean(
-    maps: torch.Tensor, given: Region, wanted: Region, size: int
-) -> torch.Tensor:
+def _local_mean(maps: torch.Tensor, given: Region, wanted: Region, size: int) -> torch.Tensor:
     """Return Gaussian means of one map at the places `wanted`.
 
     Args:
@@ -171,9 +167,7 @@ def _local_mean(
         inside = [1, 1, 1, 1]
         inside[dim + 2] = span[1] - span[0]
         sums = _along(dim, functional.pad(maps, padding), weights)
-        maps = sums / _along(
-            dim, functional.pad(maps.new_ones(inside), padding), weights
-        )
+        maps = sums / _along(dim, functional.pad(maps.new_ones(inside), padding), weights)
     return maps
 
 

@@ -136,7 +136,6 @@ def _groups(layer: Layer, output: Region) -> tuple[int, int]:
     n_per_group = layer.shape[0] // groups
     if start % n_per_group or stop % n_per_group:
         raise ValueError(
-            f"channels {start}:{stop} of {layer.name!r} cut through a group of "
-            f"{n_per_group}"
+            f"channels {start}:{stop} of {layer.name!r} cut through a group of {n_per_group}"
         )
     return (start // n_per_group, stop // n_per_group)

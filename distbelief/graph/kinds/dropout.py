@@ -76,13 +76,7 @@ class Dropout(LayerKind):
 
 
 def mask(
-    name: str,
-    shape: Shape,
-    part: Region,
-    *,
-    probability: float,
-    like: torch.Tensor,
-    step: Step,
+    name: str, shape: Shape, part: Region, *, probability: float, like: torch.Tensor, step: Step
 ) -> torch.Tensor:
     """Return 0 for what is dropped, 1 / (1 - probability) for what is kept.
 

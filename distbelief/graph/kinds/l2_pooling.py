@@ -65,11 +65,7 @@ class L2Pool2d(nn.Module):
         if rows or columns:
             x = functional.pad(x, (columns, columns, rows, rows))
         return _pooled(
-            x,
-            self.kernel_size,
-            self.stride,
-            epsilon=self.epsilon,
-            weighted=self.gaussian,
+            x, self.kernel_size, self.stride, epsilon=self.epsilon, weighted=self.gaussian
         )
 
     @override

@@ -93,9 +93,7 @@ class Linear(LayerKind):
         return _product(layer, inputs[0], tensors)
 
 
-def _product(
-    layer: Layer, x: torch.Tensor, tensors: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
+def _product(layer: Layer, x: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     weight = tensors["weight"]
     if _outputs(layer, "weight"):
         weight = weight.t()

@@ -27,11 +27,7 @@ N_ELEMENTS_MAX: Final = 1 << 19
 
 
 def local_product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    size: Sequence[int],
-    stride: Sequence[int],
+    x: torch.Tensor, weight: torch.Tensor, *, size: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
     """Return (samples, outputs, rows out, columns out).
 
@@ -138,9 +134,7 @@ class _OfImages(torch.autograd.Function):
     @staticmethod
     @override
     @once_differentiable
-    def backward(
-        ctx: _Context, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (weight,) = ctx.saved_tensors
         gradient = gradient.contiguous()
         for_x = gradient.new_zeros(ctx.shape)
@@ -167,9 +161,7 @@ class _OfWeights(torch.autograd.Function):
     @staticmethod
     @override
     @once_differentiable
-    def backward(
-        ctx: _Context, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (x,) = ctx.saved_tensors
         gradient = gradient.contiguous()
         for_weight = gradient.new_empty(ctx.shape)
@@ -185,17 +177,13 @@ class _Both(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(
-        ctx: object, product: torch.Tensor, zeros: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: object, product: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
         del ctx, zeros
         return product.view_as(product)
 
     @staticmethod
     @override
-    def backward(
-        ctx: object, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         del ctx
         return gradient, gradient
 
@@ -215,9 +203,7 @@ def _tiles(weight: torch.Tensor, x: torch.Tensor) -> Iterator[_Tile]:
     rows, columns = max(1, n_places // n_columns), min(n_places, n_columns)
     for row in range(0, n_rows, rows):
         for column in range(0, n_columns, columns):
-            yield _Tile(
-                row, min(row + rows, n_rows), column, min(column + columns, n_columns)
-            )
+            yield _Tile(row, min(row + rows, n_rows), column, min(column + columns, n_columns))
 
 
 def _patches(x: torch.Tensor, tile: _Tile, window: _Geometry) -> torch.Tensor:
@@ -248,14 +234,10 @@ def _patches(x: torch.Tensor, tile: _Tile, window: _Geometry) -> torch.Tensor:
     return view.reshape(n_places, math.prod(view.shape[2:5]), x.shape[3])
 
 
-def _add_patches(
-    x: torch.Tensor, patches: torch.Tensor, tile: _Tile, window: _Geometry
-) -> None:
+def _add_patches(x: torch.Tensor, patches: torch.Tensor, tile: _Tile, window: _Geometry) -> None:
     """Add patches to where they were copied from."""
     n_rows, n_columns = tile.row_end - tile.row, tile.column_end - tile.column
-    parts = patches.view(
-        n_rows, n_columns, x.shape[0], window.rows, window.columns, x.shape[3]
-    )
+    parts = patches.view(n_rows, n_columns, x.shape[0], window.rows, window.columns, x.shape[3])
     across = (n_columns - 1) * window.column_stride + 1
     for index in range(n_rows):
         row = (tile.row + index) * window.row_stride

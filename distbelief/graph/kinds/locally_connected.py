@@ -74,11 +74,7 @@ class LocallyConnected2d(nn.Module):
         self.output_size = tuple(
             Window(size=size, stride=step, padding=around).n_outputs(extent)
             for size, step, around, extent in zip(
-                self.kernel_size,
-                self.stride,
-                self.padding,
-                self.input_size,
-                strict=True,
+                self.kernel_size, self.stride, self.padding, self.input_size, strict=True
             )
         )
         if not all(self.output_size):
@@ -88,14 +84,8 @@ class LocallyConnected2d(nn.Module):
             )
         n_weights = in_channels * math.prod(self.kernel_size)
         shape = (*self.output_size, out_channels)
-        self.weight = nn.Parameter(
-            torch.empty(*shape, n_weights, device=device, dtype=dtype)
-        )
-        self.bias = (
-            nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-            if bias
-            else None
-        )
+        self.weight = nn.Parameter(torch.empty(*shape, n_weights, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -124,9 +114,7 @@ class LocallyConnected2d(nn.Module):
         rows, columns = self.padding
         if rows or columns:
             x = functional.pad(x, (columns, columns, rows, rows))
-        return _connected(
-            x, self.weight, self.bias, size=self.kernel_size, stride=self.stride
-        )
+        return _connected(x, self.weight, self.bias, size=self.kernel_size, stride=self.stride)
 
     @override
     def extra_repr(self) -> str:
@@ -208,12 +196,6 @@ def _connected(
 
 def _windows(layer: Layer) -> list[Window]:
     rows = zip(
-        layer.integers("size"),
-        layer.integers("stride"),
-        layer.integers("padding"),
-        strict=True,
+        layer.integers("size"), layer.integers("stride"), layer.integers("padding"), strict=True
     )
-    return [
-        Window(size=size, stride=stride, padding=padding)
-        for size, stride, padding in rows
-    ]
+    return [Window(size=size, stride=stride, padding=padding) for size, stride, padding in rows]

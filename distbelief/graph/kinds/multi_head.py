@@ -14,7 +14,7 @@ from distbelief.graph.kinds.reshaping import reshape_layer
 from distbelief.graph.layer import GraphError, Layer, TensorUse
 
 
-def multi_head_attention_layers(  # noqa: PLR0913 -- those of torch's module
+def multi_head_attention_layers(
     name: str,
     sources: tuple[Layer, Layer, Layer],
     *,
@@ -63,9 +63,7 @@ def multi_head_attention_layers(  # noqa: PLR0913 -- those of torch's module
             tensors=uses,
         )
         apart = reshape_layer(
-            f"{name}.{letter}.heads",
-            projected,
-            shape=(n_positions, n_heads, n_features // n_heads),
+            f"{name}.{letter}.heads", projected, shape=(n_positions, n_heads, n_features // n_heads)
         )
         heads.append(_swapped(f"{name}.{letter}.first", apart))
         layers += [projected, apart, heads[-1]]
@@ -74,9 +72,7 @@ def multi_head_attention_layers(  # noqa: PLR0913 -- those of torch's module
         f"{name}.attention", [*heads, *masks], causal=causal, dropout=dropout
     )
     together = _swapped(f"{name}.positions", attention)
-    joined = reshape_layer(
-        f"{name}.joined", together, shape=(together.shape[0], n_features)
-    )
+    joined = reshape_layer(f"{name}.joined", together, shape=(together.shape[0], n_features))
     words = {"weight": "out_proj.weight", "bias": "out_proj.bias"}
     out = Layer(
         name=name,
@@ -84,9 +80,7 @@ def multi_head_attention_layers(  # noqa: PLR0913 -- those of torch's module
         inputs=(joined.name,),
         input_shapes=(joined.shape,),
         shape=(joined.shape[0], tensors["out_proj.weight"].shape[0]),
-        tensors={
-            word: tensors[long] for word, long in words.items() if long in tensors
-        },
+        tensors={word: tensors[long] for word, long in words.items() if long in tensors},
     )
     return [*layers, attention, together, joined, out]
 

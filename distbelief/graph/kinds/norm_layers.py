@@ -24,7 +24,7 @@ from distbelief.graph.layer import GraphError, Layer, TensorUse
 Uses = Mapping[str, TensorUse]
 
 
-def batch_norm_layers(  # noqa: PLR0913 -- what torch's has
+def batch_norm_layers(
     name: str,
     source: Layer,
     *,
@@ -53,9 +53,7 @@ def batch_norm_layers(  # noqa: PLR0913 -- what torch's has
     if frozen:
         return [_normalise(name, [source], epsilon=epsilon, tensors=tensors, dims=[0])]
     space = range(1, len(source.shape))
-    mean = reduction_layer(
-        f"{name}.mean", [source], function="mean", dims=space, batch=True
-    )
+    mean = reduction_layer(f"{name}.mean", [source], function="mean", dims=space, batch=True)
     variance = reduction_layer(
         f"{name}.variance",
         [source, mean],
@@ -110,23 +108,15 @@ def rms_norm_layers(
 ) -> list[Layer]:
     """Return the layers of an RMSNorm over the last `n_dims` dimensions."""
     dims = range(len(source.shape) - n_dims, len(source.shape))
-    power = reduction_layer(
-        f"{name}.mean_square", [source], function="mean_square", dims=dims
-    )
-    norm = _normalise(
-        name, [source, power], epsilon=epsilon, tensors=tensors, dims=dims
-    )
+    power = reduction_layer(f"{name}.mean_square", [source], function="mean_square", dims=dims)
+    norm = _normalise(name, [source, power], epsilon=epsilon, tensors=tensors, dims=dims)
     return [power, norm]
 
 
-def instance_norm_layers(
-    name: str, source: Layer, *, tensors: Uses, epsilon: float
-) -> list[Layer]:
+def instance_norm_layers(name: str, source: Layer, *, tensors: Uses, epsilon: float) -> list[Layer]:
     """Return the layers of an InstanceNorm without running statistics."""
     space = range(1, len(source.shape))
-    mean, variance, _ = _per_sample(
-        name, source, over=space, tensors={}, epsilon=epsilon
-    )
+    mean, variance, _ = _per_sample(name, source, over=space, tensors={}, epsilon=epsilon)
     sources = [source, mean, variance]
     norm = _normalise(name, sources, epsilon=epsilon, tensors=tensors, dims=[0])
     return [mean, variance, norm]
@@ -141,9 +131,7 @@ def group_norm_layers(
         f"{name}.groups", source, shape=(n_groups, n_channels // n_groups, *space)
     )
     dims = range(1, len(grouped.shape))
-    inner = _per_sample(
-        f"{name}.normal", grouped, over=dims, tensors={}, epsilon=epsilon
-    )
+    inner = _per_sample(f"{name}.normal", grouped, over=dims, tensors={}, epsilon=epsilon)
     back = reshape_layer(f"{name}.channels", inner[-1], shape=source.shape)
     affine = _normalise(name, [back], epsilon=epsilon, tensors=tensors, dims=[0])
     return [grouped, *inner, back, affine]
@@ -153,9 +141,7 @@ def _per_sample(
     name: str, source: Layer, *, over: Sequence[int], tensors: Uses, epsilon: float
 ) -> list[Layer]:
     mean = reduction_layer(f"{name}.mean", [source], function="mean", dims=over)
-    variance = reduction_layer(
-        f"{name}.variance", [source, mean], function="variance", dims=over
-    )
+    variance = reduction_layer(f"{name}.variance", [source, mean], function="variance", dims=over)
     sources = [source, mean, variance]
     norm = _normalise(name, sources, epsilon=epsilon, tensors=tensors, dims=over)
     return [mean, variance, norm]

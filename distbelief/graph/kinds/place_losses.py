@@ -30,20 +30,12 @@ from distbelief.graph.region import Region
 Loss = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 FUNCTIONS: Final[Mapping[str, Loss]] = {
-    "logistic": lambda x, t, _: functional.binary_cross_entropy_with_logits(
-        x, t, reduction="none"
-    ),
-    "binary_cross_entropy": lambda x, t, _: functional.binary_cross_entropy(
-        x, t, reduction="none"
-    ),
+    "logistic": lambda x, t, _: functional.binary_cross_entropy_with_logits(x, t, reduction="none"),
+    "binary_cross_entropy": lambda x, t, _: functional.binary_cross_entropy(x, t, reduction="none"),
     "mse": lambda x, t, _: (x - t).square(),
     "l1": lambda x, t, _: (x - t).abs(),
-    "smooth_l1": lambda x, t, beta: functional.smooth_l1_loss(
-        x, t, reduction="none", beta=beta
-    ),
-    "huber": lambda x, t, delta: functional.huber_loss(
-        x, t, reduction="none", delta=delta
-    ),
+    "smooth_l1": lambda x, t, beta: functional.smooth_l1_loss(x, t, reduction="none", beta=beta),
+    "huber": lambda x, t, delta: functional.huber_loss(x, t, reduction="none", delta=delta),
     "soft_margin": lambda x, t, _: -functional.logsigmoid(x * t),
     "poisson_nll": lambda x, t, _: x.exp() - t * x,
     "kl_div": lambda x, t, _: functional.kl_div(x, t, reduction="none"),
@@ -78,9 +70,7 @@ class PlaceLossParts(PartialSums):
         if layer.options["labels"]:
             dim = layer.integer("dim")
             target = one_of(target, part, dim=dim)
-        losses = FUNCTIONS[layer.text("function")](
-            x, target.to(x.dtype), layer.number("argument")
-        )
+        losses = FUNCTIONS[layer.text("function")](x, target.to(x.dtype), layer.number("argument"))
         n_places = math.prod(layer.input_shapes[0]) if layer.options["mean"] else 1
         return per_sample(losses) / n_places
 

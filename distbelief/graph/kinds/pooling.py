@@ -25,16 +25,8 @@ from distbelief.graph.region import Interval, Region
 from distbelief.graph.window import Window
 
 
-_MAXIMA: Final = (
-    functional.max_pool1d,
-    functional.max_pool2d,
-    functional.max_pool3d,
-)
-_AVERAGES: Final = (
-    functional.avg_pool1d,
-    functional.avg_pool2d,
-    functional.avg_pool3d,
-)
+_MAXIMA: Final = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)
+_AVERAGES: Final = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)
 
 
 class Pooling(LayerKind, ABC):
@@ -66,9 +58,7 @@ class MaxPool(Pooling):
         tensors: Mapping[str, torch.Tensor],
         step: Step,
     ) -> torch.Tensor:
-        tile = padded(
-            inputs[0], windows(layer), output, layer.input_shapes[0], value=-math.inf
-        )
+        tile = padded(inputs[0], windows(layer), output, layer.input_shapes[0], value=-math.inf)
         pool = _MAXIMA[len(layer.shape) - 2]
         pooled: torch.Tensor = pool(
             tile,
@@ -105,8 +95,7 @@ class AveragePool(Pooling):
             )
         ]
         if counts == [
-            [size] * len(count)
-            for size, count in zip(layer.integers("size"), counts, strict=True)
+            [size] * len(count) for size, count in zip(layer.integers("size"), counts, strict=True)
         ]:
             return pooled
         factor = pooled.new_full((), float(n))
@@ -139,10 +128,7 @@ def _read(layer: Layer, output: Region) -> Region:
     spans = [
         window.reads(interval, extent=extent)
         for window, interval, extent in zip(
-            windows(layer),
-            output.intervals[1:],
-            layer.input_shapes[0][1:],
-            strict=True,
+            windows(layer), output.intervals[1:], layer.input_shapes[0][1:], strict=True
         )
     ]
     return Region((output.intervals[0], *spans))

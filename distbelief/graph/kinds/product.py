@@ -35,9 +35,7 @@ class Product(LayerKind):
         n_inner = layer.input_shapes[0][-1]
         forward = 2.0 * n_inner * output.n_elements
         read = sum(region.n_elements for region in self.reads(layer, output))
-        return Work(
-            forward=forward, backward=2 * forward, n_elements=read + output.n_elements
-        )
+        return Work(forward=forward, backward=2 * forward, n_elements=read + output.n_elements)
 
     @override
     def compute(

@@ -148,7 +148,7 @@ class Maximum(SumOfParts):
         return _work(layer, output)
 
 
-def reduction_layer(  # noqa: PLR0913 -- the options of the kind
+def reduction_layer(
     name: str,
     sources: Sequence[Layer],
     *,
@@ -188,9 +188,7 @@ def reduction_layer(  # noqa: PLR0913 -- the options of the kind
 def reduced(shape: Shape, dims: Sequence[int], *, keep: bool) -> Shape:
     """Return the shape that is left of `shape`."""
     return tuple(
-        1 if dim in dims else extent
-        for dim, extent in enumerate(shape)
-        if keep or dim not in dims
+        1 if dim in dims else extent for dim, extent in enumerate(shape) if keep or dim not in dims
     )
 
 
@@ -244,6 +242,4 @@ def _divisor(layer: Layer, n_samples: int) -> float:
 
 def _work(layer: Layer, output: Region) -> Work:
     n = float(_read(layer, output).n_elements)
-    return Work(
-        forward=n * len(layer.inputs), backward=n * len(layer.inputs), n_elements=n
-    )
+    return Work(forward=n * len(layer.inputs), backward=n * len(layer.inputs), n_elements=n)

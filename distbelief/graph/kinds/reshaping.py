@@ -62,8 +62,7 @@ class Reshape(LayerKind):
         intervals = [(0, extent) for extent in shape]
         for before, after in blocks(shape, layer.shape):
             span = _span(
-                tuple(layer.shape[dim] for dim in after),
-                [output.intervals[dim] for dim in after],
+                tuple(layer.shape[dim] for dim in after), [output.intervals[dim] for dim in after]
             )
             hull = _hull(tuple(shape[dim] for dim in before), span)
             for dim, interval in zip(before, hull, strict=True):
@@ -114,10 +113,7 @@ def blocks(before: Shape, after: Shape) -> list[Block]:
             f"{math.prod(before)} and {math.prod(after)}"
         )
     ends = set(accumulate(before, mul)) & set(accumulate(after, mul))
-    return [
-        Block(*pair)
-        for pair in zip(_groups(before, ends), _groups(after, ends), strict=True)
-    ]
+    return [Block(*pair) for pair in zip(_groups(before, ends), _groups(after, ends), strict=True)]
 
 
 def _groups(shape: Shape, ends: AbstractSet[int]) -> list[tuple[int, ...]]:
@@ -157,9 +153,7 @@ def _hull(shape: Shape, span: Interval) -> list[Interval]:
     return [(first, first + 1), *_hull(shape[1:], below)]
 
 
-def _needed(
-    layer: Layer, output: Region, read: Region, tile: torch.Tensor
-) -> torch.Tensor:
+def _needed(layer: Layer, output: Region, read: Region, tile: torch.Tensor) -> torch.Tensor:
     """Return what `output` needs of a tile that holds more, (batch, n_elements)."""
     flat = torch.zeros((), dtype=torch.int64, device=tile.device)
     for extent, (start, stop) in zip(layer.shape, output, strict=True):

@@ -59,9 +59,7 @@ class LocalResponse(LayerKind):
         first = max(0, start - before)
         pads = (before - (start - first), max(0, stop + after - layer.shape[0]))
         squares = x.square().flatten(2) if x.dim() > 2 else x.square().unsqueeze(2)
-        columns = functional.pad(squares, (0, 0, *pads)).unfold(
-            1, layer.integer("size"), 1
-        )
+        columns = functional.pad(squares, (0, 0, *pads)).unfold(1, layer.integer("size"), 1)
         means = columns.mean(3).view(x.shape[0], stop - start, *x.shape[2:])
         scale = layer.number("k") + layer.number("alpha") * means
         return x[:, start - first : stop - first] / scale ** layer.number("beta")

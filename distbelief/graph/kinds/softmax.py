@@ -50,16 +50,10 @@ class Softmax(LayerKind):
         return (x - maximum).exp() / total
 
 
-def softmax_layers(
-    name: str, source: Layer, *, dim: int, log: bool = False
-) -> list[Layer]:
+def softmax_layers(name: str, source: Layer, *, dim: int, log: bool = False) -> list[Layer]:
     """Return the layers of a softmax over dimension `dim`, the batch not counted."""
-    maximum = reduction_layer(
-        f"{name}.maximum", [source], function="maximum", dims=[dim]
-    )
-    total = reduction_layer(
-        f"{name}.sum_exp", [source, maximum], function="sum_exp", dims=[dim]
-    )
+    maximum = reduction_layer(f"{name}.maximum", [source], function="maximum", dims=[dim])
+    total = reduction_layer(f"{name}.sum_exp", [source, maximum], function="sum_exp", dims=[dim])
     sources = (source, maximum, total)
     softmax = Layer(
         name=name,

@@ -50,9 +50,7 @@ class Whole(LayerKind):
             operations = 2.0 * sum(Region.of(*use.shape).n_elements for use in uses)
         read = sum(region.n_elements for region in self.reads(layer, output))
         return Work(
-            forward=operations,
-            backward=2 * operations,
-            n_elements=float(output.n_elements + read),
+            forward=operations, backward=2 * operations, n_elements=float(output.n_elements + read)
         )
 
     @override
@@ -75,8 +73,7 @@ class Whole(LayerKind):
             module.train(step.training)
         buffers = dict(module.named_buffers())
         state = {
-            word: value.clone() if word in buffers else value
-            for word, value in tensors.items()
+            word: value.clone() if word in buffers else value for word, value in tensors.items()
         }
         n_samples = max(value.shape[0] for value in inputs)
         arguments = tuple(value.expand(n_samples, *value.shape[1:]) for value in inputs)

@@ -32,11 +32,7 @@ def gaussian(size: int) -> Weights:
 
 
 def window_sums(
-    x: torch.Tensor,
-    *,
-    rows: Weights,
-    columns: Weights,
-    stride: Sequence[int] = (1, 1),
+    x: torch.Tensor, *, rows: Weights, columns: Weights, stride: Sequence[int] = (1, 1)
 ) -> torch.Tensor:
     """Return (*maps, rows out, columns out).
 
@@ -70,11 +66,7 @@ class _WindowSums(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: _Context,
-        x: torch.Tensor,
-        rows: Weights,
-        columns: Weights,
-        stride: tuple[int, int],
+        ctx: _Context, x: torch.Tensor, rows: Weights, columns: Weights, stride: tuple[int, int]
     ) -> torch.Tensor:
         ctx.weights, ctx.stride, ctx.shape = (rows, columns), stride, x.shape
         sums = _summed(x, _ROWS, weights=rows, stride=stride[0])
@@ -83,9 +75,7 @@ class _WindowSums(torch.autograd.Function):
     @staticmethod
     @override
     @once_differentiable
-    def backward(
-        ctx: _Context, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         for dim in (_COLUMNS, _ROWS):
             gradient = _spread(
                 gradient,
@@ -97,15 +87,11 @@ class _WindowSums(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def _summed(
-    x: torch.Tensor, dim: int, *, weights: Weights, stride: int
-) -> torch.Tensor:
+def _summed(x: torch.Tensor, dim: int, *, weights: Weights, stride: int) -> torch.Tensor:
     """Return the sums of windows along one dimension."""
     n_windows = (x.shape[dim] - len(weights)) // stride + 1
     if n_windows < 1:
-        raise ValueError(
-            f"a window of {len(weights)} does not fit into {x.shape[dim]} places"
-        )
+        raise ValueError(f"a window of {len(weights)} does not fit into {x.shape[dim]} places")
     total = _every(x, dim, 0, n_windows, stride) * weights[0]
     for i, weight in enumerate(weights[1:], 1):
         total.add_(_every(x, dim, i, n_windows, stride), alpha=weight)

@@ -20,13 +20,10 @@ from distbelief.graph.translations.broadcasting import with_batch
 @translates_function(functional.scaled_dot_product_attention)
 def attention(builder: Builder, operation: Operation) -> Translated:
     """Add attention of heads that are apart already."""
-    operation.only(
-        *("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-    )
+    operation.only(*("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"))
     words = ("query", "key", "value")
     sources = [
-        builder[operation.operand(position, word).name]
-        for position, word in enumerate(words)
+        builder[operation.operand(position, word).name] for position, word in enumerate(words)
     ]
     given = operation.argument(3, "attn_mask")
     causal, mask = masked(builder, operation, given, true_hides=False)
@@ -50,8 +47,7 @@ def multi_head_attention(
     """Add projections and attention; its weights, the second result, are not kept."""
     words = ("query", "key", "value")
     sources = [
-        builder[operation.operand(position, word).name]
-        for position, word in enumerate(words)
+        builder[operation.operand(position, word).name] for position, word in enumerate(words)
     ]
     causal, mask = masked(builder, operation, operation.argument(5, "attn_mask"))
     hint = bool(operation.argument(7, "is_causal", default=False))
@@ -84,8 +80,7 @@ def attend(
     """
     if not module.batch_first:
         raise GraphError(
-            f"{operation.name} takes the batch as its second dimension: give it "
-            "batch_first=True"
+            f"{operation.name} takes the batch as its second dimension: give it batch_first=True"
         )
     if module.add_zero_attn or module.bias_k is not None:
         raise GraphError(

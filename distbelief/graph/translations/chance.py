@@ -11,11 +11,7 @@ from distbelief.graph.operation import Operation, Translated
 from distbelief.graph.translation import translates, translates_function
 
 
-_WHOLE_CHANNELS: Final = (
-    functional.dropout1d,
-    functional.dropout2d,
-    functional.dropout3d,
-)
+_WHOLE_CHANNELS: Final = (functional.dropout1d, functional.dropout2d, functional.dropout3d)
 
 
 @translates(nn.Dropout, like_input=True)
@@ -25,14 +21,10 @@ def dropout(builder: Builder, module: nn.Dropout, operation: Operation) -> Trans
 
 
 @translates(nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, like_input=True)
-def channel_dropout(
-    builder: Builder, module: _DropoutNd, operation: Operation
-) -> Translated:
+def channel_dropout(builder: Builder, module: _DropoutNd, operation: Operation) -> Translated:
     """Add dropout of channels."""
     n_shared = len(operation.output) - 1
-    return _dropout(
-        builder, operation, module.p, trains=operation.trains, n_shared=n_shared
-    )
+    return _dropout(builder, operation, module.p, trains=operation.trains, n_shared=n_shared)
 
 
 @translates_function(functional.dropout)
@@ -57,12 +49,7 @@ def _given(operation: Operation) -> tuple[float, bool]:
 
 
 def _dropout(
-    builder: Builder,
-    operation: Operation,
-    probability: float,
-    *,
-    trains: bool,
-    n_shared: int = 0,
+    builder: Builder, operation: Operation, probability: float, *, trains: bool, n_shared: int = 0
 ) -> str:
     if not trains or not probability:
         return operation.operands[0].name

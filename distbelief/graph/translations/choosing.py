@@ -92,10 +92,7 @@ def masked_fill(builder: Builder, operation: Operation) -> Translated:
 def _compared(
     builder: Builder, operation: Operation, function: str, number: float | None = None
 ) -> str:
-    options: dict[str, str | float | bool] = {
-        "function": function,
-        NO_GRADIENT: False,
-    }
+    options: dict[str, str | float | bool] = {"function": function, NO_GRADIENT: False}
     if number is not None:
         options["argument"] = number
     return builder.add(
@@ -107,9 +104,7 @@ def _compared(
     )
 
 
-def _chosen(
-    builder: Builder, operation: Operation, mask: object, values: dict[str, object]
-) -> str:
+def _chosen(builder: Builder, operation: Operation, mask: object, values: dict[str, object]) -> str:
     """Add a choice; operands are read in the order mask, yes, no."""
     if not isinstance(mask, Operand):
         raise GraphError(
@@ -128,9 +123,7 @@ def _chosen(
     }
     operands = (mask, *(v for v in values.values() if isinstance(v, Operand)))
     names = lined_up(builder, operation, operands)
-    return builder.add(
-        operation.name, "where", names, operation.output, options=options
-    )
+    return builder.add(operation.name, "where", names, operation.output, options=options)
 
 
 def _number(operation: Operation, value: object, word: str) -> float:

@@ -11,11 +11,7 @@ from torch.nn import functional
 from distbelief.graph.building import Builder
 from distbelief.graph.layer import GraphError
 from distbelief.graph.operation import Operand, Operation, Translated
-from distbelief.graph.translation import (
-    FunctionTranslation,
-    translates,
-    translates_function,
-)
+from distbelief.graph.translation import FunctionTranslation, translates, translates_function
 from distbelief.graph.translations.broadcasting import lined_up
 
 
@@ -61,11 +57,7 @@ def pointwise(
     if argument is not None:
         options["argument"] = argument
     return builder.add(
-        operation.name,
-        "pointwise",
-        lined_up(builder, operation),
-        operation.output,
-        options=options,
+        operation.name, "pointwise", lined_up(builder, operation), operation.output, options=options
     )
 
 
@@ -77,12 +69,8 @@ def _unary(function: str) -> FunctionTranslation:
     return translate
 
 
-def _unary_module(
-    function: str,
-) -> Callable[[Builder, nn.Module, Operation], Translated]:
-    def translate(
-        builder: Builder, module: nn.Module, operation: Operation
-    ) -> Translated:
+def _unary_module(function: str) -> Callable[[Builder, nn.Module, Operation], Translated]:
+    def translate(builder: Builder, module: nn.Module, operation: Operation) -> Translated:
         del module
         return pointwise(builder, operation, function)
 
@@ -108,9 +96,7 @@ def _check_masks(operation: Operation, function: str) -> None:
     result = operation.result
     is_mask = isinstance(result, torch.Tensor) and result.dtype == torch.bool
     if is_mask and function != "multiply":
-        raise GraphError(
-            f"{operation.name} of two masks has no split rule: write `|` or `&`"
-        )
+        raise GraphError(f"{operation.name} of two masks has no split rule: write `|` or `&`")
 
 
 def _number(value: object, operation: Operation) -> float:
@@ -161,9 +147,7 @@ def gelu_function(builder: Builder, operation: Operation) -> Translated:
     """Add a GELU, exact or by tanh."""
     operation.only("input", "approximate")
     approximate = operation.argument(1, "approximate", "none")
-    return pointwise(
-        builder, operation, "gelu_tanh" if approximate == "tanh" else "gelu"
-    )
+    return pointwise(builder, operation, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
 @translates_function(functional.leaky_relu, functional.leaky_relu_)
@@ -190,9 +174,7 @@ def softplus_function(builder: Builder, operation: Operation) -> Translated:
 
 
 @translates(nn.LeakyReLU)
-def leaky_relu(
-    builder: Builder, module: nn.LeakyReLU, operation: Operation
-) -> Translated:
+def leaky_relu(builder: Builder, module: nn.LeakyReLU, operation: Operation) -> Translated:
     """Add a leaky ReLU."""
     return pointwise(builder, operation, "leaky_relu", module.negative_slope)
 

@@ -29,11 +29,7 @@ def locally_connected(
         "locally_connected",
         operation.inputs,
         operation.output,
-        options={
-            "size": module.kernel_size,
-            "stride": module.stride,
-            "padding": module.padding,
-        },
+        options={"size": module.kernel_size, "stride": module.stride, "padding": module.padding},
         tensors=uses(module, operation.target),
     )
 

@@ -82,7 +82,7 @@ def convolution_function(builder: Builder, operation: Operation) -> Translated:
     )
 
 
-def _convolution(  # noqa: PLR0913 -- those of torch.nn.functional.conv2d
+def _convolution(
     builder: Builder,
     operation: Operation,
     tensors: Mapping[str, TensorUse],
@@ -117,9 +117,7 @@ def _convolution(  # noqa: PLR0913 -- those of torch.nn.functional.conv2d
 
 
 @translates(nn.Embedding)
-def embedding(
-    builder: Builder, module: nn.Embedding, operation: Operation
-) -> Translated:
+def embedding(builder: Builder, module: nn.Embedding, operation: Operation) -> Translated:
     """Add rows of a table; of words that the forward counts itself, a part of it."""
     if module.scale_grad_by_freq:
         reason = "an embedding with scale_grad_by_freq has no split rule"
@@ -138,12 +136,7 @@ def embedding_function(builder: Builder, operation: Operation) -> Translated:
 
 
 def _embedded(
-    builder: Builder,
-    operation: Operation,
-    use: TensorUse,
-    position: int,
-    *,
-    padding: int | None,
+    builder: Builder, operation: Operation, use: TensorUse, position: int, *, padding: int | None
 ) -> str:
     words = operation.argument(position, "input")
     if isinstance(words, torch.Tensor):
@@ -159,16 +152,11 @@ def _embedded(
     )
 
 
-def _rows(
-    builder: Builder, operation: Operation, use: TensorUse, words: torch.Tensor
-) -> str:
+def _rows(builder: Builder, operation: Operation, use: TensorUse, words: torch.Tensor) -> str:
     """Add rows of a table that do not depend on the sample: arange(first, last)."""
     listed: list[int] = words.flatten().tolist()
     first = listed[0] if listed else 0
-    if (
-        listed != list(range(first, first + len(listed)))
-        or words.shape[:-1].numel() > 1
-    ):
+    if listed != list(range(first, first + len(listed))) or words.shape[:-1].numel() > 1:
         raise GraphError(
             f"{operation.name}: words that the forward makes must be consecutive, "
             "as of torch.arange; give others as an input"

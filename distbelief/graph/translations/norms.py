@@ -25,9 +25,7 @@ from distbelief.graph.wholes import whole_module
 
 # On tensors without memory torch takes milliseconds for one of these.
 @translates(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, like_input=True)
-def batch_norm(
-    builder: Builder, module: _BatchNorm, operation: Operation
-) -> Translated:
+def batch_norm(builder: Builder, module: _BatchNorm, operation: Operation) -> Translated:
     """Add statistics of the batch, their running averages, and their use.
 
     A frozen one, in evaluation mode while the model trains, has its running
@@ -54,9 +52,7 @@ def batch_norm(
 
 
 @translates(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-def instance_norm(
-    builder: Builder, module: _InstanceNorm, operation: Operation
-) -> Translated:
+def instance_norm(builder: Builder, module: _InstanceNorm, operation: Operation) -> Translated:
     """Add statistics of each channel of each sample, and their use."""
     if module.track_running_stats:
         reason = "InstanceNorm with running statistics has no split rule"
@@ -68,9 +64,7 @@ def instance_norm(
 
 
 @translates(nn.GroupNorm)
-def group_norm(
-    builder: Builder, module: nn.GroupNorm, operation: Operation
-) -> Translated:
+def group_norm(builder: Builder, module: nn.GroupNorm, operation: Operation) -> Translated:
     """Add statistics of groups of channels, and their use."""
     name, source, _ = source_of(builder, operation)
     layers = group_norm_layers(
@@ -84,9 +78,7 @@ def group_norm(
 
 
 @translates(nn.LayerNorm)
-def layer_norm(
-    builder: Builder, module: nn.LayerNorm, operation: Operation
-) -> Translated:
+def layer_norm(builder: Builder, module: nn.LayerNorm, operation: Operation) -> Translated:
     """Add statistics of the last dimensions, and their use."""
     name, source, _ = source_of(builder, operation)
     layers = layer_norm_layers(
@@ -112,9 +104,7 @@ def layer_norm_function(builder: Builder, operation: Operation) -> Translated:
     }
     epsilon = operation.argument(4, "eps", 1e-5)
     assert isinstance(epsilon, float), epsilon
-    layers = layer_norm_layers(
-        name, source, n_dims=len(shape), tensors=tensors, epsilon=epsilon
-    )
+    layers = layer_norm_layers(name, source, n_dims=len(shape), tensors=tensors, epsilon=epsilon)
     return builder.extend(layers)
 
 
@@ -168,9 +158,5 @@ def local_response_function(builder: Builder, operation: Operation) -> Translate
 
 def _local_response(builder: Builder, operation: Operation, **options: Option) -> str:
     return builder.add(
-        operation.name,
-        "local_response",
-        operation.inputs[:1],
-        operation.output,
-        options=options,
+        operation.name, "local_response", operation.inputs[:1], operation.output, options=options
     )

@@ -27,9 +27,7 @@ from distbelief.graph.translation import translates_function
 _EQUATION: Final = re.compile(r"([a-zA-Z]+),([a-zA-Z]+)->([a-zA-Z]+)")
 
 
-@translates_function(
-    torch.matmul, "matmul", operator.matmul, torch.bmm, "bmm", "__matmul__"
-)
+@translates_function(torch.matmul, "matmul", operator.matmul, torch.bmm, "bmm", "__matmul__")
 def product(builder: Builder, operation: Operation) -> Translated:
     """Add a product over the last two dimensions."""
     operands = operation.operands
@@ -70,9 +68,7 @@ def _connected(
     )
 
 
-def _own_matrix(
-    builder: Builder, operation: Operation
-) -> tuple[TensorUse, bool] | None:
+def _own_matrix(builder: Builder, operation: Operation) -> tuple[TensorUse, bool] | None:
     """Return the model's own matrix that is the second factor, if one is.
 
     Returns:
@@ -106,12 +102,8 @@ def einsum(builder: Builder, operation: Operation) -> Translated:
     lead = "".join(letter for letter in one if letter in other and letter in result)
     rows = "".join(letter for letter in one if letter not in other)
     columns = "".join(letter for letter in other if letter not in one)
-    summed = "".join(
-        letter for letter in one if letter in other and letter not in result
-    )
-    n_rows, n_columns, n_summed = (
-        math.prod(shape(letters)) for letters in (rows, columns, summed)
-    )
+    summed = "".join(letter for letter in one if letter in other and letter not in result)
+    n_rows, n_columns, n_summed = (math.prod(shape(letters)) for letters in (rows, columns, summed))
     left = _permuted(builder, operation, layers[0], one, lead + rows + summed)
     left = _shaped(builder, operation, left, (*shape(lead), n_rows, n_summed))
     right = _permuted(builder, operation, layers[1], other, lead + summed + columns)
@@ -178,9 +170,7 @@ def _permuted(
     return builder[builder.add(name, "permute", [source.name], shape, options=options)]
 
 
-def _shaped(
-    builder: Builder, operation: Operation, source: Layer, shape: Shape
-) -> Layer:
+def _shaped(builder: Builder, operation: Operation, source: Layer, shape: Shape) -> Layer:
     if source.shape == shape:
         return source
     name = builder.free_name(f"{operation.name}.shape")

@@ -22,8 +22,7 @@ def recurrent(builder: Builder, module: nn.RNNBase, operation: Operation) -> Tra
     """Add a whole layer for the outputs, and what of it is the last state."""
     if not module.batch_first:
         raise GraphError(
-            f"{operation.name} takes the batch as its second dimension: give it "
-            "batch_first=True"
+            f"{operation.name} takes the batch as its second dimension: give it batch_first=True"
         )
     reason = f"{type(module).__name__} has no split rule: a step needs the one before"
     whole = whole_module(builder, module, operation, reason=reason)

@@ -69,17 +69,13 @@ def softmax(builder: Builder, module: nn.Softmax, operation: Operation) -> Trans
 
 
 @translates(nn.LogSoftmax)
-def log_softmax(
-    builder: Builder, module: nn.LogSoftmax, operation: Operation
-) -> Translated:
+def log_softmax(builder: Builder, module: nn.LogSoftmax, operation: Operation) -> Translated:
     """Add the logarithm of a softmax."""
     return _softmax(builder, operation, module.dim, log=True)
 
 
 @translates(nn.Softmax2d)
-def softmax_2d(
-    builder: Builder, module: nn.Softmax2d, operation: Operation
-) -> Translated:
+def softmax_2d(builder: Builder, module: nn.Softmax2d, operation: Operation) -> Translated:
     """Add a softmax over channels."""
     del module
     return _softmax(builder, operation, -3)
@@ -99,9 +95,7 @@ def log_softmax_function(builder: Builder, operation: Operation) -> Translated:
     return _softmax(builder, operation, operation.argument(1, "dim"), log=True)
 
 
-def _softmax(
-    builder: Builder, operation: Operation, dim: object, *, log: bool = False
-) -> str:
+def _softmax(builder: Builder, operation: Operation, dim: object, *, log: bool = False) -> str:
     name, source, shape = source_of(builder, operation)
     layers = softmax_layers(name, source, dim=operation.dim(dim, shape), log=log)
     return builder.extend(layers)

@@ -38,9 +38,7 @@ def reshape(builder: Builder, operation: Operation) -> Translated:
 
 
 @translates(nn.Flatten, nn.Unflatten)
-def reshape_module(
-    builder: Builder, module: nn.Module, operation: Operation
-) -> Translated:
+def reshape_module(builder: Builder, module: nn.Module, operation: Operation) -> Translated:
     """Add a reshape."""
     del module
     return reshape(builder, operation)
@@ -69,18 +67,10 @@ def expand(builder: Builder, operation: Operation) -> Translated:
         source = shaped(builder, operation, source, (*ones, *source.shape))
     if source.shape == shape:
         return source.name
-    return builder.add(
-        operation.name,
-        "expand",
-        [source.name],
-        shape,
-        is_integer=source.is_integer,
-    )
+    return builder.add(operation.name, "expand", [source.name], shape, is_integer=source.is_integer)
 
 
-def shaped(
-    builder: Builder, operation: Operation, source: Layer, shape: Shape
-) -> Layer:
+def shaped(builder: Builder, operation: Operation, source: Layer, shape: Shape) -> Layer:
     """Add a reshape to this shape, named after the operation."""
     name = builder.free_name(operation.name)
     return builder[builder.add_layer(reshape_layer(name, source, shape=shape))]

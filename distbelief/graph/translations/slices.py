@@ -34,10 +34,7 @@ def unbind(builder: Builder, operation: Operation) -> Translated:
     """Add a slice for each index of a dimension."""
     source = operation.operands[0]
     dim = operation.dim(operation.argument(1, "dim", 0), source.shape)
-    return tuple(
-        _one(builder, operation, source, dim, index)
-        for index in range(source.shape[dim])
-    )
+    return tuple(_one(builder, operation, source, dim, index) for index in range(source.shape[dim]))
 
 
 @translates_function(torch.select, "select")
@@ -62,16 +59,12 @@ def narrow(builder: Builder, operation: Operation) -> Translated:
     return _slice(builder, operation.name, source, starts, operation.output)
 
 
-def _one(
-    builder: Builder, operation: Operation, source: Operand, dim: int, index: int
-) -> str:
+def _one(builder: Builder, operation: Operation, source: Operand, dim: int, index: int) -> str:
     starts = [0] * len(source.shape)
     starts[dim] = index
     thin = (*source.shape[:dim], 1, *source.shape[dim + 1 :])
     layer = builder[_slice(builder, operation.name, source, starts, thin)]
-    return shaped(
-        builder, operation, layer, (*source.shape[:dim], *source.shape[dim + 1 :])
-    ).name
+    return shaped(builder, operation, layer, (*source.shape[:dim], *source.shape[dim + 1 :])).name
 
 
 @translates_function(operator.getitem)
@@ -162,10 +155,7 @@ def _slice(
         "slice",
         [source.name],
         shape,
-        options={
-            "starts": tuple(starts),
-            "steps": tuple(steps or [1] * len(shape)),
-        },
+        options={"starts": tuple(starts), "steps": tuple(steps or [1] * len(shape))},
         is_integer=source.is_integer,
     )
 
@@ -192,9 +182,5 @@ def pad(builder: Builder, operation: Operation) -> Translated:
         "pad",
         [source.name],
         operation.output,
-        options={
-            "before": tuple(before),
-            "after": tuple(after),
-            "value": float(value),
-        },
+        options={"before": tuple(before), "after": tuple(after), "value": float(value)},
     )

@@ -11,18 +11,14 @@ from distbelief.graph.translations.attention import attend, masked, with_padding
 
 
 @translates(nn.TransformerEncoder, like_input=True)
-def encoder(
-    builder: Builder, module: nn.TransformerEncoder, operation: Operation
-) -> Translated:
+def encoder(builder: Builder, module: nn.TransformerEncoder, operation: Operation) -> Translated:
     """Add its layers, and the norm after them."""
     source = builder[operation.operand(0, "src").name]
     causal, mask = _mask(builder, operation, "mask", (2, 3))
     for index, layer in enumerate(module.layers):
         path = below(operation.target, f"layers.{index}")
         assert isinstance(layer, nn.TransformerEncoderLayer), path
-        source = _layer(
-            builder, layer, path, source, of=operation, causal=causal, mask=mask
-        )
+        source = _layer(builder, layer, path, source, of=operation, causal=causal, mask=mask)
     if module.norm is not None:
         path = below(operation.target, "norm")
         source = translate_child(builder, module.norm, path, [source], of=operation)
@@ -37,13 +33,7 @@ def encoder_layer(
     source = builder[operation.operand(0, "src").name]
     causal, mask = _mask(builder, operation, "src_mask", (2, 3))
     return _layer(
-        builder,
-        module,
-        operation.target,
-        source,
-        of=operation,
-        causal=causal,
-        mask=mask,
+        builder, module, operation.target, source, of=operation, causal=causal, mask=mask
     ).name
 
 
@@ -58,7 +48,7 @@ def _mask(
     return causal, with_padding(builder, operation, mask, given)
 
 
-def _layer(  # noqa: PLR0913 -- what a layer depends on
+def _layer(
     builder: Builder,
     module: nn.TransformerEncoderLayer,
     path: str,
@@ -109,18 +99,11 @@ def _layer(  # noqa: PLR0913 -- what a layer depends on
 
 
 def _activated(
-    builder: Builder,
-    module: nn.TransformerEncoderLayer,
-    path: str,
-    source: Layer,
-    *,
-    of: Operation,
+    builder: Builder, module: nn.TransformerEncoderLayer, path: str, source: Layer, *, of: Operation
 ) -> Layer:
     activation: object = module.activation
     if isinstance(activation, nn.Module):
-        return translate_child(
-            builder, activation, below(path, "activation"), [source], of=of
-        )
+        return translate_child(builder, activation, below(path, "activation"), [source], of=of)
     names: dict[object, str] = {functional.relu: "relu", functional.gelu: "gelu"}
     if activation not in names:
         raise GraphError(

@@ -35,9 +35,7 @@ def max_pool(builder: Builder, module: _MaxPoolNd, operation: Operation) -> Tran
 
 
 @translates(nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
-def average_pool(
-    builder: Builder, module: _AvgPoolNd, operation: Operation
-) -> Translated:
+def average_pool(builder: Builder, module: _AvgPoolNd, operation: Operation) -> Translated:
     """Add an average over windows."""
     divisor = cast("int | None", getattr(module, "divisor_override", None))
     return _pool(
@@ -64,11 +62,7 @@ def max_pool_function(builder: Builder, operation: Operation) -> Translated:
         builder,
         operation,
         "max_pool",
-        [
-            argument(1, "kernel_size"),
-            argument(2, "stride"),
-            argument(3, "padding", 0),
-        ],
+        [argument(1, "kernel_size"), argument(2, "stride"), argument(3, "padding", 0)],
         {
             "dilation": cast("Option", argument(4, "dilation", 1)),
             "ceil": bool(argument(5, "ceil_mode", default=False)),
@@ -76,9 +70,7 @@ def max_pool_function(builder: Builder, operation: Operation) -> Translated:
     )
 
 
-@translates_function(
-    functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d
-)
+@translates_function(functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)
 def average_pool_function(builder: Builder, operation: Operation) -> Translated:
     """Add an average over windows."""
     argument = operation.argument
@@ -86,11 +78,7 @@ def average_pool_function(builder: Builder, operation: Operation) -> Translated:
         builder,
         operation,
         "average_pool",
-        [
-            argument(1, "kernel_size"),
-            argument(2, "stride"),
-            argument(3, "padding", 0),
-        ],
+        [argument(1, "kernel_size"), argument(2, "stride"), argument(3, "padding", 0)],
         {
             "ceil": bool(argument(4, "ceil_mode", default=False)),
             "count_include_pad": bool(argument(5, "count_include_pad", default=True)),
@@ -131,27 +119,21 @@ def _several(sizes: Sizes, n_dims: int) -> tuple[int, ...]:
 
 
 @translates(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
-def adaptive_average(
-    builder: Builder, module: nn.Module, operation: Operation
-) -> Translated:
+def adaptive_average(builder: Builder, module: nn.Module, operation: Operation) -> Translated:
     """Add an average over windows as they come out."""
     del module
     return _adaptive(builder, operation, maximum=False)
 
 
 @translates(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
-def adaptive_maximum(
-    builder: Builder, module: nn.Module, operation: Operation
-) -> Translated:
+def adaptive_maximum(builder: Builder, module: nn.Module, operation: Operation) -> Translated:
     """Add a maximum over windows as they come out."""
     del module
     return _adaptive(builder, operation, maximum=True)
 
 
 @translates_function(
-    functional.adaptive_avg_pool1d,
-    functional.adaptive_avg_pool2d,
-    functional.adaptive_avg_pool3d,
+    functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d, functional.adaptive_avg_pool3d
 )
 def adaptive_average_function(builder: Builder, operation: Operation) -> Translated:
     """Add an average over windows as they come out."""

@@ -90,9 +90,7 @@ def roster_of(job: "Job", *, n_machines: int | None = None) -> "list[RosterEntry
             f"[cluster] partitions: algorithm {job.algorithm_name!r} cannot split a "
             "replica over machines: leave partitions, plan and device out"
         )
-    return algorithm.roster(
-        job.algorithm, **numbers, evaluates=evaluates, n_machines=n_machines
-    )
+    return algorithm.roster(job.algorithm, **numbers, evaluates=evaluates, n_machines=n_machines)
 
 
 def coordinator_of(job: "Job") -> str | None:
@@ -147,9 +145,7 @@ def find(name: object) -> EntryPoint:
     known = ", ".join(sorted(installed)) or "none; is the package itself installed?"
     near = nearest(str(name), installed) if installed else ""
     mend = near if near.startswith("Did") else ""
-    raise JobFileError(
-        f"is not installed. {mend} Installed: {known}".replace("  ", " ")
-    )
+    raise JobFileError(f"is not installed. {mend} Installed: {known}".replace("  ", " "))
 
 
 @cache  # every directory of the path is listed, and every package's file read
@@ -167,6 +163,5 @@ def load(point: EntryPoint) -> Algorithm:
         return cast("Algorithm", point.load())
     except (ImportError, AttributeError) as error:
         raise JobFileError(
-            f"{point.value}, installed as algorithm {point.name!r}, cannot be "
-            f"imported: {error}"
+            f"{point.value}, installed as algorithm {point.name!r}, cannot be imported: {error}"
         ) from error

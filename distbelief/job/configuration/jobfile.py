@@ -53,9 +53,7 @@ def load_job(path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> 
     return parse_job(text, path=path, overrides=overrides)
 
 
-def parse_job(
-    text: str, *, path: str | os.PathLike[str], overrides: Sequence[str] = ()
-) -> Job:
+def parse_job(text: str, *, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
     """Return the job of this text, as if it stood in the file at `path`."""
     file = str(path)
     try:
@@ -66,9 +64,7 @@ def parse_job(
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise JobFileError(f"{file}: not valid TOML: {_shown(error, text)}") from None
-    replaced = {
-        _override(content, override): f"--set {override}" for override in overrides
-    }
+    replaced = {_override(content, override): f"--set {override}" for override in overrides}
     return _read(content, file=file, overrides=replaced)
 
 
@@ -85,9 +81,7 @@ def job_from_json(text: bytes) -> Job:
     return _read(content, file="job", overrides={})
 
 
-def _read(
-    content: dict[str, object], *, file: str, overrides: Mapping[tables.Path, str]
-) -> Job:
+def _read(content: dict[str, object], *, file: str, overrides: Mapping[tables.Path, str]) -> Job:
     """Return the job, or say which file or override is at fault."""
     try:
         return resolve(content, file=file)
@@ -117,9 +111,7 @@ def _read_text(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(FILE_BYTES_MAX + 1)
         if len(content) > FILE_BYTES_MAX:
-            raise JobFileError(
-                f"{path} has more than {FILE_BYTES_MAX} bytes: that is no job file"
-            )
+            raise JobFileError(f"{path} has more than {FILE_BYTES_MAX} bytes: that is no job file")
         return content.decode("utf-8-sig")  # some editors write a byte order mark
     except FileNotFoundError:
         raise JobFileError(_no_such_file(path)) from None

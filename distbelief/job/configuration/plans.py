@@ -32,16 +32,12 @@ SOLVER_SECONDS: Final = 5.0
 
 # Between two processes of one host. Nothing depends on it finely: that a message costs
 # something, and bytes do not cost much, is what keeps plans from needless messages.
-LOOPBACK: Final = Network(
-    bandwidth=2e9, latency=5e-5, message_overhead=5e-5, handling=HANDLING
-)
+LOOPBACK: Final = Network(bandwidth=2e9, latency=5e-5, message_overhead=5e-5, handling=HANDLING)
 
 Told = Callable[[str], None]
 
 
-def plan_for_job(
-    job: Job, graph: LayerGraph, *, kept: Path, tell: Told = lambda _: None
-) -> Plan:
+def plan_for_job(job: Job, graph: LayerGraph, *, kept: Path, tell: Told = lambda _: None) -> Plan:
     """Return the plan that a job runs by; it is written to `kept`.
 
     Args:
@@ -69,10 +65,7 @@ def draw(plan: Plan, graph: LayerGraph, path: Path) -> None:
         StorageError: the picture cannot be written.
     """
     compiled = compile_plan(
-        graph,
-        plan.placements,
-        batch=plan.batch,
-        n_machines=plan.cluster.n_machines,
+        graph, plan.placements, batch=plan.batch, n_machines=plan.cluster.n_machines
     )
     crossing: dict[str, int] = {}
     for way in compiled.traffic:

@@ -34,16 +34,7 @@ if TYPE_CHECKING:  # it imports torch
     from distbelief.runtime.task.task import DataSpec, ModelSpec
 
 
-_TABLES: Final = (
-    "model",
-    "data",
-    "algorithm",
-    "cluster",
-    "evaluation",
-    "stop",
-    "output",
-    "source",
-)
+_TABLES: Final = ("model", "data", "algorithm", "cluster", "evaluation", "stop", "output", "source")
 
 
 def resolve(content: dict[str, object], *, file: str) -> Job:
@@ -145,18 +136,14 @@ def _output(table: dict[str, object], *, file: str) -> OutputTable:
 def _name(content: dict[str, object], output: OutputTable) -> str:
     name = content.get("name", Path(output.directory).name or "job")
     if not isinstance(name, str) or not name.strip():
-        raise Mistake(
-            ("name",), f"name = {toml_text.excerpt(name)}: wants text in quotes"
-        )
+        raise Mistake(("name",), f"name = {toml_text.excerpt(name)}: wants text in quotes")
     return name
 
 
 def _algorithm(table: dict[str, object]) -> EntryPoint:
     path = ("algorithm", "name")
     if "name" not in table:
-        raise Mistake(
-            path, "[algorithm] lacks the key 'name': give it text, such as \"downpour\""
-        )
+        raise Mistake(path, "[algorithm] lacks the key 'name': give it text, such as \"downpour\"")
     name = table["name"]
     try:
         return algorithms.find(name)
@@ -202,8 +189,7 @@ def _check_together(job: Job) -> None:
     if job.data.test is None and job.stop.accuracy is not None:
         raise Mistake(
             ("stop", "accuracy"),
-            f"[stop] accuracy = {job.stop.accuracy:g} needs held-out data: add a table "
-            "[data.test]",
+            f"[stop] accuracy = {job.stop.accuracy:g} needs held-out data: add a table [data.test]",
         )
     try:
         algorithms.check_cluster(job)

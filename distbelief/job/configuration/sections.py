@@ -43,9 +43,7 @@ PATIENCE_SECONDS_MIN: Final = 2.0
 """Several heartbeats, each of which the supervisor answers."""
 
 
-class ClusterTable(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
-):
+class ClusterTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Table [cluster].
 
     Attributes:
@@ -87,9 +85,7 @@ class ClusterTable(
                 f"{PATIENCE_SECONDS_MIN:g} s, or roles would end at every hiccup"
             )
         if self.device not in DEVICES:
-            raise JobFileError(
-                f"device = {self.device!r}: wants {' or '.join(map(repr, DEVICES))}"
-            )
+            raise JobFileError(f"device = {self.device!r}: wants {' or '.join(map(repr, DEVICES))}")
         if self.plan is not None and not self.plan.endswith(".json"):
             raise JobFileError(
                 f"plan = {self.plan!r}: wants the path of a plan.json, as "
@@ -128,9 +124,7 @@ class ClusterTable(
         return self.plan is not None or self.partitions > 1 or self.device != DEVICES[0]
 
 
-class EvaluationTable(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
-):
+class EvaluationTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Table [evaluation].
 
     Attributes:
@@ -181,9 +175,7 @@ class StopTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return all(getattr(self, name) is None for name in self.__struct_fields__)
 
 
-class OutputTable(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
-):
+class OutputTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Table [output].
 
     Attributes:
@@ -199,9 +191,7 @@ class OutputTable(
     snapshot_every: Positive = 30.0
 
 
-class SourceTable(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
-):
+class SourceTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Table [source], which the program writes into the job as it ran.
 
     Attributes:

@@ -66,9 +66,7 @@ _PLACES = {
 }
 """Where a key belongs that is often found elsewhere."""
 
-_NAMES = {
-    "adamw": 'It is name = "adam" with decoupled_weight_decay = true.',
-}
+_NAMES = {"adamw": 'It is name = "adam" with decoupled_weight_decay = true.'}
 """What is called by another name here, and needs more than that."""
 
 
@@ -121,8 +119,7 @@ def as_table(value: object, path: Path) -> dict[str, object]:
         return value
     name = ".".join(path)
     raise Mistake(
-        path,
-        f"{name} = {toml_text.excerpt(value)}: wants a table; begin it with [{name}]",
+        path, f"{name} = {toml_text.excerpt(value)}: wants a table; begin it with [{name}]"
     )
 
 
@@ -131,10 +128,7 @@ def check_known(table: Mapping[str, object], known: Iterable[str], path: Path) -
     known = list(known)
     for key in table:
         if key not in known:
-            raise Mistake(
-                (*path, key),
-                f"{header(path)} has no key '{key}'. {_hint(key, known)}",
-            )
+            raise Mistake((*path, key), f"{header(path)} has no key '{key}'. {_hint(key, known)}")
 
 
 def _hint(key: str, known: Iterable[str]) -> str:
@@ -169,8 +163,7 @@ def _check_keys(table: dict[str, object], kind: inspect.Type, path: Path) -> Non
             _check_below(table[key], field.type, (*path, key))
         elif field.required:
             raise Mistake(
-                path,
-                f"{header(path)} lacks the key '{key}': give it {wanted(field.type)}",
+                path, f"{header(path)} lacks the key '{key}': give it {wanted(field.type)}"
             )
 
 
@@ -187,8 +180,7 @@ def _check_below(value: object, kind: inspect.Type, path: Path) -> None:
     tag = value.get(tag_field)
     if tag is None:
         raise Mistake(
-            path,
-            f"{header(path)} lacks the key '{tag_field}': give it {_either(structs)}",
+            path, f"{header(path)} lacks the key '{tag_field}': give it {_either(structs)}"
         )
     if not isinstance(tag, str) or tag not in structs:
         raise Mistake(
@@ -247,9 +239,7 @@ def _explained(
         wants = "a quantity"
     if match["relation"]:
         wants += f", {_BOUNDS[match['relation']]} {match['bound'].removesuffix('.0')}"
-    return Mistake(
-        (*path, *below), f"{where} = {toml_text.excerpt(value)}: wants {wants}"
-    )
+    return Mistake((*path, *below), f"{where} = {toml_text.excerpt(value)}: wants {wants}")
 
 
 def _at(value: object, path: Path) -> object:

@@ -18,9 +18,7 @@ SET_ASIDE: Final = ".incomplete"
 
 def agreed_label(store: SnapshotStore, shards: Sequence[str]) -> str | None:
     """Return the newest label of which every shard has a whole snapshot."""
-    shared = set(store.labels(shards[0])).intersection(
-        *(store.labels(name) for name in shards[1:])
-    )
+    shared = set(store.labels(shards[0])).intersection(*(store.labels(name) for name in shards[1:]))
     for label in reversed(store.labels(shards[0])):
         if label in shared and all(store.is_whole(name, label) for name in shards):
             return label

@@ -53,9 +53,7 @@ def draw_curve(path: Path, measurements: Sequence[Measurement], *, title: str) -
     return True
 
 
-def _line(
-    axes: Axes, points: Sequence[tuple[float, float | None]], *, label: str
-) -> bool:
+def _line(axes: Axes, points: Sequence[tuple[float, float | None]], *, label: str) -> bool:
     """Draw the points that were measured, each value where it first appeared.
 
     Returns:
@@ -78,9 +76,5 @@ def _line(
 
 def _say_nothing_measured(axes: Axes) -> None:
     axes.text(
-        0.5,
-        0.5,
-        "no number was measured",
-        transform=axes.transAxes,
-        horizontalalignment="center",
+        0.5, 0.5, "no number was measured", transform=axes.transAxes, horizontalalignment="center"
     )

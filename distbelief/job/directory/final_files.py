@@ -17,9 +17,7 @@ from distbelief.parameter_server.layout.layout import Layout
 from distbelief.runtime.task.task import build_model
 
 
-def write_model(
-    job: Job, run: RunDirectory, *, layout: Layout, store: SnapshotStore
-) -> None:
+def write_model(job: Job, run: RunDirectory, *, layout: Layout, store: SnapshotStore) -> None:
     """Write the trained model, from the newest whole snapshots of all shards.
 
     Raises:
@@ -30,9 +28,7 @@ def write_model(
     drives = coordinator_of(job) is not None
     if drives:  # then only one label is one point
         label = agreed_label(store, shards)
-        newest = {
-            name: None if label is None else store.path(name, label) for name in shards
-        }
+        newest = {name: None if label is None else store.path(name, label) for name in shards}
     snapshots = [path for path in newest.values() if path is not None]
     if len(snapshots) < layout.n_shards:
         names = ", ".join(name for name, found in newest.items() if found is None)

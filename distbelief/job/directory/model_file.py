@@ -52,11 +52,7 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 def write_model_file(
-    path: Path,
-    layout: Layout,
-    snapshots: Sequence[Path],
-    *,
-    like: nn.Module | None = None,
+    path: Path, layout: Layout, snapshots: Sequence[Path], *, like: nn.Module | None = None
 ) -> None:
     """Write the model that is in these snapshots to `path`.
 
@@ -80,10 +76,7 @@ def write_model_file(
     names = {spec.name: spec.name for spec in layout.tensors}
     names |= {} if model is None else model.aliases()
     try:
-        files.write_by(
-            path,
-            lambda temporary: _write(temporary, layout, snapshots, types, names),
-        )
+        files.write_by(path, lambda temporary: _write(temporary, layout, snapshots, types, names))
     except SafetensorError as error:
         raise StorageError(f"a snapshot cannot be read: {error}") from error
 
@@ -92,8 +85,7 @@ def _types(layout: Layout, model: LocalModel | None) -> dict[str, torch.dtype]:
     usual = torch.float64 if layout.dtype.itemsize == 8 else torch.float32
     own = {} if model is None else model.named_tensors()
     return {
-        spec.name: own[spec.name].dtype if spec.name in own else usual
-        for spec in layout.tensors
+        spec.name: own[spec.name].dtype if spec.name in own else usual for spec in layout.tensors
     }
 
 
@@ -141,9 +133,7 @@ def _write_header(file: BinaryIO, places: Mapping[str, _Place]) -> None:
 
 def _parts(layout: Layout) -> dict[str, list[tuple[int, Segment]]]:
     """Return of each tensor which shards have which part of it, in order."""
-    parts: dict[str, list[tuple[int, Segment]]] = {
-        spec.name: [] for spec in layout.tensors
-    }
+    parts: dict[str, list[tuple[int, Segment]]] = {spec.name: [] for spec in layout.tensors}
     for shard in range(layout.n_shards):
         for segment in layout.segments(shard):
             name = layout.tensors[segment.tensor_index].name

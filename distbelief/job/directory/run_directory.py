@@ -231,9 +231,7 @@ class RunDirectory:
                     place.mkdir()
                     break
             else:
-                raise StorageError(
-                    f"{self.path} has {SIBLINGS_MAX} aside-*: remove some"
-                )
+                raise StorageError(f"{self.path} has {SIBLINGS_MAX} aside-*: remove some")
             for path in paths:
                 if path.exists():
                     path.rename(place / path.name)
@@ -342,8 +340,7 @@ def status_in(content: bytes, file: Path) -> Status:
         return msgspec.json.decode(content, type=Status)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise StorageError(
-            f"{file} is damaged ({error}): it was written by another version, or by "
-            "another program"
+            f"{file} is damaged ({error}): it was written by another version, or by another program"
         ) from None
 
 

@@ -77,9 +77,7 @@ class SnapshotStore:
             files.make_directory(path.parent)
         except OSError as error:
             raise files.explained(error, path.parent, doing="make") from error
-        files.write_by(
-            path, lambda temporary: _save(temporary, arrays, facts | checksum)
-        )
+        files.write_by(path, lambda temporary: _save(temporary, arrays, facts | checksum))
         self._drop_old(role)
 
     def newest(self, role: str) -> Snapshot | None:
@@ -146,11 +144,7 @@ class SnapshotStore:
         except OSError as error:
             raise _unreadable(directory, error) from error
         return sorted(
-            (
-                path.stem
-                for path in paths
-                if path.suffix == _SUFFIX and _NAME.fullmatch(path.stem)
-            ),
+            (path.stem for path in paths if path.suffix == _SUFFIX and _NAME.fullmatch(path.stem)),
             key=_age,
         )
 
@@ -255,9 +249,7 @@ def _opens(path: Path) -> bool:
         return False
 
 
-def _checksum(
-    label: str, arrays: Mapping[str, Vector], facts: Mapping[str, str]
-) -> dict[str, str]:
+def _checksum(label: str, arrays: Mapping[str, Vector], facts: Mapping[str, str]) -> dict[str, str]:
     described = {name: [v.dtype.str, list(v.shape)] for name, v in arrays.items()}
     text = json.dumps([label, described, facts], sort_keys=True)
     value = zlib.crc32(text.encode())

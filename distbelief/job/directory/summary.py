@@ -263,9 +263,7 @@ class _Figures:
         self._label = _label(summary)
         self._figures = _figures(summary)
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> RenderResult:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         del console
         table = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
         table.add_column(no_wrap=True)
@@ -278,9 +276,7 @@ class _Figures:
             for _ in self._figures:
                 table.add_column(justify="right", no_wrap=True)
             table.add_row("", *(Text(head, "dim") for head, _ in self._figures))
-            table.add_row(
-                Text(self._label, "bold"), *(value for _, value in self._figures)
-            )
+            table.add_row(Text(self._label, "bold"), *(value for _, value in self._figures))
         yield table
 
 

@@ -131,6 +131,4 @@ class Progress:
 
     def _print(self, text: Text) -> None:
         # A pipe's width is a guess of rich's: lines there are not to be broken.
-        self._console.print(
-            text, soft_wrap=self._live is None, highlight=False, markup=False
-        )
+        self._console.print(text, soft_wrap=self._live is None, highlight=False, markup=False)

@@ -44,21 +44,14 @@ class Screen:
     """
 
     def __init__(
-        self,
-        view: SupervisorView,
-        *,
-        name: str,
-        whole: bool = False,
-        is_past: bool = False,
+        self, view: SupervisorView, *, name: str, whole: bool = False, is_past: bool = False
     ) -> None:
         self._view = _past(view) if is_past else view
         self._phase = f"was {phase_of(view)}" if is_past else phase_of(view)
         self._name = name
         self._whole = whole
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> RenderResult:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         view = self._view
         width = options.max_width
         n_rows_max = len(view.roles)
@@ -134,13 +127,7 @@ def state_of(role: RoleView) -> tuple[str, str]:
 def _past(view: SupervisorView) -> SupervisorView:
     """Return what was, without what only holds at the moment."""
     roles = tuple(
-        replace(
-            role,
-            state=f"was {role.state}",
-            rate=None,
-            last_heartbeat_age=None,
-            pid=None,
-        )
+        replace(role, state=f"was {role.state}", rate=None, last_heartbeat_age=None, pid=None)
         for role in view.roles
     )
     return replace(view, roles=roles, eta_seconds=None, samples_per_second=None)
@@ -184,9 +171,7 @@ def _figures(view: SupervisorView, width: int) -> list[Text]:
         staleness = words.staleness(view.staleness_mean, view.staleness_p95)
         parts.append(f"staleness {staleness}")
     if view.bytes_in or view.bytes_out:
-        parts.append(
-            f"in {words.size(view.bytes_in)}, out {words.size(view.bytes_out)}"
-        )
+        parts.append(f"in {words.size(view.bytes_in)}, out {words.size(view.bytes_out)}")
     if view.pushes_lost is None:
         parts.append("pushes lost: unknown")
     elif view.pushes_lost:
@@ -220,12 +205,7 @@ def _curves(view: SupervisorView, width: int, *, ascii_only: bool) -> Table | No
             words.figure(view.held_out_loss),
             "",
         ),
-        (
-            "training loss",
-            [point.loss for point in view.history],
-            words.figure(view.loss),
-            "",
-        ),
+        ("training loss", [point.loss for point in view.history], words.figure(view.loss), ""),
     ]
     rows = [row for row in rows if row[2] != words.DASH]
     if not rows:
@@ -243,9 +223,7 @@ def _curves(view: SupervisorView, width: int, *, ascii_only: bool) -> Table | No
     return table
 
 
-def _roles(
-    roles: Sequence[RoleView], width: int, *, n_rows_max: int
-) -> list[RenderableType]:
+def _roles(roles: Sequence[RoleView], width: int, *, n_rows_max: int) -> list[RenderableType]:
     """Return the table of roles; troubled ones first if not all fit."""
     shown = list(roles)
     if len(roles) > n_rows_max:

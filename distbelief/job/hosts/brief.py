@@ -21,12 +21,7 @@ from distbelief.roles import Seconds
 from distbelief.transport.reach import Reach
 
 
-_UNREADABLE: Final = (
-    msgspec.MsgspecError,
-    UnicodeDecodeError,
-    RecursionError,
-    KeyError,
-)
+_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError)
 
 
 class Brief(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,13 +46,7 @@ def write_brief(spec: Spec, *, plan: Path | None) -> bytes:
         plan: Where their plan is.
     """
     told = msgspec.structs.replace(
-        spec,
-        supervisor="",
-        memory="",
-        snapshots="",
-        plan=None,
-        initial_file=None,
-        reach=Reach(),
+        spec, supervisor="", memory="", snapshots="", plan=None, initial_file=None, reach=Reach()
     )
     text = None if plan is None else plan.read_text()
     shares = bool(spec.memory)

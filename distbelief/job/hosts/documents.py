@@ -27,9 +27,7 @@ def piece_of(document: str, content: bytes, offset: int) -> Piece:
         RemoteProtocolError: there is none.
     """
     if offset > len(content):
-        raise RemoteProtocolError(
-            f"a piece of {document} at {offset}: it has {len(content)} bytes"
-        )
+        raise RemoteProtocolError(f"a piece of {document} at {offset}: it has {len(content)} bytes")
     return Piece(
         document=document,
         offset=offset,

@@ -249,9 +249,7 @@ class Host:
             case Piece():
                 return self._read(message, now)
             case _:
-                raise RemoteProtocolError(
-                    f"the supervisor sent a host {type(message).__name__}"
-                )
+                raise RemoteProtocolError(f"the supervisor sent a host {type(message).__name__}")
 
     def _assigned(self, message: Duties, now: Seconds) -> list[Action]:
         if message.life != self._life:
@@ -281,11 +279,7 @@ class Host:
         if sent_away:
             text = f"sent away: {message.reason}; waiting for another job"
             said = Report(text=text, level="warning")
-        return [
-            said,
-            *self._begin_anew(now),
-            *(self._offer(now) if message.again else ()),
-        ]
+        return [said, *self._begin_anew(now), *(self._offer(now) if message.again else ())]
 
     def _read(self, piece: Piece, now: Seconds) -> list[Action]:
         if piece.document == PROBE:

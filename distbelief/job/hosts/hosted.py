@@ -114,9 +114,7 @@ class Hosted:
         """Return the supervisor's view, and where everything runs."""
         view = self._supervisor.view(now)
         hosts = tuple(host.view() for host in self._hosts.values())
-        roles = tuple(
-            replace(role, at=self._label_of(Address(role.name))) for role in view.roles
-        )
+        roles = tuple(replace(role, at=self._label_of(Address(role.name))) for role in view.roles)
         if self._started is not None:  # no role was started yet
             waits = Presence.WAITING.value
             roles = tuple(replace(role, state=waits) for role in roles)
@@ -222,10 +220,7 @@ class Hosted:
         if host is not None and host.present:
             actions += self._give_up(host, "begins anew", now)
         connect = Connect(
-            peer=event.sender,
-            incarnation=event.incarnation,
-            endpoint=offer.endpoint,
-            host="",
+            peer=event.sender, incarnation=event.incarnation, endpoint=offer.endpoint, host=""
         )
         host = self._hosts[event.sender] = HostRecord.of(event.sender, offer, now)
         said = self._say(host.introduction(), now)
@@ -260,9 +255,7 @@ class Hosted:
         # Lent: who asks much, and reads nothing, makes the supervisor hold no copies.
         return [Send(receiver=host.name, message=piece, lent=True)]
 
-    def _reported(
-        self, host: HostRecord, report: HostReport, now: Seconds
-    ) -> list[Action]:
+    def _reported(self, host: HostRecord, report: HostReport, now: Seconds) -> list[Action]:
         host.heard_at = now
         if not host.present:
             return [host.dismiss("it was silent for too long", again=True)]
@@ -293,13 +286,7 @@ class Hosted:
         return [*actions, host.assign(self._config.run)]
 
     def _lose(
-        self,
-        name: Address,
-        incarnation: int,
-        reason: str,
-        now: Seconds,
-        *,
-        own: bool = False,
+        self, name: Address, incarnation: int, reason: str, now: Seconds, *, own: bool = False
     ) -> list[Action]:
         """A role of another machine has ended: by its own fault, or the machine's."""
         self._housing.places.leave(name)

@@ -50,9 +50,7 @@ class Hosting:
             keys = msgspec.structs.replace(keys, believes=True)
         return msgspec.structs.replace(self.reach, keys=keys)
 
-    def around(
-        self, supervisor: Supervisor, job: Job, spec: Spec, *, plan: Path | None
-    ) -> Hosted:
+    def around(self, supervisor: Supervisor, job: Job, spec: Spec, *, plan: Path | None) -> Hosted:
         """Return the supervisor as one whose roles may be elsewhere."""
         config = HostedConfig(
             run=secrets.token_hex(4),
@@ -81,9 +79,7 @@ class Hosting:
         host = place.host
         if host == ANYWHERE:
             host = own_number()
-        return JobAddress(
-            host=host, port=place.port, key=place.key, secret=self.reach.secret
-        )
+        return JobAddress(host=host, port=place.port, key=place.key, secret=self.reach.secret)
 
     def checked(self) -> Self:
         """Return it as it is while a run lasts: to be called before anything is begun.

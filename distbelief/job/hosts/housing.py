@@ -6,15 +6,7 @@ from distbelief.job.hosts.placing import HERE, Places
 from distbelief.job.hosts.records import HostRecord
 from distbelief.job.supervision.books import Books
 from distbelief.job.supervision.membership import Presence, RoleRecord
-from distbelief.roles import (
-    SUPERVISOR,
-    Action,
-    Address,
-    Entrust,
-    Launch,
-    Seconds,
-    Terminate,
-)
+from distbelief.roles import SUPERVISOR, Action, Address, Entrust, Launch, Seconds, Terminate
 
 
 FIRST: Final = "replica-0"
@@ -30,9 +22,7 @@ class Housing:
         slots_here: Processes of replicas that the supervisor's own machine may run.
     """
 
-    def __init__(
-        self, books: Books, hosts: dict[Address, HostRecord], *, slots_here: int
-    ) -> None:
+    def __init__(self, books: Books, hosts: dict[Address, HostRecord], *, slots_here: int) -> None:
         self.places = Places(slots_here=slots_here)
         self._books = books
         self._hosts = hosts

@@ -115,14 +115,7 @@ class _Stay:
         was_taken: Whether it has been of a job.
     """
 
-    def __init__(
-        self,
-        wanted: Wanted,
-        *,
-        reach: Reach,
-        address: JobAddress,
-        tell: Tell,
-    ) -> None:
+    def __init__(self, wanted: Wanted, *, reach: Reach, address: JobAddress, tell: Tell) -> None:
         self._wanted = wanted
         self._reach = reach
         self._address = address
@@ -149,13 +142,9 @@ class _Stay:
             log = stack.enter_context(_Log(wanted.directory, tell=self._tell))
             tell = self._tell = log.say
             transport = stack.enter_context(
-                reach.transport(
-                    name=name, incarnation=INCARNATION, run=JOINING, log=log.add
-                )
+                reach.transport(name=name, incarnation=INCARNATION, run=JOINING, log=log.add)
             )
-            lookout = Lookout(
-                transport, key=_own_key(reach), place=self._place, tell=tell
-            )
+            lookout = Lookout(transport, key=_own_key(reach), place=self._place, tell=tell)
             stack.callback(lookout.close)
             lookout.dial()
             site = HostSite(self._site_config(), launcher=launcher)
@@ -164,12 +153,8 @@ class _Stay:
             config = _config(wanted, transport.endpoint, returns=returns)
             host = Host(config, site=site)
             tell(f"{name} waits for a job at {self._place.endpoint}")
-            node = Node(
-                host, transport=transport, log=log.add, launcher=HostLauncher(launcher)
-            )
-            exit_code = _run(
-                node, lambda: self._look(host, node, lookout=lookout), log=log
-            )
+            node = Node(host, transport=transport, log=log.add, launcher=HostLauncher(launcher))
+            exit_code = _run(node, lambda: self._look(host, node, lookout=lookout), log=log)
             self.was_taken = host.was_taken
         return exit_code
 

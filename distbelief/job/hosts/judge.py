@@ -36,9 +36,7 @@ class Judge:
         places: Where roles run: shut for machines that get no more.
     """
 
-    def __init__(
-        self, books: Books, hosts: Mapping[Address, HostRecord], places: Places
-    ) -> None:
+    def __init__(self, books: Books, hosts: Mapping[Address, HostRecord], places: Places) -> None:
         self._books = books
         self._hosts = hosts
         self._places = places

@@ -41,12 +41,7 @@ class Lookout:
     """
 
     def __init__(
-        self,
-        transport: ZmqTransport,
-        *,
-        key: str,
-        place: Place,
-        tell: Callable[[str], None],
+        self, transport: ZmqTransport, *, key: str, place: Place, tell: Callable[[str], None]
     ) -> None:
         self._transport = transport
         self._key = key

@@ -127,17 +127,14 @@ def connect(*, is_local: bool) -> None:
         import ray  # noqa: PLC0415 -- an extra
     except ImportError as error:
         raise JobError(
-            f"--on ray: ray is not installed here ({error}): pip install "
-            "'distbelief[ray]'"
+            f"--on ray: ray is not installed here ({error}): pip install 'distbelief[ray]'"
         ) from None
     _check_address(os.environ.get("RAY_ADDRESS", ""))  # as Ray itself does
     try:
         with handlers_kept():  # Ray would end at SIGTERM, and this job unsaved
             ray.init(ignore_reinit_error=True, log_to_driver=False)
     except (OSError, RuntimeError, ValueError) as error:  # of an address, the last
-        raise JobError(
-            f"--on ray: there is no way to a Ray cluster: {error}"
-        ) from error
+        raise JobError(f"--on ray: there is no way to a Ray cluster: {error}") from error
     numbers = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     others = sorted(numbers - {ray.util.get_node_ip_address(), LOOPBACK})
     if is_local and others:
@@ -198,9 +195,7 @@ class RayHosts:
         """
         import ray  # noqa: PLC0415 -- an extra
         from ray.util import placement_group  # noqa: PLC0415 -- an extra
-        from ray.util.scheduling_strategies import (  # noqa: PLC0415 -- an extra
-            PlacementGroupSchedulingStrategy,
-        )
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415 -- an extra
 
         wanted = self._wanted
         bundles = [{"CPU": wanted.cores} for _ in range(wanted.n_hosts)]
@@ -242,8 +237,7 @@ class RayHosts:
             self._room = []
             wanted = self._wanted
             told.append(
-                f"Ray has no room so far for {wanted.n_hosts} x {wanted.cores} cores "
-                "(ray status)"
+                f"Ray has no room so far for {wanted.n_hosts} x {wanted.cores} cores (ray status)"
             )
         if self._ends:
             n = len(self._ends)

@@ -42,8 +42,7 @@ class Step:
         table = job.algorithm
         n_fetch, n_push = (getattr(table, name, 1) for name in ("n_fetch", "n_push"))
         return cls(
-            operations=_OPERATIONS * job.batch_size,
-            n_bytes=_BYTES * (1.0 / n_fetch + 1.0 / n_push),
+            operations=_OPERATIONS * job.batch_size, n_bytes=_BYTES * (1.0 / n_fetch + 1.0 / n_push)
         )
 
     def grade(self, *, flops: float, bandwidth: float) -> int | None:

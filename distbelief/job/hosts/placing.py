@@ -107,9 +107,7 @@ class Places:
         """Return whether a machine has so many free slots."""
         return host in self._rooms and self._rooms[host].free >= n
 
-    def find(
-        self, names: Sequence[Address], *, must: bool = False
-    ) -> list[Address] | None:
+    def find(self, names: Sequence[Address], *, must: bool = False) -> list[Address] | None:
         """Return a room for each of these roles, of one model; None if there is none.
 
         Args:

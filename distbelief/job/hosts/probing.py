@@ -69,8 +69,7 @@ class LinkProbe:
         self._round_at = now
         first, self._n_asked = self._n_asked, self._n_asked + self._n_of_round
         return [
-            Ask(document=PROBE, offset=index * PIECE_BYTES)
-            for index in range(first, self._n_asked)
+            Ask(document=PROBE, offset=index * PIECE_BYTES) for index in range(first, self._n_asked)
         ]
 
     def take(self, piece: Piece, now: Seconds) -> list[Ask]:

@@ -100,9 +100,7 @@ class HostRecord:
 
     def dismiss(self, reason: str, *, again: bool, refused: bool = False) -> Send:
         """Return what tells it that this life is over."""
-        message = Dismiss(
-            life=self.life, again=again, reason=reason[:2048], refused=refused
-        )
+        message = Dismiss(life=self.life, again=again, reason=reason[:2048], refused=refused)
         return Send(receiver=self.name, message=message)
 
     def assign(self, run: str) -> Send:
@@ -117,9 +115,7 @@ class HostRecord:
         offer = self.offer
         cores = "1 core" if offer.cores == 1 else f"{offer.cores} cores"
         gpus = f", {len(offer.devices)} GPUs" if offer.devices else ""
-        return (
-            f"{self.label} has joined: {cores}{gpus}, {words.size(offer.memory_bytes)}"
-        )
+        return f"{self.label} has joined: {cores}{gpus}, {words.size(offer.memory_bytes)}"
 
     def speeds(self) -> str:
         """Return what was measured: "41 GFLOP/s a core, 117 MB/s from here"."""

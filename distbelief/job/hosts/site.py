@@ -90,9 +90,7 @@ class HostSite:
         self._spec.write_bytes(msgspec.json.encode(spec))
         logs = directory / "logs"
         self._launcher.serve(
-            spec=self._spec,
-            log_of=lambda name: logs / f"{name}.log",
-            has_machines=plan is not None,
+            spec=self._spec, log_of=lambda name: logs / f"{name}.log", has_machines=plan is not None
         )
         return patience
 

@@ -90,9 +90,7 @@ class Workload:
         del self._running[event.peer]
         if self._wanted.get(event.peer) == event.incarnation:
             self._ended[event.peer] = DutyEnded(
-                name=event.peer,
-                incarnation=event.incarnation,
-                reason=event.reason[:_REASON_MAX],
+                name=event.peer, incarnation=event.incarnation, reason=event.reason[:_REASON_MAX]
             )
         return True
 

@@ -24,10 +24,7 @@ def import_paths(job: Job) -> Iterator[tuple[str, str]]:
     yield "data.train", job.data.train.factory
     if job.data.test is not None:
         yield "data.test", job.data.test.factory
-    for table, name in (
-        ("algorithm", job.loss),
-        ("evaluation", job.evaluation.metric),
-    ):
+    for table, name in (("algorithm", job.loss), ("evaluation", job.evaluation.metric)):
         if name is not None and ":" in name:
             yield table, name
 

@@ -179,9 +179,7 @@ def _found(job: Job, question: Question, model: LocalModel) -> Answer:
             initials = dict(_initials(job, model))
         case "module":
             initial_file = question.initial_file
-            tensors = {
-                name: tensor.detach() for name, tensor in model.named_tensors().items()
-            }
+            tensors = {name: tensor.detach() for name, tensor in model.named_tensors().items()}
             save_file(tensors, initial_file)
         case path:
             initial_file = path

@@ -242,9 +242,7 @@ class ForkServer:
             pid = os.fork()
         except OSError as error:  # too many processes, or no memory
             why = error.strerror
-            self._report(
-                Ended(name=start.name, incarnation=start.incarnation, error=why)
-            )
+            self._report(Ended(name=start.name, incarnation=start.incarnation, error=why))
             return
         if pid == 0:
             _run(start, parent=parent)
@@ -264,9 +262,7 @@ class ForkServer:
             start = self._children.pop(pid, None)
             if start is not None:
                 code = os.waitstatus_to_exitcode(status)
-                self._report(
-                    Ended(name=start.name, incarnation=start.incarnation, status=code)
-                )
+                self._report(Ended(name=start.name, incarnation=start.incarnation, status=code))
 
     def _end_all(self) -> None:
         if not self._may_leave:
@@ -337,17 +333,9 @@ def _run(start: Start, *, parent: int) -> NoReturn:
 
 
 def _program(program: Program) -> Callable[[str, int, str], int]:
-    from distbelief.job.processes import (  # noqa: PLC0415 -- imported long ago
-        checking,
-        preparing,
-        process,
-    )
+    from distbelief.job.processes import checking, preparing, process  # noqa: PLC0415 -- imported long ago
 
-    programs = {
-        "role": process.main,
-        "check": checking.main,
-        "prepare": preparing.main,
-    }
+    programs = {"role": process.main, "check": checking.main, "prepare": preparing.main}
     return programs[program]
 
 

@@ -26,11 +26,7 @@ from distbelief.roles import Address, Event, PeerLost
 CLOSE_SECONDS_MAX: Final = 5.0
 """How long the fork server may take to end its children."""
 
-THREAD_VARIABLES: Final = (
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-)
+THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Of libraries: how many threads each begins with."""
 
 
@@ -45,9 +41,7 @@ class Launcher:
         log_of: See `serve`.
     """
 
-    def __init__(
-        self, *, spec: Path = Path(), log_of: Callable[[str], Path] = Path
-    ) -> None:
+    def __init__(self, *, spec: Path = Path(), log_of: Callable[[str], Path] = Path) -> None:
         self._spec = spec
         self._log_of = log_of
         self._modules: tuple[str, ...] = ()
@@ -102,16 +96,10 @@ class Launcher:
         held = signal.pthread_sigmask(signal.SIG_BLOCK, ours)
         try:
             self._server = subprocess.Popen(  # noqa: S603 -- ourselves
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environment,
-                bufsize=0,
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
             )
         except OSError as error:
-            raise StorageError(
-                f"cannot start {sys.executable}: {error.strerror}"
-            ) from error
+            raise StorageError(f"cannot start {sys.executable}: {error.strerror}") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
         assert self._server.stdout is not None

@@ -134,13 +134,9 @@ def main(name: str, incarnation: int, path: str) -> int:
     return status
 
 
-def _live(
-    spec: Spec, job: Job, memory: Memory, *, name: str, life: int, report: Log
-) -> str | None:
+def _live(spec: Spec, job: Job, memory: Memory, *, name: str, life: int, report: Log) -> str | None:
     """Be the role until it ends; return what went wrong, if anything did."""
-    transport = spec.reach.transport(
-        name=name, incarnation=life, run=spec.run, log=report
-    )
+    transport = spec.reach.transport(name=name, incarnation=life, run=spec.run, log=report)
     with transport:
         transport.connect(SUPERVISOR, 0, spec.supervisor)
         config = MemberConfig(

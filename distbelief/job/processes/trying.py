@@ -21,13 +21,7 @@ _TAIL: Final = 2000  # characters of the log that are shown
 
 
 def try_out(
-    job: Job,
-    launcher: Launcher,
-    *,
-    directory: Path,
-    initial_file: Path,
-    plan: Path,
-    log: Path,
+    job: Job, launcher: Launcher, *, directory: Path, initial_file: Path, plan: Path, log: Path
 ) -> Answer:
     """Try model and data out, in a process of its own; return what was found.
 
@@ -67,8 +61,7 @@ def try_out(
     if found is None:
         reason = ends[0].reason.removesuffix(f" (see {log})")
         raise JobError(
-            f"the process that tried out model and data {reason}. Its log ends:\n"
-            f"{_tail(log)}"
+            f"the process that tried out model and data {reason}. Its log ends:\n{_tail(log)}"
         )
     if found.error is not None:
         kind = JobError if found.is_users else DistBeliefError

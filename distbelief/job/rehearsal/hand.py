@@ -149,9 +149,7 @@ def _role(rehearsal: Rehearsal, plan: Plan, machine: int) -> tuple[Machine, Rehe
         targets = np.load(rehearsal.targets, mmap_mode="r", allow_pickle=False)
     course: Course = SameCourse(rehearsal.n_samples)
     if not rehearsal.trains:
-        course = MeasuringCourse(
-            [np.arange(rehearsal.n_samples, dtype=np.int64)], chunk=plan.batch
-        )
+        course = MeasuringCourse([np.arange(rehearsal.n_samples, dtype=np.int64)], chunk=plan.batch)
     n_machines = plan.cluster.n_machines
     names = member_names(GROUP, n_machines)
     peers = sorted({peer for _, peer in (*flow.sent, *flow.received)})
@@ -160,9 +158,7 @@ def _role(rehearsal: Rehearsal, plan: Plan, machine: int) -> tuple[Machine, Rehe
     leader = Leader(n_machines, plan="rehearsal", steps_max=rehearsal.n_steps)
     leader.begin(0.0)
     role = Machine(
-        MachineConfig(
-            group=GROUP, machine=machine, n_machines=n_machines, plan="rehearsal"
-        ),
+        MachineConfig(group=GROUP, machine=machine, n_machines=n_machines, plan="rehearsal"),
         client=_no_client(),
         stepping=Stepping(
             Execution(flow, dtype=dtype, modules=modules, device=rehearsal.device),
@@ -175,9 +171,7 @@ def _role(rehearsal: Rehearsal, plan: Plan, machine: int) -> tuple[Machine, Rehe
         couriers=couriers,
         course=course,
         portions=PortionsAhead(
-            PortionReader(
-                Pairs(inputs, targets), graph=graph, reads=flow.reads, dtype=dtype
-            ),
+            PortionReader(Pairs(inputs, targets), graph=graph, reads=flow.reads, dtype=dtype),
             course,
         ),
         duty=duty,
@@ -187,9 +181,7 @@ def _role(rehearsal: Rehearsal, plan: Plan, machine: int) -> tuple[Machine, Rehe
     return role, duty
 
 
-def graph_of(
-    rehearsal: Rehearsal,
-) -> tuple[LayerGraph, Mapping[str, torch.nn.Module], str]:
+def graph_of(rehearsal: Rehearsal) -> tuple[LayerGraph, Mapping[str, torch.nn.Module], str]:
     """Return the layer graph, modules that are called whole, and the output layer."""
     if rehearsal.trains:
         captured = capture_for(rehearsal.task, rehearsal.sample)
@@ -216,18 +208,14 @@ def compiled_for(plan: Plan, graph: LayerGraph) -> Compiled:
     )
 
 
-def _values(
-    rehearsal: Rehearsal, flow: Dataflow, dtype: torch.dtype
-) -> list[torch.Tensor]:
+def _values(rehearsal: Rehearsal, flow: Dataflow, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return what this machine keeps of each tensor, read from the file."""
     with safe_open(rehearsal.weights, framework="pt") as file:
         found: list[torch.Tensor] = []
         for name, region in flow.items:
             # A slice cannot be taken of a tensor without dimensions.
             value = (
-                file.get_slice(name)[region.slices]
-                if region.intervals
-                else file.get_tensor(name)
+                file.get_slice(name)[region.slices] if region.intervals else file.get_tensor(name)
             )
             found.append(value.to(dtype).reshape(-1).contiguous())
         return found

@@ -51,9 +51,7 @@ class Pulse:
         now: They were started.
     """
 
-    def __init__(
-        self, paths: Sequence[Path], *, pids: Sequence[int], now: Seconds
-    ) -> None:
+    def __init__(self, paths: Sequence[Path], *, pids: Sequence[int], now: Seconds) -> None:
         self._paths = paths
         self._pids = pids
         self._stamps = [0] * len(paths)  # of the newest touch, in ns; 0: none
@@ -100,9 +98,7 @@ class Pulse:
         if not stamp or silence <= SILENT_SECONDS or machine in self._named:
             return None
         self._named.add(machine)
-        return (
-            f"{label} silent for {silence:.1f} s: in {bound - silence:.0f} s giving up"
-        )
+        return f"{label} silent for {silence:.1f} s: in {bound - silence:.0f} s giving up"
 
 
 def _stamp(path: Path) -> int:

@@ -103,10 +103,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rehearse(
-    rehearsal: Rehearsal,
-    *,
-    n_machines: int,
-    tell: Callable[[str], None] | None = None,
+    rehearsal: Rehearsal, *, n_machines: int, tell: Callable[[str], None] | None = None
 ) -> list[Seen]:
     """Run all machines until they end; return what each has measured.
 

@@ -213,9 +213,7 @@ class Rehearsing:
         del event, now
         return []
 
-    def command(
-        self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds
-    ) -> Outgoing:
+    def command(self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds) -> Outgoing:
         """Nobody commands here."""
         del leader, message, now
         return []

@@ -115,18 +115,14 @@ class Verified:
             table.add_column(column, justify="right")
         for each in self.agreements:
             verdict = "agrees" if each.agrees else "[red]differs[/red]"
-            table.add_row(
-                each.name, f"{each.error:.1e}", f"{each.rounding:.1e}", verdict
-            )
+            table.add_row(each.name, f"{each.error:.1e}", f"{each.rounding:.1e}", verdict)
         console.print(table)
         links = Table()
         for column in ("link", "bytes a step, predicted", "sent"):
             links.add_column(column, justify="right")
         for link in self.links:
             links.add_row(
-                f"{link.sender} -> {link.receiver}",
-                f"{link.predicted:,}",
-                f"{link.sent:,}",
+                f"{link.sender} -> {link.receiver}", f"{link.predicted:,}", f"{link.sent:,}"
             )
         if self.links:
             console.print(links)

@@ -47,12 +47,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def verify(
-    outlook: Outlook,
-    *,
-    factory: str,
-    loss: str,
-    n_cores: int,
-    n_steps: int = N_STEPS,
+    outlook: Outlook, *, factory: str, loss: str, n_cores: int, n_steps: int = N_STEPS
 ) -> Verified:
     """Run the plan of an outlook for some steps, and compare.
 
@@ -72,16 +67,11 @@ def verify(
     sample = _sample(graph)
     spec = ModelSpec(factory=factory)
     inputs, targets = _batch(graph, sample, batch=plan.batch, loss=loss)
-    with (
-        ended_by_signals(),
-        scratch() as folder,
-    ):
+    with ended_by_signals(), scratch() as folder:
         # As the machines compute, whatever the model is made in.
         module = build_model(spec).train().float()
         tensors = {key: value.clone() for key, value in module.state_dict().items()}
-        save_file(
-            {k: v.contiguous() for k, v in tensors.items()}, folder / "w.safetensors"
-        )
+        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "w.safetensors")
         plan.save(folder / "plan.json")
         np.save(folder / "inputs.npy", inputs.numpy())
         np.save(folder / "targets.npy", targets.numpy())
@@ -111,12 +101,7 @@ def verify(
         seed = step_seed(SEED, (rehearsal.n_steps - 1) * plan.batch)
         single = _reference(module, inputs, targets, function, graph=graph, seed=seed)
         exact = _reference(
-            module.double(),
-            _double(inputs),
-            _double(targets),
-            function,
-            graph=graph,
-            seed=seed,
+            module.double(), _double(inputs), _double(targets), function, graph=graph, seed=seed
         )
     finally:
         torch.set_num_threads(threads)
@@ -134,14 +119,10 @@ def verify(
 
 def _check(graph: LayerGraph, loss: str) -> None:
     if not loss:
-        raise JobError(
-            "--verify takes steps: name the loss, as in --loss cross_entropy"
-        )
+        raise JobError("--verify takes steps: name the loss, as in --loss cross_entropy")
     inputs = [layer.name for layer in graph.layers if layer.kind == "input"]
     if len(inputs) != 2:
-        raise JobError(
-            f"--verify gives a model one input, and this one has {len(inputs) - 1}"
-        )
+        raise JobError(f"--verify gives a model one input, and this one has {len(inputs) - 1}")
 
 
 def _sample(graph: LayerGraph) -> Sample:
@@ -174,13 +155,10 @@ def _batch(
 def _n_words(graph: LayerGraph) -> int:
     """Return how many words every table of the model has; 1 if nobody knows."""
     known = [
-        layer.tensors["weight"].shape[0]
-        for layer in graph.layers
-        if layer.kind == Embedding.name
+        layer.tensors["weight"].shape[0] for layer in graph.layers if layer.kind == Embedding.name
     ]
     hides = any(
-        layer.kind == Whole.name
-        and any(graph[name].is_integer for name in layer.inputs)
+        layer.kind == Whole.name and any(graph[name].is_integer for name in layer.inputs)
         for layer in graph.layers
     )
     return 1 if hides else min(known, default=1)
@@ -194,9 +172,7 @@ def _make_room(rehearsal: Rehearsal, graph: LayerGraph, tensors: Tensors) -> Non
         for index, name in enumerate(sorted(tensors))
     ]
     for name, wanted in names:
-        np.lib.format.open_memmap(
-            rehearsal.path(name), mode="w+", dtype=np.float32, shape=wanted
-        )
+        np.lib.format.open_memmap(rehearsal.path(name), mode="w+", dtype=np.float32, shape=wanted)
 
 
 def _found(
@@ -220,12 +196,7 @@ def _load(rehearsal: Rehearsal, name: str) -> torch.Tensor:
 
 
 def _seconds(
-    module: nn.Module,
-    inputs: torch.Tensor,
-    targets: torch.Tensor,
-    loss: Loss,
-    *,
-    n_steps: int,
+    module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss, *, n_steps: int
 ) -> float:
     """Return what a step takes in one process."""
     times: list[float] = []
@@ -288,14 +259,9 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _links(
-    plan: Plan, graph: LayerGraph, seen: Sequence[Seen], *, n_steps: int
-) -> list[Link]:
+def _links(plan: Plan, graph: LayerGraph, seen: Sequence[Seen], *, n_steps: int) -> list[Link]:
     compiled = compile_plan(
-        graph,
-        plan.placements,
-        batch=plan.batch,
-        n_machines=plan.cluster.n_machines,
+        graph, plan.placements, batch=plan.batch, n_machines=plan.cluster.n_machines
     )
     predicted: dict[tuple[int, int], int] = {}
     for message in compiled.messages:
@@ -307,11 +273,6 @@ def _links(
         for receiver, n_bytes in machine.n_bytes.items()
     }
     return [
-        Link(
-            sender=key[0],
-            receiver=key[1],
-            predicted=predicted.get(key, 0),
-            sent=sent.get(key, 0),
-        )
+        Link(sender=key[0], receiver=key[1], predicted=predicted.get(key, 0), sent=sent.get(key, 0))
         for key in sorted({*predicted, *sent})
     ]

@@ -191,9 +191,7 @@ def _distrusted(file: Path, run: RunDirectory, why: str) -> StorageError:
 
 def _shards_beyond(directory: Path, n_shards: int) -> list[str]:
     """Return the shards with snapshots here that a cut of so many does not have."""
-    found = {
-        int(m[1]) for p in directory.glob("*/*") if (m := _SNAPSHOT.search(str(p)))
-    }
+    found = {int(m[1]) for p in directory.glob("*/*") if (m := _SNAPSHOT.search(str(p)))}
     return [f"shard-{k}" for k in sorted(found) if k >= n_shards]
 
 

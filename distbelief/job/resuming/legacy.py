@@ -65,11 +65,7 @@ class _Client(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_legacy(
-    run: RunDirectory,
-    store: SnapshotStore,
-    *,
-    n_shards: int,
-    coordinator: str | None = None,
+    run: RunDirectory, store: SnapshotStore, *, n_shards: int, coordinator: str | None = None
 ) -> Legacy:
     """Return what the lives before left in this run directory.
 
@@ -158,11 +154,7 @@ def _samples_seen(run: RunDirectory) -> int:
 
 
 def _before(
-    run: RunDirectory,
-    samples: Mapping[str, int],
-    clocks: Mapping[str, int],
-    *,
-    n_shards: int,
+    run: RunDirectory, samples: Mapping[str, int], clocks: Mapping[str, int], *, n_shards: int
 ) -> tuple[Before, tuple[str, ...]]:
     """Return the figures; losses and metric only if the snapshots answer for them.
 
@@ -176,9 +168,7 @@ def _before(
     try:
         status = run.read_status()
     except StorageError as error:
-        told = (
-            f"{error}; time, steps and lost pushes of the lives before are unknown",
-        )
+        told = (f"{error}; time, steps and lost pushes of the lives before are unknown",)
     if status is None:
         # It holds figures only: what to go on with is in the snapshots.
         lost = None if clocks else 0
@@ -211,9 +201,7 @@ def _before(
     return before, ()
 
 
-def _newly_lost(
-    view: SupervisorView, clocks: Mapping[str, int], *, n_shards: int
-) -> int:
+def _newly_lost(view: SupervisorView, clocks: Mapping[str, int], *, n_shards: int) -> int:
     """Return how many pushes were last seen in shards' values, and are not restored.
 
     Clocks of another number of shards are of other values: then nobody can say.
@@ -254,8 +242,6 @@ def _pushes(snapshot: Snapshot) -> int:
 
 def _clients(snapshot: Snapshot) -> dict[str, _Client]:
     try:
-        return msgspec.json.decode(
-            snapshot.facts.get("clients", "{}"), type=dict[str, _Client]
-        )
+        return msgspec.json.decode(snapshot.facts.get("clients", "{}"), type=dict[str, _Client])
     except msgspec.MsgspecError:
         return {}  # the shard itself will say what is wrong with it

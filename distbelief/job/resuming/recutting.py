@@ -18,12 +18,7 @@ from distbelief.parameter_server.rules.steps import Steps
 from distbelief.parameter_server.rules.update_rules import UpdateRule
 from distbelief.parameter_server.state.resharding import Content, Read, Resharding
 from distbelief.parameter_server.state.slots import Client
-from distbelief.parameter_server.state.snapshots import (
-    ShardIdentity,
-    ShardState,
-    restore,
-    take,
-)
+from distbelief.parameter_server.state.snapshots import ShardIdentity, ShardState, restore, take
 from distbelief.roles import Address, Snapshot
 from distbelief.vectors import Vector
 
@@ -47,9 +42,7 @@ class Recutting:
     rule: UpdateRule
     incarnation: int
 
-    def write(
-        self, target: SnapshotStore, *, label: str, samples: Mapping[str, int]
-    ) -> None:
+    def write(self, target: SnapshotStore, *, label: str, samples: Mapping[str, int]) -> None:
         """Write the new shards' snapshots.
 
         Args:
@@ -68,9 +61,7 @@ class Recutting:
         steps = [steps for _, _, steps in checked]
         with _reader([label for label, _, _ in checked], self.source) as read:
             for k in range(self.new.n_shards):
-                content = resharding.shard(
-                    k, rule=self.rule, clocks=clocks, steps=steps, read=read
-                )
+                content = resharding.shard(k, rule=self.rule, clocks=clocks, steps=steps, read=read)
                 snapshot = self._snapshot(k, content, label=label, clients=clients)
                 target.save(_shard(k), snapshot)
                 del content, snapshot  # before the next one is made
@@ -91,9 +82,7 @@ class Recutting:
 
     def _client(self, name: str, samples: int) -> Client:
         """Return a replica that has pushed nothing in its present life."""
-        return Client(
-            name=Address(name), incarnation=self.incarnation - 1, samples=samples
-        )
+        return Client(name=Address(name), incarnation=self.incarnation - 1, samples=samples)
 
     def _check(self, k: int) -> tuple[str, int, Steps]:
         """Return label, clock and steps of shard k's snapshot, if all is right."""
@@ -111,10 +100,7 @@ def _reader(labels: list[str], store: SnapshotStore) -> Iterator[Read]:
     paths = [store.path(_shard(k), label) for k, label in enumerate(labels)]
     with ExitStack() as stack:
         try:
-            opened = [
-                stack.enter_context(safe_open(path, framework="numpy"))
-                for path in paths
-            ]
+            opened = [stack.enter_context(safe_open(path, framework="numpy")) for path in paths]
         except (OSError, SafetensorError) as error:
             raise StorageError(f"snapshots cannot be read again: {error}") from error
 

@@ -25,13 +25,7 @@ from distbelief.job.directory.agreement import set_aside
 from distbelief.job.directory.run_directory import RunDirectory
 from distbelief.job.directory.store import SnapshotStore
 from distbelief.job.directory.summary import DataFacts
-from distbelief.job.resuming.cuts import (
-    Cut,
-    making_cut,
-    mark_of,
-    newest_cut,
-    write_cut,
-)
+from distbelief.job.resuming.cuts import Cut, making_cut, mark_of, newest_cut, write_cut
 from distbelief.job.resuming.legacy import MEND, Legacy, read_legacy
 from distbelief.job.resuming.recutting import Recutting
 from distbelief.parameter_server.layout.layout import Layout
@@ -122,9 +116,7 @@ def take_up(
         was = now  # replicas that are driven have no places of their own
     if not was.is_cut_like(now):
         if any(store.labels(f"shard-{k}") for k in range(was.n_shards)):
-            change = _Change(
-                job=job, run=run, was=was, now=now, n_samples=train.n_samples
-            )
+            change = _Change(job=job, run=run, was=was, now=now, n_samples=train.n_samples)
             resumed = change.recut(legacy, store, layout=layout, report=report)
             return replace(resumed, told=told + resumed.told)
         # Of what was never saved, anything can be made.
@@ -186,9 +178,7 @@ class _Change:
             )
         recutting = Recutting(
             source=store,
-            old=Layout.of(
-                layout.tensors, n_shards=self.was.n_shards, dtype=layout.spec.dtype
-            ),
+            old=Layout.of(layout.tensors, n_shards=self.was.n_shards, dtype=layout.spec.dtype),
             new=layout,
             rule=rule,
             incarnation=legacy.incarnation,
@@ -220,8 +210,7 @@ class _Change:
 
     def _refusal(self, why: str) -> JobError:
         return JobError(
-            f"--resume {self.run.path}: its snapshots cannot be cut for "
-            f"{_numbers(self.now)}: {why}"
+            f"--resume {self.run.path}: its snapshots cannot be cut for {_numbers(self.now)}: {why}"
         )
 
     def _places(self, samples: Mapping[str, int]) -> dict[str, int]:
@@ -265,9 +254,7 @@ class _Change:
             yield from _told_of_seed(self.job, self.run)
 
 
-def _check_data(
-    job: Job, run: RunDirectory, *, was: DataFacts | None, now: DataFacts
-) -> None:
+def _check_data(job: Job, run: RunDirectory, *, was: DataFacts | None, now: DataFacts) -> None:
     """Refuse data in which the places of the replicas would mean something else."""
     earlier = load_job(run.job_file).data.train
     kept = was or now

@@ -43,12 +43,7 @@ class Allowances:
     """
 
     def __init__(
-        self,
-        members: Membership,
-        figures: Figures,
-        *,
-        stop: StopRules | None,
-        batch_size: int,
+        self, members: Membership, figures: Figures, *, stop: StopRules | None, batch_size: int
     ) -> None:
         self._members = members
         self._figures = figures

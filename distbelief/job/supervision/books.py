@@ -41,9 +41,7 @@ class Books:
     def open(cls, config: SupervisorConfig) -> Self:
         """Return the books of a job that has not begun."""
         members = Membership(
-            config.roster,
-            incarnation=config.first_incarnation,
-            admits_guests=config.admits_guests,
+            config.roster, incarnation=config.first_incarnation, admits_guests=config.admits_guests
         )
         figures = Figures(
             metric_name=config.metric_name,
@@ -53,14 +51,10 @@ class Books:
         return cls(
             config=config,
             members=members,
-            pairs=Pairs(
-                members, first=config.first_incarnation, clocks=config.before.clocks
-            ),
+            pairs=Pairs(members, first=config.first_incarnation, clocks=config.before.clocks),
             figures=figures,
             evaluations=Evaluations(every=config.evaluate_every),
             saves=Saves(every=config.snapshot_every, first=config.first_label),
             ending=Ending(),
-            allowances=Allowances(
-                members, figures, stop=config.stop, batch_size=config.batch_size
-            ),
+            allowances=Allowances(members, figures, stop=config.stop, batch_size=config.batch_size),
         )

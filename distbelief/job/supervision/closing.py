@@ -108,10 +108,7 @@ class Closing:
 
     def _keep_nothing(self, now: Seconds) -> list[Action]:
         """Leave the last snapshot: what the shards hold may be a point on trial."""
-        text = (
-            "the coordinator did not end in order: the run is as its last snapshot "
-            "has it"
-        )
+        text = "the coordinator did not end in order: the run is as its last snapshot has it"
         if not self._ending.interrupted:
             self._ending.error = self._ending.error or text
         return [self._figures.tell(text, now, "warning")]
@@ -168,9 +165,7 @@ class Closing:
                 actions += self._lives.finished(record, now)
         return actions
 
-    def _outlasted(
-        self, records: Sequence[RoleRecord], what: str, now: Seconds
-    ) -> list[Action]:
+    def _outlasted(self, records: Sequence[RoleRecord], what: str, now: Seconds) -> list[Action]:
         """End by force whoever has not ended in time, and name it."""
         actions: list[Action] = []
         for record in records:

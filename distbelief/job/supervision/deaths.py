@@ -6,15 +6,7 @@ from distbelief.job.supervision.books import Books
 from distbelief.job.supervision.ending import Stage
 from distbelief.job.supervision.lives import Lives
 from distbelief.job.supervision.membership import RoleRecord
-from distbelief.roles import (
-    Action,
-    Address,
-    PeerLost,
-    Seconds,
-    Send,
-    SetTimer,
-    Terminate,
-)
+from distbelief.roles import Action, Address, PeerLost, Seconds, Send, SetTimer, Terminate
 
 
 TIMER: Final = "supervisor:lost:"
@@ -39,11 +31,7 @@ class Deaths:
     def told(self, event: PeerLost, now: Seconds) -> list[Action]:
         """The launcher tells of a process that has ended: wait for its last words."""
         record = self._members.get(event.peer)
-        if (
-            record is None
-            or event.incarnation != record.incarnation
-            or not record.is_alive
-        ):
+        if record is None or event.incarnation != record.incarnation or not record.is_alive:
             return []
         record.end = event.reason
         if self._ending.interrupted or self._ending.stage >= Stage.CLOSE:
@@ -67,11 +55,7 @@ class Deaths:
         if self._lives.is_late(record):
             text = f"{record.label} {why} while it was stopping"
             said = self._figures.tell(text, now, "warning")
-            return [
-                said,
-                Terminate(name=record.name),
-                *self._lives.finished(record, now),
-            ]
+            return [said, Terminate(name=record.name), *self._lives.finished(record, now)]
         led = self._pairs.has_led(record)
         actions = self._lives.restart(record, why, now)
         if record.kind == "shard":
@@ -91,9 +75,7 @@ class Deaths:
         if not any(copy.is_alive for copy in self._pairs.copies(record.shard)):
             self._saves.forget(record.shard)
 
-    def replace(
-        self, record: RoleRecord, why: str, now: Seconds, *, led: bool
-    ) -> list[Action]:
+    def replace(self, record: RoleRecord, why: str, now: Seconds, *, led: bool) -> list[Action]:
         """Let the other copy of a shard do without this one, if there is another.
 
         Args:

@@ -70,10 +70,7 @@ USUAL = Bounds(
     failed_seconds_max=20.0,
 )
 INTERRUPTED = Bounds(
-    drain_seconds_max=0.3,
-    keep_seconds_max=0.8,
-    close_seconds_max=0.2,
-    failed_seconds_max=0.3,
+    drain_seconds_max=0.3, keep_seconds_max=0.8, close_seconds_max=0.2, failed_seconds_max=0.3
 )
 """1.3 s in all; two seconds after Ctrl+C nothing may be left, the model included."""
 

@@ -69,9 +69,7 @@ class Before:
 class Figures:
     """What is known of the job as a whole."""
 
-    def __init__(
-        self, *, metric_name: str, higher_is_better: bool, before: Before
-    ) -> None:
+    def __init__(self, *, metric_name: str, higher_is_better: bool, before: Before) -> None:
         self.metric_name = metric_name
         self._higher_is_better = higher_is_better
         self.before = before
@@ -189,11 +187,6 @@ class Figures:
         text = words.harmless(text)  # others' words may be in it
         self._n_messages += 1
         self.messages.append(
-            Message(
-                number=self._n_messages,
-                seconds=self.seconds(now),
-                text=text,
-                level=level,
-            )
+            Message(number=self._n_messages, seconds=self.seconds(now), text=text, level=level)
         )
         return Report(text=text, level=level)

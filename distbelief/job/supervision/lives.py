@@ -92,9 +92,7 @@ class Lives:
             leads = []
         return [*actions, *self._introduce(record, now), *leads]
 
-    def _warnings(
-        self, record: RoleRecord, message: Join, now: Seconds
-    ) -> list[Action]:
+    def _warnings(self, record: RoleRecord, message: Join, now: Seconds) -> list[Action]:
         """Tell what a new life has found; of a first one it was told beforehand."""
         if not record.restarts:
             return []
@@ -103,9 +101,7 @@ class Lives:
             for text in message.warnings
         ]
 
-    def beaten(
-        self, record: RoleRecord, message: Heartbeat, now: Seconds
-    ) -> list[Action]:
+    def beaten(self, record: RoleRecord, message: Heartbeat, now: Seconds) -> list[Action]:
         """It says how it is."""
         record.state = words.harmless(message.state)
         record.counters = message.counters
@@ -131,17 +127,11 @@ class Lives:
 
     def _introduce(self, record: RoleRecord, now: Seconds) -> list[Action]:
         """Tell a role whom it needs; a client not before all shards are there."""
-        if (
-            record.kind != "shard"
-            and record.introduced_at is None
-            and not self._pairs.all_led
-        ):
+        if record.kind != "shard" and record.introduced_at is None and not self._pairs.all_led:
             return []
         record.introduced_at = now
         members = self._members
-        peers = Peers(
-            entries=members.entries_for(record), gone=members.gone_for(record)
-        )
+        peers = Peers(entries=members.entries_for(record), gone=members.gone_for(record))
         return [Send(receiver=record.name, message=peers)]
 
     def _tell_others(self, record: RoleRecord, now: Seconds) -> list[Action]:
@@ -200,9 +190,7 @@ class Lives:
 
     def leave_out(self, record: RoleRecord, why: str, now: Seconds) -> list[Action]:
         """Go on without it, and without machines that compute nothing without it."""
-        actions: list[Action] = [
-            self._figures.tell(f"{record.label} {why}", now, "error")
-        ]
+        actions: list[Action] = [self._figures.tell(f"{record.label} {why}", now, "error")]
         group = [r for r in self._members.machines_with(record) if r.is_alive]
         if group:
             names = ", ".join(other.label for other in group)

@@ -21,23 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast, final
 
-from distbelief.errors import (
-    DistBeliefError,
-    JobError,
-    LocalProtocolError,
-    RemoteProtocolError,
-)
+from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
 from distbelief.job.configuration.sections import PATIENCE_SECONDS
-from distbelief.messages import (
-    Alive,
-    Failed,
-    Finished,
-    Heartbeat,
-    Join,
-    PeerEntry,
-    Peers,
-    Stop,
-)
+from distbelief.messages import Alive, Failed, Finished, Heartbeat, Join, PeerEntry, Peers, Stop
 from distbelief.roles import (
     SUPERVISOR,
     Action,
@@ -326,9 +312,7 @@ class Member:
         text = str(error)
         if not isinstance(error, JobError):
             text = f"{type(error).__name__}: {text}"
-        failed = Failed(
-            error=text[:_TEXT_MAX], culprit_is_job=isinstance(error, JobError)
-        )
+        failed = Failed(error=text[:_TEXT_MAX], culprit_is_job=isinstance(error, JobError))
         return [_tell(failed), Halt(error=text)]
 
 

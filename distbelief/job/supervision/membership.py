@@ -36,13 +36,7 @@ N_GUESTS_MAX = 2048
 RATE_SECONDS = 5.0
 """Rates are means over about so long."""
 
-_SUMMED = (
-    "pushes_applied",
-    "pushes_refused",
-    "pushes_lost",
-    "bytes_in",
-    "bytes_out",
-)
+_SUMMED = ("pushes_applied", "pushes_refused", "pushes_lost", "bytes_in", "bytes_out")
 """Counters that begin at 0 in each life, and are shown for all lives together."""
 
 
@@ -247,11 +241,7 @@ class Membership:
 
     def machines_with(self, record: RoleRecord) -> list[RoleRecord]:
         """Return the other machines of its group."""
-        return [
-            other
-            for other in self
-            if other is not record and other.group == record.group
-        ]
+        return [other for other in self if other is not record and other.group == record.group]
 
     @property
     def evaluator(self) -> RoleRecord | None:
@@ -305,9 +295,7 @@ class Membership:
             return ()
         ended = (other for other in self if not other.is_alive)
         return tuple(
-            other.name
-            for other in ended
-            if other is not record and other.group == record.group
+            other.name for other in ended if other is not record and other.group == record.group
         )
 
     def excuse(self, seconds: Seconds) -> None:
@@ -317,8 +305,6 @@ class Membership:
             record.launched_at += seconds
 
     def _add(self, name: Address, kind: Kind, *, incarnation: int) -> RoleRecord:
-        record = RoleRecord(
-            name=name, kind=kind, index=len(self.of(kind)), incarnation=incarnation
-        )
+        record = RoleRecord(name=name, kind=kind, index=len(self.of(kind)), incarnation=incarnation)
         self._records[name] = record
         return record

@@ -66,11 +66,7 @@ class Pairs:
     """
 
     def __init__(
-        self,
-        members: Membership,
-        *,
-        first: int = 1,
-        clocks: Mapping[str, int] | None = None,
+        self, members: Membership, *, first: int = 1, clocks: Mapping[str, int] | None = None
     ) -> None:
         self._members = members
         self._pairings: dict[Address, Pairing] = {}
@@ -86,9 +82,7 @@ class Pairs:
             other = members.get(other_copy(record.name))
             if other is not None:
                 self._pairings[record.shard] = Pairing(
-                    (record.name, other.name),
-                    first=first,
-                    takeover_seconds=TAKEOVER_SECONDS,
+                    (record.name, other.name), first=first, takeover_seconds=TAKEOVER_SECONDS
                 )
 
     # --------------------------------------------------------------------- who is what
@@ -185,9 +179,7 @@ class Pairs:
             self._goes_on[record.shard] = pairing.leader is not None
         return sends
 
-    def hear(
-        self, record: RoleRecord, message: Alone | Whole, now: Seconds
-    ) -> Sequence[Send]:
+    def hear(self, record: RoleRecord, message: Alone | Whole, now: Seconds) -> Sequence[Send]:
         """A copy tells how it stands with the other one."""
         pairing = self._pairings.get(record.shard)
         if pairing is None:

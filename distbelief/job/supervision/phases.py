@@ -32,9 +32,7 @@ class Phases:
         self._saves = books.saves
         self._ending = books.ending
         self._warm_start = WarmStart(
-            books.members,
-            books.allowances,
-            n_steps=books.config.warm_start_steps,
+            books.members, books.allowances, n_steps=books.config.warm_start_steps
         )
         self._progress_at: Seconds = 0.0
         self._wanted_end: str | None = None

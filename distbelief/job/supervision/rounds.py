@@ -61,9 +61,7 @@ class Evaluations:
 
     def again(self, now: Seconds, *, at_once: bool = False) -> Evaluate | None:
         """Return the unanswered request, if it is time to ask again."""
-        if self._asked is None or not (
-            at_once or now - self._said_at >= REPEAT_SECONDS
-        ):
+        if self._asked is None or not (at_once or now - self._said_at >= REPEAT_SECONDS):
             return None
         self._said_at = now
         return self._asked
@@ -170,19 +168,13 @@ class Saves:
         label = f"{self._number:05d}"
         self._number += 1
         self._round = _Round(
-            label=label,
-            begun_at=now,
-            waiting=set(shards),
-            retry_seconds=retry_seconds,
-            last=last,
+            label=label, begun_at=now, waiting=set(shards), retry_seconds=retry_seconds, last=last
         )
         self._round.said_at = dict.fromkeys(shards, now)
         self._next_at = now + self._every
         return Save(label=label, last=last)
 
-    def again(
-        self, shard: Address, now: Seconds, *, at_once: bool = False
-    ) -> Save | None:
+    def again(self, shard: Address, now: Seconds, *, at_once: bool = False) -> Save | None:
         """Return what to say to this one, if it is time to ask it again."""
         asked = self._round
         if asked is None or shard not in asked.waiting:

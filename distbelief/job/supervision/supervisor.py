@@ -228,15 +228,11 @@ class Supervisor:
         record = self._members.admit(event.sender, event.incarnation, now)
         if record is None:
             raise RemoteProtocolError(
-                f"{event.sender} is no member of this job, but sent "
-                f"{type(event.message).__name__}"
+                f"{event.sender} is no member of this job, but sent {type(event.message).__name__}"
             )
         if event.incarnation != record.incarnation or not record.is_alive:
             return []  # of a former life
-        return [
-            *self._lives.heard(record, now),
-            *self._hear(record, event.message, now),
-        ]
+        return [*self._lives.heard(record, now), *self._hear(record, event.message, now)]
 
     def _user(self, message: Message, now: Seconds) -> list[Action]:
         if not isinstance(message, Stop):
@@ -266,9 +262,7 @@ class Supervisor:
             case _:
                 return self._hear_of_work(record, message, now)
 
-    def _hear_of_work(
-        self, record: RoleRecord, message: Message, now: Seconds
-    ) -> list[Action]:
+    def _hear_of_work(self, record: RoleRecord, message: Message, now: Seconds) -> list[Action]:
         match message:
             case Progress():
                 return self._progressed(record, message, now)
@@ -298,13 +292,9 @@ class Supervisor:
             messages.append(self._evaluations.again(now))
         return [Send(receiver=record.name, message=m) for m in messages if m]
 
-    def _progressed(
-        self, record: RoleRecord, message: Progress, now: Seconds
-    ) -> list[Action]:
+    def _progressed(self, record: RoleRecord, message: Progress, now: Seconds) -> list[Action]:
         if record.kind not in {"replica", "coordinator"}:
-            raise RemoteProtocolError(
-                f"{record.name} sent Progress, but does not train"
-            )
+            raise RemoteProtocolError(f"{record.name} sent Progress, but does not train")
         self._phases.progressed(record, message, now)
         begin = None
         if self._ending.stage is Stage.RUN:
@@ -313,9 +303,7 @@ class Supervisor:
 
     def _measured(self, record: RoleRecord, message: Measured, now: Seconds) -> None:
         if record.kind != "evaluator":
-            raise RemoteProtocolError(
-                f"{record.name} sent Measured, but does not evaluate"
-            )
+            raise RemoteProtocolError(f"{record.name} sent Measured, but does not evaluate")
         if self._evaluations.answered(message) is None:
             return
         self._figures.measured(message, now)
@@ -330,9 +318,7 @@ class Supervisor:
         text = f"{record.label} could not save its snapshot: {error}"
         return [self._figures.tell(text, now, "error")]
 
-    def _paired(
-        self, record: RoleRecord, message: Alone | Whole, now: Seconds
-    ) -> list[Action]:
+    def _paired(self, record: RoleRecord, message: Alone | Whole, now: Seconds) -> list[Action]:
         if record.kind != "shard":
             raise RemoteProtocolError(
                 f"{record.name} sent {type(message).__name__}, but is no shard"
@@ -341,17 +327,13 @@ class Supervisor:
         actions = self._pairs.hear(record, message, now)
         return [*actions, *([self._figures.tell(text, now)] if text else [])]
 
-    def _finished(
-        self, record: RoleRecord, message: Finished, now: Seconds
-    ) -> list[Action]:
+    def _finished(self, record: RoleRecord, message: Finished, now: Seconds) -> list[Action]:
         record.counters.update(message.counters)
         record.farewell = True
         self._pairs.count(record)
         return self._lives.finished(record, now)
 
-    def _failed(
-        self, record: RoleRecord, message: Failed, now: Seconds
-    ) -> list[Action]:
+    def _failed(self, record: RoleRecord, message: Failed, now: Seconds) -> list[Action]:
         said = words.harmless(message.error)
         record.failure = said
         if message.culprit_is_job and record.kind != "guest":

@@ -54,8 +54,7 @@ def staleness(shards: Iterable[RoleRecord]) -> tuple[float | None, ...]:
         return None, None, None
     n_pushes = sum(counters["pushes_applied"] for counters in told)
     weighted = sum(
-        counters["pushes_applied"] * counters.get("staleness_mean", 0.0)
-        for counters in told
+        counters["pushes_applied"] * counters.get("staleness_mean", 0.0) for counters in told
     )
     return (
         weighted / n_pushes,

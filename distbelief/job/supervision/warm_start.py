@@ -22,9 +22,7 @@ class WarmStart:
         n_steps: Of replica 0, in all its lives, before the others begin.
     """
 
-    def __init__(
-        self, members: Membership, allowances: Allowances, *, n_steps: int
-    ) -> None:
+    def __init__(self, members: Membership, allowances: Allowances, *, n_steps: int) -> None:
         self._members = members
         self._allowances = allowances
         self._n_left = n_steps

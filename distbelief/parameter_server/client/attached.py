@@ -38,9 +38,7 @@ class Attached:
         self._memory = memory
         self._part = part
         self._slots_name = ""
-        self._held: set[str] = (
-            set()
-        )  # attached, if they were there, and not yet released
+        self._held: set[str] = set()  # attached, if they were there, and not yet released
         self._n_failures = 0
         self.published: Published | None = None
         self.room: Room | None = None
@@ -88,10 +86,7 @@ class Attached:
             return None
         self._held.add(name)
         return Published.attach(
-            self._memory,
-            name,
-            n_elements=self._part.shard_size,
-            dtype=self._part.dtype,
+            self._memory, name, n_elements=self._part.shard_size, dtype=self._part.dtype
         )
 
     def _room(self, name: str) -> Room | None:

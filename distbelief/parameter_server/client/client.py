@@ -87,9 +87,7 @@ class ParameterClient:
             selection: What this client holds of the tensors; None for everything.
         """
         if len(shards) != layout.n_shards:
-            raise ValueError(
-                f"{len(shards)} shards are given, the layout has {layout.n_shards}"
-            )
+            raise ValueError(f"{len(shards)} shards are given, the layout has {layout.n_shards}")
         if second_copies and len(second_copies) != len(shards):
             raise ValueError(
                 f"{len(second_copies)} second copies are given for {len(shards)} "
@@ -110,9 +108,7 @@ class ParameterClient:
             self._links[index] = link
             self._link_of |= dict.fromkeys(copies, link)
         self._fetches = ClientFetches(self._links)
-        self._pushes = ClientPushes(
-            self._links, tensors=self._tensors, allowed=config.pushes
-        )
+        self._pushes = ClientPushes(self._links, tensors=self._tensors, allowed=config.pushes)
         self._staleness = Staleness()
 
     # ---------------------------------------------------------------------- events
@@ -130,9 +126,7 @@ class ParameterClient:
         """Return whether this event is for the client."""
         match event:
             case Received():
-                return event.sender in self._link_of and isinstance(
-                    event.message, ShardReply
-                )
+                return event.sender in self._link_of and isinstance(event.message, ShardReply)
             case TimerFired():
                 return event.name.startswith(TIMER)
             case PeerJoined() | PeerLost():
@@ -188,8 +182,7 @@ class ParameterClient:
         message = event.message
         if not isinstance(message, ShardReply):
             raise RemoteProtocolError(
-                f"{event.sender} sent a client {type(message).__name__}, which shards "
-                "do not send"
+                f"{event.sender} sent a client {type(message).__name__}, which shards do not send"
             )
         return link.receive(event, message, self._staleness, now)
 
@@ -318,22 +311,14 @@ class ParameterClient:
     ) -> list[torch.Tensor | None]:
         return [
             gradient if spec.kind == "parameter" else value
-            for spec, gradient, value in zip(
-                self._tensors, gradients, values, strict=True
-            )
+            for spec, gradient, value in zip(self._tensors, gradients, values, strict=True)
         ]
 
     def _clocks(self, fetched_clocks: Sequence[int] | None) -> Sequence[int]:
         return self.clocks if fetched_clocks is None else fetched_clocks
 
     def staged(
-        self,
-        outcome: Staged,
-        *,
-        n_gradients: int,
-        samples: int,
-        now: Seconds,
-        grant: int = 0,
+        self, outcome: Staged, *, n_gradients: int, samples: int, now: Seconds, grant: int = 0
     ) -> list[Action]:
         """Push what was staged, if it is finite; count and name it if not.
 

@@ -29,8 +29,6 @@ class ClientConfig:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
         if not self.torn_seconds_max >= 0:
-            raise ValueError(
-                f"torn_seconds_max is {self.torn_seconds_max}; use 0 or more"
-            )
+            raise ValueError(f"torn_seconds_max is {self.torn_seconds_max}; use 0 or more")
         if not 1 <= self.credit_blocks <= 64:
             raise ValueError(f"credit_blocks is {self.credit_blocks}; use 1 to 64")

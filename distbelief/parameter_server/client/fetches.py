@@ -73,8 +73,7 @@ class ClientFetches:
         missing = [index for index, one in fetches.items() if not one.complete]
         self._installing = readers
         known = {
-            index: -1 if fetching.wanted else fetching.clock
-            for index, fetching in fetches.items()
+            index: -1 if fetching.wanted else fetching.clock for index, fetching in fetches.items()
         }
         return installing(readers, tensors, missing=missing, known=known)
 

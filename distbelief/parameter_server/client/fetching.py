@@ -22,11 +22,7 @@ import torch
 
 from distbelief.errors import RemoteProtocolError
 from distbelief.messages import Credit, Fetch, ParameterBlock
-from distbelief.parameter_server.layout.selection import (
-    BlockExchange,
-    Part,
-    TensorExchange,
-)
+from distbelief.parameter_server.layout.selection import BlockExchange, Part, TensorExchange
 from distbelief.parameter_server.state.published import Published
 from distbelief.parameter_server.state.slots import Bounds
 from distbelief.roles import Seconds
@@ -170,8 +166,7 @@ class Fetching:
         n_blocks = len(self._bounds)
         if block.block_index >= n_blocks:
             raise RemoteProtocolError(
-                f"shard {self._index} sent block {block.block_index} of a fetch of "
-                f"{n_blocks}"
+                f"shard {self._index} sent block {block.block_index} of a fetch of {n_blocks}"
             )
         if block.block_index != self._received:
             return []

@@ -121,21 +121,11 @@ class Link:
         return self._send(self.fetching.torn(now, seconds_max=seconds_max), now)
 
     def issue(
-        self,
-        staged: StagedSlot,
-        *,
-        n_gradients: int,
-        samples: int,
-        grant: int,
-        now: Seconds,
+        self, staged: StagedSlot, *, n_gradients: int, samples: int, grant: int, now: Seconds
     ) -> list[Action]:
         """Push what was staged, as soon as the shard says Welcome if it does not."""
         messages = self.pushing.issue(
-            staged,
-            n_gradients=n_gradients,
-            samples=samples,
-            grant=grant,
-            welcome=self.welcome,
+            staged, n_gradients=n_gradients, samples=samples, grant=grant, welcome=self.welcome
         )
         return self._send(messages, now)
 
@@ -219,9 +209,7 @@ class Link:
             self._progressed(now)
         return self._send(replies, now)
 
-    def _welcomed(
-        self, sender: Address, message: Welcome, now: Seconds
-    ) -> list[Action]:
+    def _welcomed(self, sender: Address, message: Welcome, now: Seconds) -> list[Action]:
         if self.welcome:
             return []  # a repeated one: it only says that the shard lives
         if not self.pushing.agrees(message):
@@ -235,9 +223,7 @@ class Link:
         self._progressed(now)
         self.pushing.welcomed(message, attached.room)
         fetches = self.fetching.welcomed(
-            attached.published,
-            shard_incarnation=message.shard_incarnation,
-            clock=message.clock,
+            attached.published, shard_incarnation=message.shard_incarnation, clock=message.clock
         )
         return self._send([*fetches, *self.pushing.again()], now)
 

@@ -38,11 +38,7 @@ class ClientPushes:
     """
 
     def __init__(
-        self,
-        links: Mapping[int, Link],
-        *,
-        tensors: Sequence[TensorSpec],
-        allowed: bool,
+        self, links: Mapping[int, Link], *, tensors: Sequence[TensorSpec], allowed: bool
     ) -> None:
         self._links = links
         self._tensors = tensors
@@ -62,9 +58,7 @@ class ClientPushes:
         return (
             self._allowed
             and self._staging is None
-            and all(
-                link.welcome and link.pushing.has_room for link in self._links.values()
-            )
+            and all(link.welcome and link.pushing.has_room for link in self._links.values())
         )
 
     @property
@@ -75,11 +69,7 @@ class ClientPushes:
         return max((one.issued - one.settled for one in pushes), default=0)
 
     def stage(
-        self,
-        tensors: Sequence[torch.Tensor | None],
-        clocks: Sequence[int],
-        *,
-        skip_missing: bool,
+        self, tensors: Sequence[torch.Tensor | None], clocks: Sequence[int], *, skip_missing: bool
     ) -> Callable[[], Staged]:
         """Return the work that fills every slot; see `ParameterClient.stage`."""
         names = [spec.name for spec in self._tensors]
@@ -97,13 +87,7 @@ class ClientPushes:
         self._staging = None
 
     def staged(
-        self,
-        outcome: Staged,
-        *,
-        n_gradients: int,
-        samples: int,
-        grant: int,
-        now: Seconds,
+        self, outcome: Staged, *, n_gradients: int, samples: int, grant: int, now: Seconds
     ) -> list[Action]:
         """Push what was staged, if it is finite; see `ParameterClient.staged`."""
         if self._staging is None:
@@ -123,10 +107,7 @@ class ClientPushes:
         return actions
 
     def _begin(
-        self,
-        fetched_clocks: Sequence[int],
-        *,
-        touched: Sequence[torch.Tensor | None] | None = None,
+        self, fetched_clocks: Sequence[int], *, touched: Sequence[torch.Tensor | None] | None = None
     ) -> list[StagedSlot]:
         if not self.can_push:
             raise LocalProtocolError("stage while not can_push: wait until it is")

@@ -145,18 +145,13 @@ class Pushing:
             room = self._own_room = self._own_room or self._new_room()
         if self._room is None or room[0] is not self._room[0]:
             self._room = room
-            self._exchanges = (
-                self._part.exchange(room[0]),
-                self._part.exchange(room[1]),
-            )
+            self._exchanges = (self._part.exchange(room[0]), self._part.exchange(room[1]))
         for in_flight in self._in_flight:
             self._move(in_flight)
             # A shard may have taken back its slots from one that it took for gone.
             in_flight.received = 0
 
-    def slot(
-        self, *, fetched_clock: int, touched: Sequence[object | None] | None
-    ) -> StagedSlot:
+    def slot(self, *, fetched_clock: int, touched: Sequence[object | None] | None) -> StagedSlot:
         """Return where to stage the next push; call only if there is room.
 
         Args:
@@ -177,13 +172,7 @@ class Pushing:
         )
 
     def issue(
-        self,
-        staged: StagedSlot,
-        *,
-        n_gradients: int,
-        samples: int,
-        grant: int = 0,
-        welcome: bool,
+        self, staged: StagedSlot, *, n_gradients: int, samples: int, grant: int = 0, welcome: bool
     ) -> list[PushBlock | Push]:
         """Send what was staged; if not `welcome`, that waits until `welcomed`."""
         self.issued += 1

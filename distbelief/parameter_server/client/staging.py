@@ -85,10 +85,7 @@ def installing(
 
 
 def staging(
-    slots: Sequence[StagedSlot],
-    tensors: Sequence[torch.Tensor | None],
-    *,
-    names: Sequence[str],
+    slots: Sequence[StagedSlot], tensors: Sequence[torch.Tensor | None], *, names: Sequence[str]
 ) -> Callable[[], Staged]:
     """Return the work that copies `tensors` into every shard's slot, and checks them.
 
@@ -137,9 +134,7 @@ class Draft:
         tensors: All that there are.
     """
 
-    def __init__(
-        self, slots: Sequence[StagedSlot], tensors: Sequence[TensorSpec]
-    ) -> None:
+    def __init__(self, slots: Sequence[StagedSlot], tensors: Sequence[TensorSpec]) -> None:
         self._slots = slots
         self._tensors = tensors
         self._missing = set(range(len(tensors)))
@@ -178,8 +173,7 @@ class Draft:
             spec = self._tensors[index]
             if spec.kind == "buffer" and spec.n_elements:
                 raise LocalProtocolError(
-                    f"buffer {spec.name!r} was not put into the draft of a push: put "
-                    "its value"
+                    f"buffer {spec.name!r} was not put into the draft of a push: put its value"
                 )
             for slot in self._slots:
                 slot.exchange.put(index, None)

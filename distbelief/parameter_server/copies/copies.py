@@ -38,11 +38,7 @@ def other_copy(copy: str) -> Address:
     return Address(f"{shard}{_SUFFIX}") if copy == shard else shard
 
 
-def copies_of_all(
-    n_shards: int, n_copies: int
-) -> tuple[tuple[Address, ...], tuple[Address, ...]]:
+def copies_of_all(n_shards: int, n_copies: int) -> tuple[tuple[Address, ...], tuple[Address, ...]]:
     """Return the first copies of all shards, and the second ones, if there are any."""
     names = [copy_names(index, n_copies) for index in range(n_shards)]
-    return tuple(name[0] for name in names), tuple(
-        name for copies in names for name in copies[1:]
-    )
+    return tuple(name[0] for name in names), tuple(name for copies in names for name in copies[1:])

@@ -46,13 +46,7 @@ from distbelief.messages import (
 )
 from distbelief.parameter_server.layout.holding import Holding
 from distbelief.parameter_server.rules.steps import Steps
-from distbelief.parameter_server.state.slots import (
-    N_SLOTS,
-    Bounds,
-    Client,
-    Slot,
-    slot_views,
-)
+from distbelief.parameter_server.state.slots import N_SLOTS, Bounds, Client, Slot, slot_views
 from distbelief.parameter_server.state.values import ShardValues
 from distbelief.roles import SUPERVISOR, Action, Address, Send
 from distbelief.vectors import Vector
@@ -78,12 +72,7 @@ class Following:
     """
 
     def __init__(
-        self,
-        values: ShardValues,
-        *,
-        memory: Memory,
-        bounds: Bounds,
-        n_clients_max: int,
+        self, values: ShardValues, *, memory: Memory, bounds: Bounds, n_clients_max: int
     ) -> None:
         self._values = values
         self._memory = memory
@@ -359,9 +348,7 @@ class Following:
     def _credit(self) -> Action:
         values = self._values
         return self._answer(
-            StateCredit(
-                pairing=self.pairing, clock=values.clock, received=values.n_held
-            )
+            StateCredit(pairing=self.pairing, clock=values.clock, received=values.n_held)
         )
 
     def _acknowledge(self, clock: int) -> Action:
@@ -376,9 +363,7 @@ class Following:
 
     def _push_credit(self, sequence: int, received: int) -> Action:
         return self._answer(
-            PushCredit(
-                sequence=sequence, shard_incarnation=self.pairing, received=received
-            )
+            PushCredit(sequence=sequence, shard_incarnation=self.pairing, received=received)
         )
 
     def _answer(self, message: Message) -> Action:

@@ -44,15 +44,7 @@ from distbelief.parameter_server.serving.clients import Clients
 from distbelief.parameter_server.serving.pushes import Applying, Pushes
 from distbelief.parameter_server.state.slots import N_SLOTS
 from distbelief.parameter_server.state.values import ShardValues
-from distbelief.roles import (
-    SUPERVISOR,
-    Action,
-    Address,
-    Received,
-    Seconds,
-    Send,
-    SetTimer,
-)
+from distbelief.roles import SUPERVISOR, Action, Address, Received, Seconds, Send, SetTimer
 
 
 TIMER: Final = "second"
@@ -135,9 +127,7 @@ class Forwarding:
         """Whether a push may be applied now: not before a window that is due."""
         return not self._builds or self._window_clock == self._values.clock
 
-    def forward(
-        self, applying: Applying, *, n_clients: int, now: Seconds
-    ) -> list[Action]:
+    def forward(self, applying: Applying, *, n_clients: int, now: Seconds) -> list[Action]:
         """This push is being applied now."""
         if not self._is_there:
             return []
@@ -183,10 +173,7 @@ class Forwarding:
         stop = min(self._n_received + WINDOW_PIECES, self._values.n_pieces)
         messages += [
             StateBlock(
-                pairing=self.pairing,
-                clock=clock,
-                index=index,
-                values=self._values.piece(index),
+                pairing=self.pairing, clock=clock, index=index, values=self._values.piece(index)
             )
             for index in range(self._n_received, stop)
         ]
@@ -195,9 +182,7 @@ class Forwarding:
 
     # ------------------------------------------------------------------- the second
 
-    def credit_pieces(
-        self, event: Received, message: StateCredit, now: Seconds
-    ) -> list[Action]:
+    def credit_pieces(self, event: Received, message: StateCredit, now: Seconds) -> list[Action]:
         """The second is there, and holds so many pieces."""
         if not self._is_second(event, message.pairing):
             return []
@@ -208,9 +193,7 @@ class Forwarding:
         self._n_received = max(self._n_received, message.received)
         return []
 
-    def acknowledged(
-        self, event: Received, message: Acknowledge, now: Seconds
-    ) -> list[Action]:
+    def acknowledged(self, event: Received, message: Acknowledge, now: Seconds) -> list[Action]:
         """The second has applied every push before that sequence."""
         if not self._is_second(event, message.shard_incarnation):
             return []
@@ -228,9 +211,7 @@ class Forwarding:
             actions.append(self._settle(first))
         return [*actions, *self._send_due()]
 
-    def credit_blocks(
-        self, event: Received, message: PushCredit, now: Seconds
-    ) -> list[Action]:
+    def credit_blocks(self, event: Received, message: PushCredit, now: Seconds) -> list[Action]:
         """The second lives, and holds so many blocks of that push."""
         if not self._is_second(event, message.shard_incarnation):
             return []
@@ -270,10 +251,7 @@ class Forwarding:
         return [*actions, *self._arm(now)]
 
     def _is_mute(self, now: Seconds) -> bool:
-        return (
-            now - self._heard_at >= SILENCE_SECONDS
-            or now - self._progress_at >= STALL_SECONDS
-        )
+        return now - self._heard_at >= SILENCE_SECONDS or now - self._progress_at >= STALL_SECONDS
 
     def _complain(self, now: Seconds) -> list[Action]:
         if self._alone_at is not None and now - self._alone_at < ALONE_SECONDS:

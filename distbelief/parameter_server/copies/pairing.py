@@ -69,11 +69,7 @@ class Pairing:
     """
 
     def __init__(
-        self,
-        copies: tuple[Address, Address],
-        *,
-        first: int,
-        takeover_seconds: Seconds = 1.0,
+        self, copies: tuple[Address, Address], *, first: int, takeover_seconds: Seconds = 1.0
     ) -> None:
         """Store; nobody has joined yet.
 
@@ -141,9 +137,7 @@ class Pairing:
 
     # ------------------------------------------------------------------- messages
 
-    def heard(
-        self, copy: Address, counters: Mapping[str, float], now: Seconds
-    ) -> Decision:
+    def heard(self, copy: Address, counters: Mapping[str, float], now: Seconds) -> Decision:
         """A heartbeat of this copy's present life has come."""
         self._check(copy)
         if copy not in self._heard:

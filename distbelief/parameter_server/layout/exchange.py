@@ -27,10 +27,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        tensors: Sequence[TensorSpec],
-        segments: Sequence[Segment],
-        vector: Vector,
+        self, tensors: Sequence[TensorSpec], segments: Sequence[Segment], vector: Vector
     ) -> None:
         whole = as_tensor(vector)
         self._tensors = tensors

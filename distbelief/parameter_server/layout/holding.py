@@ -60,12 +60,7 @@ class Holding:
     @classmethod
     def of(cls, ranges: Ranges, layout: Layout) -> "Holding":
         """Return these ranges of a shard's vector."""
-        return cls(
-            ranges.n_elements,
-            dtype=layout.dtype,
-            ranges=ranges,
-            stripes=ranges.stripes(),
-        )
+        return cls(ranges.n_elements, dtype=layout.dtype, ranges=ranges, stripes=ranges.stripes())
 
     def within(self, start: int, stop: int) -> Ranges:
         """Return what of it lies in [start, stop) of the shard's vector."""
@@ -132,10 +127,7 @@ class Holdings:
         if known is None:
             ranges = Ranges.read(stripes, size=self._size)
             known = Holding(
-                ranges.n_elements,
-                dtype=self._layout.dtype,
-                ranges=ranges,
-                stripes=stripes.copy(),
+                ranges.n_elements, dtype=self._layout.dtype, ranges=ranges, stripes=stripes.copy()
             )
             if len(self._known) >= _N_KNOWN_MAX:
                 self._known.clear()  # whoever uses one keeps it

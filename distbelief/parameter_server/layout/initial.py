@@ -56,9 +56,7 @@ class Initial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         own = _FIELDS.get(self.distribution)
         if own is None:
-            raise ValueError(
-                f"distribution is {self.distribution!r}; use one of {sorted(_FIELDS)}"
-            )
+            raise ValueError(f"distribution is {self.distribution!r}; use one of {sorted(_FIELDS)}")
         for field in ("low", "high", "mean", "std", "value"):
             number = float(getattr(self, field))
             if not math.isfinite(number) or (number != 0.0 and field not in own):
@@ -68,23 +66,14 @@ class Initial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 )
         if self.low > self.high:
             raise ValueError(
-                f"distribution 'uniform': low {self.low} is above high {self.high}; "
-                "exchange them"
+                f"distribution 'uniform': low {self.low} is above high {self.high}; exchange them"
             )
         if self.std < 0.0:
-            raise ValueError(
-                f"distribution 'normal': std is {self.std}; use a number, 0 or more"
-            )
+            raise ValueError(f"distribution 'normal': std is {self.std}; use a number, 0 or more")
 
 
 def draw(
-    initial: Initial,
-    *,
-    seed: int,
-    tensor: str,
-    start: int,
-    stop: int,
-    dtype: npt.DTypeLike,
+    initial: Initial, *, seed: int, tensor: str, start: int, stop: int, dtype: npt.DTypeLike
 ) -> Vector:
     """Return elements [start, stop) of `tensor`, flat and row-major.
 
@@ -114,9 +103,7 @@ def draw(
     return values
 
 
-def shard_values(
-    layout: Layout, k: int, initials: Mapping[str, Initial], *, seed: int
-) -> Vector:
+def shard_values(layout: Layout, k: int, initials: Mapping[str, Initial], *, seed: int) -> Vector:
     """Return shard k's vector before the first push.
 
     Args:
@@ -140,20 +127,13 @@ def shard_values(
 
     def read(name: str, start: int, stop: int) -> Vector:
         return draw(
-            initials[name],
-            seed=seed,
-            tensor=name,
-            start=start,
-            stop=stop,
-            dtype=layout.dtype,
+            initials[name], seed=seed, tensor=name, start=start, stop=stop, dtype=layout.dtype
         )
 
     return shard_values_from(layout, k, read)
 
 
-def shard_values_from(
-    layout: Layout, k: int, read: Callable[[str, int, int], Vector]
-) -> Vector:
+def shard_values_from(layout: Layout, k: int, read: Callable[[str, int, int], Vector]) -> Vector:
     """Return shard k's vector, its values read from elsewhere (a file of weights).
 
     Args:

@@ -92,11 +92,7 @@ class Layout:
 
     @classmethod
     def of(
-        cls,
-        tensors: Sequence[TensorSpec],
-        *,
-        n_shards: int,
-        dtype: ElementType = "float32",
+        cls, tensors: Sequence[TensorSpec], *, n_shards: int, dtype: ElementType = "float32"
     ) -> "Layout":
         """Return the layout of these tensors, in whatever order they are given.
 
@@ -154,9 +150,7 @@ class Layout:
             )
         return Exchange(self.tensors, self.segments(k), vector)
 
-    def gather(
-        self, k: int, tensors: Sequence[torch.Tensor | None], out: Vector
-    ) -> None:
+    def gather(self, k: int, tensors: Sequence[torch.Tensor | None], out: Vector) -> None:
         """Copy shard k's part of `tensors` into `out`; see `Exchange.gather`."""
         self.exchange(k, out).gather(tensors)
 

@@ -73,8 +73,7 @@ class Ranges:
         if len(overlaps):
             i = int(overlaps[0])
             raise ValueError(
-                f"ranges [{starts[i]}, {stops[i]}) and [{starts[i + 1]}, "
-                f"{stops[i + 1]}) overlap"
+                f"ranges [{starts[i]}, {stops[i]}) and [{starts[i + 1]}, {stops[i + 1]}) overlap"
             )
         opens = np.ones(len(starts), np.bool_)
         opens[1:] = starts[1:] > stops[:-1]
@@ -114,8 +113,7 @@ class Ranges:
         n = len(words) // _WORDS
         if n > N_STRIPES_MAX:
             raise RemoteProtocolError(
-                f"{n} stripes; the most is {N_STRIPES_MAX}: use fewer regions, or more "
-                "shards"
+                f"{n} stripes; the most is {N_STRIPES_MAX}: use fewer regions, or more shards"
             )
         stripes: Indices = words.astype(np.int64, copy=False).reshape(n, _WORDS)
         starts, lengths, strides, counts = stripes.T
@@ -134,8 +132,7 @@ class Ranges:
         n_ranges = sum(counts.tolist())
         if n_ranges > N_RANGES_MAX:
             raise RemoteProtocolError(
-                f"{n_ranges} ranges; the most is {N_RANGES_MAX}: use fewer regions, or "
-                "more shards"
+                f"{n_ranges} ranges; the most is {N_RANGES_MAX}: use fewer regions, or more shards"
             )
         firsts = np.repeat(np.cumsum(counts) - counts, counts)
         rows = np.arange(n_ranges, dtype=np.int64) - firsts
@@ -166,12 +163,7 @@ class Ranges:
             if first < n - 1 and links[first]:
                 stride = int(links[first])
                 last = int(changes[np.searchsorted(changes, first, side="right")])
-            words += [
-                int(starts[first]),
-                int(lengths[first]),
-                stride,
-                last - first + 1,
-            ]
+            words += [int(starts[first]), int(lengths[first]), stride, last - first + 1]
             first = last + 1
         return np.array(words, np.int64)
 
@@ -180,8 +172,7 @@ class Ranges:
         first = int(np.searchsorted(self.stops, start, side="right"))
         last = int(np.searchsorted(self.starts, stop, side="left"))
         return Ranges(
-            np.maximum(self.starts[first:last], start),
-            np.minimum(self.stops[first:last], stop),
+            np.maximum(self.starts[first:last], start), np.minimum(self.stops[first:last], stop)
         )
 
     def shifted(self, by: int) -> "Ranges":
@@ -272,9 +263,7 @@ def _rounded(values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return values if target.is_floating_point() else values.round()
 
 
-def _indices(
-    words: Indices, offsets: Indices
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _indices(words: Indices, offsets: Indices) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return indices in the compact vector, and in the other, of these stripes."""
     if not len(words):
         return None, None
@@ -283,6 +272,4 @@ def _indices(
         rows = np.arange(count)[:, None] * stride + np.arange(length)
         there.append(start + rows.reshape(-1))
         here.append(np.arange(offset, offset + length * count))
-    return torch.from_numpy(np.concatenate(here)), torch.from_numpy(
-        np.concatenate(there)
-    )
+    return torch.from_numpy(np.concatenate(here)), torch.from_numpy(np.concatenate(there))

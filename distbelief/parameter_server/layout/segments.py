@@ -25,9 +25,7 @@ class Segment:
         return self.stop - self.start
 
 
-def cut(
-    tensors: Sequence[TensorSpec], *, n_shards: int
-) -> list[list[tuple[int, int, int]]]:
+def cut(tensors: Sequence[TensorSpec], *, n_shards: int) -> list[list[tuple[int, int, int]]]:
     """Return per shard what it holds: (tensor index, start, stop)."""
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in range(n_shards)]
     loads = [0] * n_shards

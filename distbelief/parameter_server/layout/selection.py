@@ -24,12 +24,7 @@ from distbelief.graph.region import Region
 from distbelief.parameter_server.layout.exchange import Exchange, scatter_blocks
 from distbelief.parameter_server.layout.holding import Holding
 from distbelief.parameter_server.layout.layout import Layout
-from distbelief.parameter_server.layout.ranges import (
-    N_RANGES_MAX,
-    N_STRIPES_MAX,
-    Copier,
-    Ranges,
-)
+from distbelief.parameter_server.layout.ranges import N_RANGES_MAX, N_STRIPES_MAX, Copier, Ranges
 from distbelief.parameter_server.layout.segments import Segment
 from distbelief.parameter_server.layout.tensors import (
     TensorSpec,
@@ -67,9 +62,7 @@ class Selection:
         self._layout = layout
         self._pieces = _placed(layout, self.items)
         self.shards = tuple(k for k, pieces in enumerate(self._pieces) if pieces)
-        self._ranges = {
-            k: _united(self._pieces[k], self.items, k=k) for k in self.shards
-        }
+        self._ranges = {k: _united(self._pieces[k], self.items, k=k) for k in self.shards}
 
     @classmethod
     def of(cls, layout: Layout, items: Sequence[tuple[str, Region]]) -> "Selection":
@@ -92,9 +85,7 @@ class Selection:
 
     def part(self, k: int) -> "Part":
         """Return what it holds of shard k, which is one of `shards`."""
-        return Part(
-            Holding.of(self._ranges[k], self._layout), self._layout, k, selection=self
-        )
+        return Part(Holding.of(self._ranges[k], self._layout), self._layout, k, selection=self)
 
     def pieces(self, k: int) -> tuple[_Piece, ...]:
         """Return what shard k holds of each item."""
@@ -110,12 +101,7 @@ class Part:
     """
 
     def __init__(
-        self,
-        holding: Holding,
-        layout: Layout,
-        k: int,
-        *,
-        selection: Selection | None,
+        self, holding: Holding, layout: Layout, k: int, *, selection: Selection | None
     ) -> None:
         self.holding = holding
         self._layout = layout
@@ -178,8 +164,7 @@ class Part:
         if self._selection is None:
             return self._layout.exchange(self._k, compact)
         pieces = [
-            (piece, self.holding.places(piece.ranges))
-            for piece in self._selection.pieces(self._k)
+            (piece, self.holding.places(piece.ranges)) for piece in self._selection.pieces(self._k)
         ]
         return RegionExchange(self._selection.tensors, pieces, compact)
 
@@ -187,9 +172,7 @@ class Part:
         """Return what copies the compact vector, in blocks, to tensors."""
         return BlockExchange(self, blocks)
 
-    def scatter(
-        self, blocks: Sequence[Vector], tensors: Sequence[torch.Tensor]
-    ) -> None:
+    def scatter(self, blocks: Sequence[Vector], tensors: Sequence[torch.Tensor]) -> None:
         """Copy the compact vector, in blocks, to tensors; see `Exchange.scatter`."""
         if self._selection is None:
             segments = self._layout.segments(self._k)
@@ -236,9 +219,7 @@ class RegionExchange:
     ) -> None:
         self._tensors = tensors
         self._vector = as_tensor(vector)
-        self._copiers = {
-            piece.item_index: (piece, Copier(ranges)) for piece, ranges in pieces
-        }
+        self._copiers = {piece.item_index: (piece, Copier(ranges)) for piece, ranges in pieces}
 
     def gather(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Copy what the shard has of `tensors` into the vector.
@@ -265,9 +246,7 @@ class RegionExchange:
         piece, copier = self._copiers[index]
         with torch.no_grad():
             if tensor is None:
-                part = torch.zeros(1, dtype=self._vector.dtype).expand(
-                    piece.stop - piece.start
-                )
+                part = torch.zeros(1, dtype=self._vector.dtype).expand(piece.stop - piece.start)
             else:
                 part = tensor[piece.start : piece.stop]
             copier.scatter(part, self._vector)
@@ -307,20 +286,14 @@ def _spec_of(layout: Layout, name: str, region: Region) -> TensorSpec:
         raise ValueError(f"the layout has no tensor {name!r}; it has {names}")
     whole = Region.of(*spec.shape)
     if len(region.intervals) != len(spec.shape) or region not in whole:
-        raise ValueError(
-            f"tensor {name!r} has shape {spec.shape}; it has no region {region}"
-        )
+        raise ValueError(f"tensor {name!r} has shape {spec.shape}; it has no region {region}")
     return TensorSpec(name=name, shape=(region.n_elements,), kind=spec.kind)
 
 
-def _placed(
-    layout: Layout, items: Sequence[tuple[str, Region]]
-) -> list[tuple[_Piece, ...]]:
+def _placed(layout: Layout, items: Sequence[tuple[str, Region]]) -> list[tuple[_Piece, ...]]:
     """Return per shard what it has of which item."""
     indices = {spec.name: index for index, spec in enumerate(layout.tensors)}
-    flat = [
-        _flat(layout.tensors[indices[name]].shape, region) for name, region in items
-    ]
+    flat = [_flat(layout.tensors[indices[name]].shape, region) for name, region in items]
     of_tensor: dict[int, list[int]] = {}
     for item_index, (name, _) in enumerate(items):
         of_tensor.setdefault(indices[name], []).append(item_index)
@@ -347,9 +320,7 @@ def _flat(shape: tuple[int, ...], region: Region) -> Ranges:
     starts = np.zeros(1, np.int64)
     stride, run = 1, 1
     is_run = True  # do the dimensions so far make one run of elements?
-    for extent, (start, stop) in zip(
-        reversed(shape), reversed(region.intervals), strict=True
-    ):
+    for extent, (start, stop) in zip(reversed(shape), reversed(region.intervals), strict=True):
         if is_run:
             starts += start * stride
             run *= stop - start
@@ -369,9 +340,7 @@ def _flat(shape: tuple[int, ...], region: Region) -> Ranges:
     return Ranges.of(starts, starts + run)
 
 
-def _united(
-    pieces: Sequence[_Piece], items: Sequence[tuple[str, Region]], *, k: int
-) -> Ranges:
+def _united(pieces: Sequence[_Piece], items: Sequence[tuple[str, Region]], *, k: int) -> Ranges:
     """Return all that a shard has of the items."""
     try:
         ranges = Ranges.union(piece.ranges for piece in pieces)
@@ -387,9 +356,7 @@ def _united(
     return ranges
 
 
-def _overlap(
-    pieces: Sequence[_Piece], items: Sequence[tuple[str, Region]]
-) -> ValueError:
+def _overlap(pieces: Sequence[_Piece], items: Sequence[tuple[str, Region]]) -> ValueError:
     """Return the error that names two regions which overlap; there are such."""
     regions = [items[piece.item_index] for piece in pieces]
     name, one, other = next(
@@ -399,6 +366,5 @@ def _overlap(
         if tensor == name and (one & other).n_elements
     )
     return ValueError(
-        f"regions {one} and {other} of tensor {name!r} overlap: each element is held "
-        "once"
+        f"regions {one} and {other} of tensor {name!r} overlap: each element is held once"
     )

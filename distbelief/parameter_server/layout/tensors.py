@@ -29,13 +29,10 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if not self.name:
             raise ValueError("a tensor has no name; every tensor needs its own")
         if any(size < 0 for size in self.shape):
-            raise ValueError(
-                f"tensor {self.name!r} has shape {self.shape}; sizes are 0 or more"
-            )
+            raise ValueError(f"tensor {self.name!r} has shape {self.shape}; sizes are 0 or more")
         if self.kind not in {"parameter", "buffer"}:
             raise ValueError(
-                f"tensor {self.name!r} has kind {self.kind!r}; "
-                "use 'parameter' or 'buffer'"
+                f"tensor {self.name!r} has kind {self.kind!r}; use 'parameter' or 'buffer'"
             )
 
     @property
@@ -44,9 +41,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return math.prod(self.shape)
 
 
-def check_tensors(
-    specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None]
-) -> None:
+def check_tensors(specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor | None]) -> None:
     """Check that these are the flat tensors of `specs`.
 
     Raises:
@@ -99,6 +94,4 @@ class _Writeable:
     def __init__(self, vector: Vector) -> None:
         address, _ = vector.__array_interface__["data"]
         self._vector = vector  # keeps the memory alive
-        self.__array_interface__ = vector.__array_interface__ | {
-            "data": (address, False)
-        }
+        self.__array_interface__ = vector.__array_interface__ | {"data": (address, False)}

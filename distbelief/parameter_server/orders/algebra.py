@@ -193,13 +193,10 @@ class Algebra:
 
     def cost(self, batch: Sequence[Command]) -> Cost:
         """Return what performing the batch takes."""
-        n_passes = sum(
-            len(set(reads(command))) + len(writes(command)) for command in batch
-        )
+        n_passes = sum(len(set(reads(command))) + len(writes(command)) for command in batch)
         n_sums = n_scalars(batch) + sum(len(reads(command)) for command in batch)
         return Cost(
-            flops=2.0 * n_sums * self._n,
-            n_bytes=float(n_passes * self._n * self._dtype.itemsize),
+            flops=2.0 * n_sums * self._n, n_bytes=float(n_passes * self._n * self._dtype.itemsize)
         )
 
     def _check_count(self, n_vectors: int) -> None:
@@ -217,15 +214,7 @@ class Algebra:
     # ------------------------------------------------------------------- changes
 
     def _change(
-        self,
-        command: Copy
-        | Fill
-        | Scale
-        | Axpy
-        | Multiply
-        | LinearCombination
-        | Pointwise
-        | Drop,
+        self, command: Copy | Fill | Scale | Axpy | Multiply | LinearCombination | Pointwise | Drop
     ) -> None:
         match command:
             case Copy(target=target, x=x):
@@ -254,9 +243,7 @@ class Algebra:
         out = self._target(target)
         weights = [term.a for term in terms]
         if weights == [1.0, -1.0]:
-            np.subtract(
-                xs[0], xs[1], out=out
-            )  # in float64, rounded, it has the same bits
+            np.subtract(xs[0], xs[1], out=out)  # in float64, rounded, it has the same bits
         elif len(terms) > _FEW:
             factors = torch.tensor([weights], dtype=torch.float64)
             for piece in _pieces(self._n):
@@ -304,9 +291,7 @@ class Algebra:
             total += torch.dot(matrix[0], matrix[-1]).item()
         return total
 
-    def _gram(
-        self, rows: Sequence[VectorName], columns: Sequence[VectorName]
-    ) -> Iterator[float]:
+    def _gram(self, rows: Sequence[VectorName], columns: Sequence[VectorName]) -> Iterator[float]:
         """Yield rows.columns, row by row; each vector is read once."""
         names = list(dict.fromkeys((*rows, *columns)))
         vectors = [self._real(name) for name in names]
@@ -326,9 +311,7 @@ class Algebra:
                 return 0.0
             least, most = torch.aminmax(torch.from_numpy(x))
             return float(torch.maximum(-least, most)) + 0.0  # -0 becomes 0
-        return float(
-            sum(np.sum(np.abs(x[p]), dtype=np.float64) for p in _pieces(self._n))
-        )
+        return float(sum(np.sum(np.abs(x[p]), dtype=np.float64) for p in _pieces(self._n)))
 
     # --------------------------------------------------------------------- names
 
@@ -351,9 +334,7 @@ class _Stack:
         self._width_of_few = min(_PIECE_OF_FEW, n_elements)
         self._grow(1)
 
-    def loaded(
-        self, vectors: Sequence[Reals], piece: "slice[int, int, None]"
-    ) -> torch.Tensor:
+    def loaded(self, vectors: Sequence[Reals], piece: "slice[int, int, None]") -> torch.Tensor:
         """Return (vectors, elements of the piece), to be used before the next call."""
         n, size = len(vectors), piece.stop - piece.start
         if n > self._n:

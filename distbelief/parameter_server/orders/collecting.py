@@ -68,9 +68,7 @@ class Collecting:
         n_refused: Pushes that were none of this evaluation's.
     """
 
-    def __init__(
-        self, *, n_elements: int, n_gradient: int, dtype: np.dtype[Element]
-    ) -> None:
+    def __init__(self, *, n_elements: int, n_gradient: int, dtype: np.dtype[Element]) -> None:
         self._n_elements = n_elements
         self._n_gradient = n_gradient
         self._dtype = dtype
@@ -115,9 +113,7 @@ class Collecting:
 
     # ---------------------------------------------------------------------- staging
 
-    def wants(
-        self, pushed: Vector, *, grant: int, holding: Holding | None = None
-    ) -> bool:
+    def wants(self, pushed: Vector, *, grant: int, holding: Holding | None = None) -> bool:
         """Return whether this push is to be staged; count it if not.
 
         Not if it is of another evaluation, void, known, one too many, or of another
@@ -254,6 +250,4 @@ class Collecting:
         return left
 
     def _room(self) -> Vector:
-        return (
-            self._free.pop() if self._free else np.zeros(self._n_elements, self._dtype)
-        )
+        return self._free.pop() if self._free else np.zeros(self._n_elements, self._dtype)

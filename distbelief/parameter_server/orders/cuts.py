@@ -103,10 +103,7 @@ class Cuts:
     def records(self) -> tuple[CutRecord, ...]:
         """Return every cut that can be recalled."""
         records = [CutRecord(cut=cut.cut, whole=True, clock=0) for cut in self._live]
-        records += [
-            CutRecord(cut=kept.cut, whole=False, clock=kept.clock)
-            for kept in self._kept
-        ]
+        records += [CutRecord(cut=kept.cut, whole=False, clock=kept.clock) for kept in self._kept]
         if self._base_clock is not None:
             records.append(CutRecord(cut=0, whole=False, clock=self._base_clock))
         return tuple(records)
@@ -287,9 +284,7 @@ def split(snapshot: Snapshot) -> tuple[Snapshot, SavedCut | None]:
         if name.startswith(_PREFIX)
     }
     if vectors.keys() != set(facts.vectors) or PARAMETERS not in vectors:
-        raise _damaged(
-            snapshot, f"it has vectors {sorted(vectors)}, not {sorted(facts.vectors)}"
-        )
+        raise _damaged(snapshot, f"it has vectors {sorted(vectors)}, not {sorted(facts.vectors)}")
     plain = Snapshot(
         label=snapshot.label,
         arrays={name: array for name, array in arrays.items() if name != _EARLIER},

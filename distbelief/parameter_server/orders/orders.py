@@ -85,9 +85,7 @@ class Orders:
         self._n_gradient = layout.n_gradient(index)
         self._algebra = Algebra(layout, index, n_vectors_max=config.n_vectors_max)
         self._collecting = Collecting(
-            n_elements=layout.shard_size(index),
-            n_gradient=self._n_gradient,
-            dtype=layout.dtype,
+            n_elements=layout.shard_size(index), n_gradient=self._n_gradient, dtype=layout.dtype
         )
         self._cuts: Cuts | None = None  # once the values are there
         self._buffers: Vector | None = None  # of the last set, for the next `Open`
@@ -121,9 +119,7 @@ class Orders:
 
     # ------------------------------------------------------------------------- life
 
-    def restoring(
-        self, snapshot: Snapshot | None
-    ) -> tuple[Snapshot | None, Callable[[], None]]:
+    def restoring(self, snapshot: Snapshot | None) -> tuple[Snapshot | None, Callable[[], None]]:
         """Return what of a snapshot is the shard's, and the work that restores ours.
 
         The work is to be done when the values are there.
@@ -301,9 +297,7 @@ class Orders:
             case Open():
                 scalars = self._run(task.before)
                 self._publish(task.point)
-                self._collecting.open(
-                    first_grant=task.first_grant, n_staged_max=task.n_staged_max
-                )
+                self._collecting.open(first_grant=task.first_grant, n_staged_max=task.n_staged_max)
                 return scalars
             case Seal():
                 return self._seal(task)
@@ -338,8 +332,7 @@ class Orders:
         vectors = self._algebra.export((point,))
         if point not in vectors:
             raise RemoteProtocolError(
-                f"vector {point!r} is to be published, and this shard holds "
-                f"{self._algebra.names()}"
+                f"vector {point!r} is to be published, and this shard holds {self._algebra.names()}"
             )
         self._parameters()[:] = vectors[point]
         if self._buffers is not None:

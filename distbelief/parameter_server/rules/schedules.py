@@ -26,11 +26,7 @@ import msgspec
 
 
 class _Schedule(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="name",
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"
 ):
     """What every schedule has."""
 
@@ -115,9 +111,7 @@ class Cosine(_Schedule, frozen=True, tag="cosine"):
         _check_count(self, "n_warm_up", self.n_warm_up, least=0)
         _check_count(self, "n_pushes", self.n_pushes, least=1)
         if not 0.0 <= self.floor <= 1.0:
-            raise ValueError(
-                f"schedule 'cosine': floor is {self.floor}; use a number from 0 to 1"
-            )
+            raise ValueError(f"schedule 'cosine': floor is {self.floor}; use a number from 0 to 1")
 
     def factor(self, clock: int) -> float:
         """Return the factor for the push that finds the shard at `clock`."""

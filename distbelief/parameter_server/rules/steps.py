@@ -96,11 +96,7 @@ class Steps:
     @property
     def parts(self) -> tuple[tuple[Ranges, int], ...]:
         """What was pushed in parts: the ranges, and how often."""
-        return tuple(
-            (part.ranges, part.n_pushes)
-            for part in self._parts.values()
-            if part.n_pushes
-        )
+        return tuple((part.ranges, part.n_pushes) for part in self._parts.values() if part.n_pushes)
 
     @property
     def n_pushes(self) -> int:

@@ -49,11 +49,7 @@ multiple of `ALIGNMENT`."""
 
 
 class _Rule(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="name",
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="name"
 ):
     """What every rule has."""
 
@@ -85,12 +81,7 @@ class _Rule(
         raise NotImplementedError
 
     def apply(
-        self,
-        parameters: Vector,
-        gradient: Vector,
-        state: Mapping[str, Vector],
-        *,
-        clock: int,
+        self, parameters: Vector, gradient: Vector, state: Mapping[str, Vector], *, clock: int
     ) -> None:
         """Update parameters and state in place by one push.
 
@@ -174,8 +165,7 @@ class Momentum(_Rule, frozen=True, tag="momentum"):
         _check_fraction(self, "momentum", self.momentum)
         if not 0.0 <= self.dampening <= 1.0:
             raise ValueError(
-                f"rule 'momentum': dampening is {self.dampening}; "
-                "use a number from 0 to 1"
+                f"rule 'momentum': dampening is {self.dampening}; use a number from 0 to 1"
             )
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             raise ValueError(
@@ -317,9 +307,7 @@ class Adam(_Rule, frozen=True, tag="adam"):
 
     @override
     def _update(self, w: Tensor, g: Tensor, state: Tensors, *, clock: int) -> None:
-        kernel = (
-            torch._fused_adamw_ if self.decoupled_weight_decay else torch._fused_adam_
-        )
+        kernel = torch._fused_adamw_ if self.decoupled_weight_decay else torch._fused_adam_
         step = torch.tensor(clock + 1, dtype=torch.float32)
         kernel(
             [w],
@@ -387,14 +375,11 @@ def _check_common(rule: _Rule) -> None:
 
 def _check_positive_or_zero(rule: _Rule, field: str, value: float) -> None:
     if not 0.0 <= value < math.inf:
-        raise ValueError(
-            f"rule {rule.name!r}: {field} is {value}; use a finite number, 0 or more"
-        )
+        raise ValueError(f"rule {rule.name!r}: {field} is {value}; use a finite number, 0 or more")
 
 
 def _check_fraction(rule: _Rule, field: str, value: float) -> None:
     if not 0.0 <= value < 1.0:
         raise ValueError(
-            f"rule {rule.name!r}: {field} is {value}; "
-            "use a number from 0 up to, not including, 1"
+            f"rule {rule.name!r}: {field} is {value}; use a number from 0 up to, not including, 1"
         )

@@ -26,12 +26,7 @@ from distbelief.memory import Memory
 from distbelief.messages import Hello
 from distbelief.parameter_server.layout.holding import Holding, Holdings
 from distbelief.parameter_server.rules.steps import Steps
-from distbelief.parameter_server.state.slots import (
-    Client,
-    Slot,
-    slot_views,
-    slots_bytes,
-)
+from distbelief.parameter_server.state.slots import Client, Slot, slot_views, slots_bytes
 from distbelief.parameter_server.state.snapshots import ShardIdentity
 from distbelief.roles import Address
 
@@ -41,12 +36,7 @@ class Clients:
     """All clients that one life of a shard knows."""
 
     def __init__(
-        self,
-        identity: ShardIdentity,
-        *,
-        holdings: Holdings,
-        memory: Memory,
-        n_clients_max: int,
+        self, identity: ShardIdentity, *, holdings: Holdings, memory: Memory, n_clients_max: int
     ) -> None:
         self._fingerprint = identity.layout.fingerprint
         self._holdings = holdings
@@ -106,9 +96,7 @@ class Clients:
         client = self._clients.get(name)
         return client is not None and incarnation < client.incarnation
 
-    def why_not(
-        self, name: Address, incarnation: int, hello: Hello, *, steps: Steps
-    ) -> str | None:
+    def why_not(self, name: Address, incarnation: int, hello: Hello, *, steps: Steps) -> str | None:
         """Return why this client can never be welcome, if so."""
         if hello.layout != self._fingerprint:
             return (
@@ -170,9 +158,7 @@ class Clients:
             if client is not None:
                 samples, queued = client.samples, client.queued  # under this name
                 self._take_back(client)
-            client = Client(
-                name=name, incarnation=incarnation, samples=samples, queued=queued
-            )
+            client = Client(name=name, incarnation=incarnation, samples=samples, queued=queued)
             self._clients[name] = client
         client.holding = self._holdings.get(hello.holds)
         warning = None

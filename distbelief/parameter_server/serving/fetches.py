@@ -59,18 +59,14 @@ class Fetches:
             actions += self._begin(reader)
         return actions
 
-    def fetch(
-        self, client: Client, message: Fetch, *, clock: int, now: Seconds
-    ) -> list[Action]:
+    def fetch(self, client: Client, message: Fetch, *, clock: int, now: Seconds) -> list[Action]:
         """Begin a fetch, or hear once more of one that was begun."""
         name = client.name
         if message.request < client.request:
             return []
         if message.request > client.request:
             client.request = message.request
-            lends = self._leases.ask(
-                name, message, holding=client.holding, clock=clock, now=now
-            )
+            lends = self._leases.ask(name, message, holding=client.holding, clock=clock, now=now)
             return self._begin(name) if lends else []
         if self._leases.waits(name):
             return [self._replies.welcome(client, clock=clock)]

@@ -112,13 +112,7 @@ class Leases:
         return self._leases.get(client)
 
     def ask(
-        self,
-        client: Address,
-        fetch: Fetch,
-        *,
-        holding: Holding,
-        clock: int,
-        now: Seconds,
+        self, client: Address, fetch: Fetch, *, holding: Holding, clock: int, now: Seconds
     ) -> Lease | None:
         """Return a lease for a new fetch, or None and let it wait for a copy."""
         self.end(client)
@@ -149,9 +143,7 @@ class Leases:
             self._memory.retire(copy.values)
         return list(waiting)
 
-    def credit(
-        self, client: Address, message: Credit, *, n_blocks: int, now: Seconds
-    ) -> None:
+    def credit(self, client: Address, message: Credit, *, n_blocks: int, now: Seconds) -> None:
         """Note what the reader holds; end its lease if that is everything.
 
         Raises:
@@ -171,9 +163,7 @@ class Leases:
             lease.received = message.received
             lease.expires = now + self._seconds_max
         lease.limit = max(lease.limit, message.limit)
-        lease.sent = (
-            message.received if message.again else max(lease.sent, message.received)
-        )
+        lease.sent = message.received if message.again else max(lease.sent, message.received)
 
     def restart(self, client: Address) -> None:
         """The reader asked for this fetch again: unless it has some blocks, resend."""
@@ -198,13 +188,7 @@ class Leases:
                 self._retire(lease.copy)
 
     def _lend(
-        self,
-        client: Address,
-        fetch: Fetch,
-        copy: Copy,
-        *,
-        holding: Holding,
-        now: Seconds,
+        self, client: Address, fetch: Fetch, copy: Copy, *, holding: Holding, now: Seconds
     ) -> Lease:
         copy.n_readers += 1
         lease = Lease(

@@ -88,9 +88,7 @@ class Pushes:
             self._refused[name] = push.sequence
             self._n_refused += 1
 
-    def take_block(
-        self, client: Client, message: PushBlock, *, clock: int
-    ) -> list[Action]:
+    def take_block(self, client: Client, message: PushBlock, *, clock: int) -> list[Action]:
         """Put a block into its slot, and say how far that is filled."""
         sequence = message.sequence
         if sequence <= client.watermark:

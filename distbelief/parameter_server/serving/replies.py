@@ -69,11 +69,7 @@ class Replies:
         """That many blocks of this push are here."""
         return _to(
             client.name,
-            PushCredit(
-                sequence=sequence,
-                shard_incarnation=self.incarnation,
-                received=received,
-            ),
+            PushCredit(sequence=sequence, shard_incarnation=self.incarnation, received=received),
         )
 
     def block(self, reader: Address, lease: Lease, index: int, values: Vector) -> Send:

@@ -73,12 +73,7 @@ class Published:
 
     @classmethod
     def attach(
-        cls,
-        memory: Memory,
-        name: str,
-        *,
-        n_elements: int,
-        dtype: np.dtype[Element],
+        cls, memory: Memory, name: str, *, n_elements: int, dtype: np.dtype[Element]
     ) -> "Published":
         """Return the vector that another role created.
 

@@ -107,13 +107,7 @@ class Resharding:
                     )
 
     def shard(
-        self,
-        k: int,
-        *,
-        rule: UpdateRule,
-        clocks: Sequence[int],
-        steps: Sequence[Steps],
-        read: Read,
+        self, k: int, *, rule: UpdateRule, clocks: Sequence[int], steps: Sequence[Steps], read: Read
     ) -> Content:
         """Return what new shard k holds.
 
@@ -153,9 +147,7 @@ class Resharding:
         for source, steps in sources:
             for ranges, n_pushes in steps.parts:
                 moved = Ranges.union(
-                    ranges.clipped(move.start, move.stop).shifted(
-                        move.offset - move.start
-                    )
+                    ranges.clipped(move.start, move.stop).shifted(move.offset - move.start)
                     for move in moves
                     if move.source_index == source
                 )

@@ -14,15 +14,7 @@ from collections import deque
 from typing import Final, final
 
 from distbelief.messages import Saved
-from distbelief.roles import (
-    NEWEST,
-    SUPERVISOR,
-    Action,
-    Address,
-    Persisted,
-    Report,
-    Send,
-)
+from distbelief.roles import NEWEST, SUPERVISOR, Action, Address, Persisted, Report, Send
 
 
 N_SAVES_MAX: Final = 8
@@ -66,9 +58,7 @@ class Saves:
         self._waiting.append((label, sender))
         return []
 
-    def refuse(
-        self, sender: Address, label: str, *, clock: int, why_not: str
-    ) -> list[Action]:
+    def refuse(self, sender: Address, label: str, *, clock: int, why_not: str) -> list[Action]:
         """Say that this shard takes none when it is asked by this sender."""
         return [_saved(sender, label, clock=clock, error=why_not)]
 
@@ -88,7 +78,5 @@ def _rest_saved(event: Persisted, *, clock: int) -> Report:
     return Report(text=f"could not save: {event.error}", level="error")
 
 
-def _saved(
-    receiver: Address, label: str, *, clock: int, error: str | None = None
-) -> Action:
+def _saved(receiver: Address, label: str, *, clock: int, error: str | None = None) -> Action:
     return Send(receiver=receiver, message=Saved(label=label, clock=clock, error=error))

@@ -97,9 +97,7 @@ def take(label: str, state: ShardState, *, identity: ShardIdentity) -> Snapshot:
     )
 
 
-def restore(
-    snapshot: Snapshot, *, identity: ShardIdentity, incarnation: int | None
-) -> ShardState:
+def restore(snapshot: Snapshot, *, identity: ShardIdentity, incarnation: int | None) -> ShardState:
     """Return the state that the snapshot holds, in arrays of its own.
 
     Args:
@@ -132,24 +130,16 @@ class _Reader:
             mend="resume with the model and the number of shards it was made with",
         )
         self._expect("index", str(identity.index), mend="it belongs to another shard")
-        self._expect(
-            "rule", identity.rule.name, mend="resume with that rule, or start anew"
-        )
+        self._expect("rule", identity.rule.name, mend="resume with that rule, or start anew")
         earlier = self._count("incarnation")
         if incarnation is not None and earlier >= incarnation:
             raise self._error(
                 f"incarnation is {earlier}, and this shard's only {incarnation}: a "
                 "resumed run must go on counting incarnations where the first ended"
             )
-        size, n_gradient = (
-            layout.shard_size(identity.index),
-            layout.n_gradient(identity.index),
-        )
+        size, n_gradient = (layout.shard_size(identity.index), layout.n_gradient(identity.index))
         state = identity.rule.state(n_gradient, layout.dtype)
-        unknown = self._snapshot.arrays.keys() - {
-            "values",
-            *(f"state.{name}" for name in state),
-        }
+        unknown = self._snapshot.arrays.keys() - {"values", *(f"state.{name}" for name in state)}
         if unknown:
             raise self._error(f"arrays {sorted(unknown)} mean nothing to this shard")
         return ShardState(
@@ -187,17 +177,14 @@ class _Reader:
         text = self._fact(name)
         if not text.isdecimal() or len(text) > 18:
             raise self._error(
-                f"{name} is {text!r}, not a count; delete it, and the one before is "
-                "used"
+                f"{name} is {text!r}, not a count; delete it, and the one before is used"
             )
         return int(text)
 
     def _array(self, name: str, size: int, dtype: np.dtype[Element]) -> Vector:
         array = self._snapshot.arrays.get(name)
         if array is None:
-            raise self._error(
-                f"array {name!r} is missing; delete it, and the one before is used"
-            )
+            raise self._error(f"array {name!r} is missing; delete it, and the one before is used")
         if array.shape != (size,) or array.dtype != dtype:
             raise self._error(
                 f"array {name!r} has shape {array.shape} and dtype {array.dtype}, not "
@@ -219,13 +206,10 @@ class _Reader:
 
     def _clients(self) -> Iterable[Client]:
         try:
-            clients = msgspec.json.decode(
-                self._fact("clients"), type=dict[str, _ClientFacts]
-            )
+            clients = msgspec.json.decode(self._fact("clients"), type=dict[str, _ClientFacts])
         except msgspec.MsgspecError as error:
             raise self._error(
-                f"clients cannot be read ({error}); delete it, and the one before is "
-                "used"
+                f"clients cannot be read ({error}); delete it, and the one before is used"
             ) from None
         for name, facts in clients.items():
             yield Client(

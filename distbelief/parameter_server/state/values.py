@@ -29,11 +29,7 @@ from distbelief.parameter_server.rules.update_rules import State
 from distbelief.parameter_server.state.application import Application, Update
 from distbelief.parameter_server.state.pieces import Pieces
 from distbelief.parameter_server.state.published import Published
-from distbelief.parameter_server.state.snapshots import (
-    ShardIdentity,
-    ShardState,
-    restore,
-)
+from distbelief.parameter_server.state.snapshots import ShardIdentity, ShardState, restore
 from distbelief.roles import Cost, Snapshot
 from distbelief.vectors import Vector
 
@@ -101,9 +97,7 @@ class ShardValues:
                 why_not = str(error)
             else:
                 return None
-        self._published = Published.private(
-            n_elements=self._n_elements, dtype=self._dtype
-        )
+        self._published = Published.private(n_elements=self._n_elements, dtype=self._dtype)
         return why_not
 
     def initialising(
@@ -271,9 +265,7 @@ class ShardValues:
         parts = self.steps.at(application.target, holding=touched)
         if len(parts) == 1:
             return [(parts[0][0], application)]
-        return [
-            (clock, Application(inner, holding.places(inner))) for clock, inner in parts
-        ]
+        return [(clock, Application(inner, holding.places(inner))) for clock, inner in parts]
 
     def _updating(self, clock: int) -> Update:
         """Return what the rule does at that clock to values and state."""

@@ -155,18 +155,11 @@ class Bench:
         found[SAMPLES] = _slices([*rows, every])
         return found
 
-    def _operations(
-        self, layer: Layer, region: Region, *, partial: bool = False
-    ) -> float:
+    def _operations(self, layer: Layer, region: Region, *, partial: bool = False) -> float:
         return self._batch * work_of(layer, region, partial=partial).forward
 
     def _time(
-        self,
-        layer: Layer,
-        region: Region,
-        *,
-        partial: bool = False,
-        n_samples: int | None = None,
+        self, layer: Layer, region: Region, *, partial: bool = False, n_samples: int | None = None
     ) -> Time:
         kind = kind_of(layer)
         n = self._batch if n_samples is None else n_samples
@@ -181,9 +174,7 @@ class Bench:
         kept = times[1:]
         return Time(median(t.forward for t in kept), median(t.backward for t in kept))
 
-    def _given(
-        self, rule: LayerKind | PartialSums, layer: Layer, region: Region, n: int
-    ) -> _Given:
+    def _given(self, rule: LayerKind | PartialSums, layer: Layer, region: Region, n: int) -> _Given:
         inputs = [
             self._input(self._graph[name], part, n)
             for name, part in zip(layer.inputs, rule.reads(layer, region), strict=True)
@@ -192,17 +183,11 @@ class Bench:
             word: self._random(part.shape, trains=layer.tensors[word].trains)
             for word, part in rule.uses(layer, region).items()
         }
-        leaves = [
-            value for value in (*inputs, *tensors.values()) if value.requires_grad
-        ]
+        leaves = [value for value in (*inputs, *tensors.values()) if value.requires_grad]
         return inputs, tensors, leaves
 
     def _once(
-        self,
-        rule: LayerKind | PartialSums,
-        layer: Layer,
-        region: Region,
-        given: _Given,
+        self, rule: LayerKind | PartialSums, layer: Layer, region: Region, given: _Given
     ) -> Time:
         inputs, tensors, leaves = given
         clock = self._limits.timer or self._limits.clock
@@ -227,9 +212,7 @@ class Bench:
     def _random(self, shape: tuple[int, ...], *, trains: bool) -> torch.Tensor:
         # Between 0.5 and 1.5: also good for variances, and no loss is infinite.
         generator = self._generator
-        value = torch.rand(
-            shape, generator=generator, dtype=torch.float32, device="cpu"
-        )
+        value = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
         value += 0.5
         return value.requires_grad_(trains)
 

@@ -163,9 +163,7 @@ def spread(times: Sequence[float]) -> float:
 def _products(clock: Clock, *, seconds_max: float = _SECONDS_MAX) -> list[float]:
     one, other = _random(_WIDTH, _WIDTH), _random(_WIDTH, _WIDTH)
     result = torch.empty(_WIDTH, _WIDTH, dtype=torch.float32, device="cpu")
-    return _times(
-        lambda: torch.mm(one, other, out=result), clock, seconds_max=seconds_max
-    )
+    return _times(lambda: torch.mm(one, other, out=result), clock, seconds_max=seconds_max)
 
 
 def _memory_rate(clock: Clock) -> float:

@@ -19,22 +19,9 @@ from torch import nn
 from distbelief.graph.kind import kind_of
 from distbelief.graph.layer import INPUT, Layer, LayerGraph
 from distbelief.partition.costs import N_BYTES, signature
-from distbelief.partition.profiling.bench import (
-    Bench,
-    Limits,
-    Time,
-    busy_seconds,
-    undisturbed,
-)
+from distbelief.partition.profiling.bench import Bench, Limits, Time, busy_seconds, undisturbed
 from distbelief.partition.profiling.passes import agreed, differ
-from distbelief.partition.profiling.profile import (
-    Profile,
-    Slices,
-    add,
-    digest,
-    load,
-    this_host,
-)
+from distbelief.partition.profiling.profile import Profile, Slices, add, digest, load, this_host
 from distbelief.program.tasks import work_of
 
 
@@ -118,9 +105,7 @@ def present(graph: LayerGraph, *, batch: int) -> Callable[[], dict[str, Time]]:
 
 
 def _cross_check(
-    bench: Bench,
-    layers: Mapping[str, Layer],
-    found: dict[str, dict[str, Slices]],
+    bench: Bench, layers: Mapping[str, Layer], found: dict[str, dict[str, Slices]]
 ) -> None:
     """Measure again what is found, and once more what was disturbed.
 
@@ -152,23 +137,16 @@ def is_too_large(layer: Layer, *, batch: int) -> bool:
 
 
 def _wanted(
-    graph: LayerGraph,
-    batch: int,
-    known: Mapping[str, object],
-    modules: Mapping[str, nn.Module],
+    graph: LayerGraph, batch: int, known: Mapping[str, object], modules: Mapping[str, nn.Module]
 ) -> dict[str, Layer]:
     """Return the layers to measure, by their key, the most work first."""
     found = _unlike(graph, batch, modules)
     pairs = [(key, layer) for key, layer in found.items() if key not in known]
-    pairs.sort(
-        key=lambda pair: -work_of(pair[1], pair[1].region, partial=False).forward
-    )
+    pairs.sort(key=lambda pair: -work_of(pair[1], pair[1].region, partial=False).forward)
     return dict(pairs)
 
 
-def _unlike(
-    graph: LayerGraph, batch: int, modules: Mapping[str, nn.Module]
-) -> dict[str, Layer]:
+def _unlike(graph: LayerGraph, batch: int, modules: Mapping[str, nn.Module]) -> dict[str, Layer]:
     """Return layers of which none is like another, by their key."""
     found: dict[str, Layer] = {}
     for layer in graph.layers:

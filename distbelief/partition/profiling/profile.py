@@ -146,9 +146,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 def this_host() -> Host:
     """Return what this process computes on."""
     return Host(
-        torch=str(torch.__version__),
-        processor=_processor(),
-        n_threads=torch.get_num_threads(),
+        torch=str(torch.__version__), processor=_processor(), n_threads=torch.get_num_threads()
     )
 
 

@@ -17,14 +17,7 @@ from distbelief.graph.layer import Layer
 from distbelief.graph.region import Region
 from distbelief.partition.candidates import summed_dims
 from distbelief.partition.costs import AnalyticCosts, Signature, Signatures
-from distbelief.partition.profiling.profile import (
-    INPUTS,
-    SAMPLES,
-    WHOLE,
-    Profile,
-    Slices,
-    digest,
-)
+from distbelief.partition.profiling.profile import INPUTS, SAMPLES, WHOLE, Profile, Slices, digest
 
 
 class _Passes(NamedTuple):
@@ -92,9 +85,7 @@ class ProfiledCosts:
             return None
         return _shares(slices, n_samples, self._machines.batch)
 
-    def _passes(
-        self, layer: Layer, region: Region, machine: int, *, partial: bool
-    ) -> _Passes:
+    def _passes(self, layer: Layer, region: Region, machine: int, *, partial: bool) -> _Passes:
         key = (self._signatures.of(layer), region, machine, partial)
         if key not in self._known:
             taken = self._scaled(layer, region, machine, partial=partial)
@@ -109,9 +100,7 @@ class ProfiledCosts:
             self._known[key] = taken
         return self._known[key]
 
-    def _scaled(
-        self, layer: Layer, region: Region, machine: int, *, partial: bool
-    ) -> _Passes:
+    def _scaled(self, layer: Layer, region: Region, machine: int, *, partial: bool) -> _Passes:
         """Return what has been measured, as it would be on that machine."""
         measured = self._measured(layer, region, partial=partial)
         if self._host is None:
@@ -165,9 +154,7 @@ def _shares(slices: Slices | None, extent: int, whole: int) -> tuple[float, floa
     )
 
 
-def _interpolated(
-    extent: int, extents: tuple[int, ...], seconds: tuple[float, ...]
-) -> float:
+def _interpolated(extent: int, extents: tuple[int, ...], seconds: tuple[float, ...]) -> float:
     if not seconds[-1]:
         return 0.0
     return float(np.interp(extent, extents, seconds)) / seconds[-1]

@@ -54,8 +54,7 @@ def explain(planned: Planned, name: str) -> tuple[str, list[Alternative]]:
     candidates = planned.decoder.nodes[node].candidates
     for index, candidate in enumerate(candidates):
         transfers = sum(
-            float(table[index, choice[other]])
-            for other, table in problem.neighbours[node]
+            float(table[index, choice[other]]) for other, table in problem.neighbours[node]
         )
         own = float(problem.costs[node][index])
         rows.append((own + transfers, index, own, transfers, candidate.label))

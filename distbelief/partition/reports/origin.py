@@ -36,10 +36,7 @@ def origin(order: Order) -> str:
                 f"{costs.profile.host.path}."
             )
     else:
-        said = (
-            f"Costs: {cluster.origin} figures of cluster {cluster.name!r}, no measured "
-            "layer."
-        )
+        said = f"Costs: {cluster.origin} figures of cluster {cluster.name!r}, no measured layer."
     return f"{said} {cluster.note}".strip()
 
 
@@ -49,9 +46,7 @@ def _profiled(costs: ProfiledCosts, cluster: Cluster) -> str:
     threads = "thread" if host.n_threads == 1 else "threads"
     what = "layer times" if costs.is_absolute else "layer efficiency"
     machines = (
-        "machines like it"
-        if costs.is_absolute
-        else f"machines from cluster {cluster.name!r}"
+        "machines like it" if costs.is_absolute else f"machines from cluster {cluster.name!r}"
     )
     return (
         f"Costs: {what} from profile of {profile.date[:10]} on this host "
@@ -75,6 +70,4 @@ def _left(order: Order, costs: ProfiledCosts) -> str:
         )
         if count
     ]
-    return f"; {len(unknown)} of {len(layers)} layers by arithmetic: " + ", ".join(
-        reasons
-    )
+    return f"; {len(unknown)} of {len(layers)} layers by arithmetic: " + ", ".join(reasons)

@@ -75,8 +75,7 @@ def draw_plan(
         title += f" (the {len(names)} largest of {len(sizes)} layers)"
     figure.suptitle(title, size=9)
     files.write_by(
-        path,
-        lambda temporary: figure.savefig(temporary, format="png", bbox_inches="tight"),
+        path, lambda temporary: figure.savefig(temporary, format="png", bbox_inches="tight")
     )
 
 
@@ -125,12 +124,7 @@ def colour(machine: int) -> tuple[float, float, float, float]:
     golden = 0.618033988749895  # hues that follow each other lie far apart
     red, green, blue, _ = colormaps["hsv"](machine * golden % 1.0)
     pale = 0.45
-    return (
-        red + (1 - red) * pale,
-        green + (1 - green) * pale,
-        blue + (1 - blue) * pale,
-        1.0,
-    )
+    return (red + (1 - red) * pale, green + (1 - green) * pale, blue + (1 - blue) * pale, 1.0)
 
 
 def _bytes(n: int) -> str:

@@ -16,12 +16,7 @@ import numpy as np
 
 from distbelief.partition.solvers.deadline import Deadline
 from distbelief.partition.solvers.elimination import Order, cheapest
-from distbelief.partition.solvers.local_search import (
-    descend,
-    exchange,
-    independent,
-    repair,
-)
+from distbelief.partition.solvers.local_search import descend, exchange, independent, repair
 from distbelief.partition.solvers.message_passing import Messages
 from distbelief.partition.solvers.problem import (
     PROOF,
@@ -155,9 +150,7 @@ def _priced(problem: Problem, prices: Array) -> list[Array]:
 def _by_elimination(problem: Problem, order: Order) -> _Oracle:
     def solve(costs: Sequence[Array]) -> tuple[float, Choice]:
         choice = cheapest(problem, costs, order)
-        edges = sum(
-            table[choice[u], choice[v]] for (u, v), table in problem.edges.items()
-        )
+        edges = sum(table[choice[u], choice[v]] for (u, v), table in problem.edges.items())
         own = sum(values[index] for values, index in zip(costs, choice, strict=True))
         return float(own + edges), choice
 

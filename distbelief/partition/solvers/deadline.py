@@ -14,9 +14,7 @@ class Deadline:
         clock: Monotonic, seconds; tests pass their own.
     """
 
-    def __init__(
-        self, seconds: float, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._end = clock() + seconds
 

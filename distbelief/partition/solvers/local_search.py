@@ -190,9 +190,7 @@ def _better_pair(
     return int(rows[best]), int(columns[best])
 
 
-def around(
-    problem: Problem, node: int, chosen: Sequence[int], *, leave: int = -1
-) -> Array:
+def around(problem: Problem, node: int, chosen: Sequence[int], *, leave: int = -1) -> Array:
     """Return what each candidate of a node costs, its neighbours being chosen.
 
     Args:

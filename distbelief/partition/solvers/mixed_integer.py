@@ -32,10 +32,7 @@ def n_variables(problem: Problem) -> int:
 
 
 def milp(
-    problem: Problem,
-    *,
-    seconds: float = 60.0,
-    start: Sequence[int] | None = None,
+    problem: Problem, *, seconds: float = 60.0, start: Sequence[int] | None = None
 ) -> Solution:
     """Return the best choice found in time, with the bound proven by then.
 
@@ -55,9 +52,7 @@ def milp(
     known = _start(small, kept, start, deadline)
     solution = _solve(small, known, deadline)
     choice = [rows[index] for rows, index in zip(kept, solution.choice, strict=True)]
-    return problem.solution(
-        choice, bound=solution.bound, solver="milp", proven=solution.exact
-    )
+    return problem.solution(choice, bound=solution.bound, solver="milp", proven=solution.exact)
 
 
 def _start(
@@ -88,17 +83,13 @@ def _solve(problem: Problem, known: Choice | None, deadline: Deadline) -> Soluti
     elif not fits and answer.choice is None:
         proven = False  # out of time: something may fit
     if answer.choice is None and known is None:
-        raise GraphError(
-            "no choice of finite cost was found in the time given; allow more seconds"
-        )
+        raise GraphError("no choice of finite cost was found in the time given; allow more seconds")
     choices = [choice for choice in (answer.choice, known) if choice is not None]
     best = min(choices, key=lambda choice: _badness(problem, choice))
     return problem.solution(best, bound=answer.bound, solver="milp", proven=proven)
 
 
-def _least_bad(
-    program: Polytope, known: Choice | None, deadline: Deadline
-) -> tuple[Answer, bool]:
+def _least_bad(program: Polytope, known: Choice | None, deadline: Deadline) -> tuple[Answer, bool]:
     """The cheapest of the choices that overrun the caps least; whether it is proven."""
     problem = program.problem
     answer = program.least_overrun(deadline=deadline)

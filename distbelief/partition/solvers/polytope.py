@@ -80,9 +80,7 @@ class Polytope:
         self._sums = np.zeros(n_rows)
         self._sums[: len(problem.sizes)] = 1
 
-    def cheapest(
-        self, start: Choice | None, *, limit: float, deadline: Deadline
-    ) -> Answer:
+    def cheapest(self, start: Choice | None, *, limit: float, deadline: Deadline) -> Answer:
         """Minimise costs, no machine using more than `limit` of its cap.
 
         Args:
@@ -149,10 +147,7 @@ class Polytope:
                 objective,
                 integrality=integer,
                 bounds=Bounds(0, upper),
-                constraints=[
-                    LinearConstraint(marginals, self._sums, self._sums),
-                    *rows,
-                ],
+                constraints=[LinearConstraint(marginals, self._sums, self._sums), *rows],
                 options={"time_limit": deadline.left, "mip_rel_gap": 0},
             )
         bound = result.get("mip_dual_bound")
@@ -169,9 +164,7 @@ class Polytope:
 
 def _row(costs: Array, cutoff: float) -> LinearConstraint:
     """Nothing costs more than what is known, which itself stays in."""
-    return LinearConstraint(
-        csr_array(costs[None, :]), -np.inf, cutoff + PROOF * abs(cutoff)
-    )
+    return LinearConstraint(csr_array(costs[None, :]), -np.inf, cutoff + PROOF * abs(cutoff))
 
 
 def _matrix(

@@ -92,13 +92,8 @@ class Problem:
     def restricted(self, kept: Sequence[Indices]) -> "Problem":
         """Return the problem with these candidates of each node only."""
         return Problem(
-            costs=tuple(
-                costs[rows] for costs, rows in zip(self.costs, kept, strict=True)
-            ),
-            edges={
-                (u, v): table[np.ix_(kept[u], kept[v])]
-                for (u, v), table in self.edges.items()
-            },
+            costs=tuple(costs[rows] for costs, rows in zip(self.costs, kept, strict=True)),
+            edges={(u, v): table[np.ix_(kept[u], kept[v])] for (u, v), table in self.edges.items()},
             memory=None
             if self.memory is None
             else tuple(m[rows] for m, rows in zip(self.memory, kept, strict=True)),
@@ -218,9 +213,7 @@ def _check_memory(problem: Problem) -> None:
     if problem.caps.ndim != 1 or not (problem.caps > 0).all():
         raise GraphError(f"caps are {problem.caps}; use numbers above 0, in one row")
     if len(problem.memory) != len(problem.costs):
-        raise GraphError(
-            f"{len(problem.memory)} nodes have memory, {len(problem.costs)} costs"
-        )
+        raise GraphError(f"{len(problem.memory)} nodes have memory, {len(problem.costs)} costs")
     for node, memory in enumerate(problem.memory):
         expected = (problem.sizes[node], len(problem.caps))
         valid = memory.shape == expected and (memory >= 0).all()

@@ -6,13 +6,7 @@ Nothing that is dropped could make the best choice cheaper, whatever else is cho
 
 import numpy as np
 
-from distbelief.partition.solvers.problem import (
-    TOLERANCE,
-    Array,
-    Indices,
-    Problem,
-    no_choice,
-)
+from distbelief.partition.solvers.problem import TOLERANCE, Array, Indices, Problem, no_choice
 
 
 def permitted(problem: Problem) -> list[Indices]:
@@ -52,9 +46,7 @@ def fitting(problem: Problem, *, limit: float = 1.0) -> list[Indices] | None:
     changed = True
     while changed:
         changed = False
-        least = [
-            s[rows].min(axis=0) for s, rows in zip(problem.shares, kept, strict=True)
-        ]
+        least = [s[rows].min(axis=0) for s, rows in zip(problem.shares, kept, strict=True)]
         room = limit * (1 + TOLERANCE) - np.sum(least, axis=0)
         for node, shares in enumerate(problem.shares):
             fits = (shares[kept[node]] - least[node] <= room).all(axis=1)
@@ -76,9 +68,7 @@ def undominated(problem: Problem) -> list[Indices]:
     kept: list[Indices] = [np.arange(size) for size in problem.sizes]
     for node, pairs in enumerate(problem.neighbours):
         costs = problem.costs[node]
-        worst = _change(
-            costs[:, None], costs[None]
-        )  # of changing from the column to the row
+        worst = _change(costs[:, None], costs[None])  # of changing from the column to the row
         for other, table in pairs:
             rest = table[:, kept[other]]
             with np.errstate(invalid="ignore"):

@@ -19,11 +19,7 @@ import numpy as np
 
 from distbelief.partition.solvers.bounds import relax
 from distbelief.partition.solvers.deadline import Deadline
-from distbelief.partition.solvers.elimination import (
-    cheapest,
-    eliminate,
-    elimination_order,
-)
+from distbelief.partition.solvers.elimination import cheapest, eliminate, elimination_order
 from distbelief.partition.solvers.local_search import descend, independent, repair
 from distbelief.partition.solvers.mixed_integer import milp, n_variables
 from distbelief.partition.solvers.problem import (
@@ -45,10 +41,7 @@ _BISECTIONS: Final = 12
 
 
 def solve(
-    problem: Problem,
-    *,
-    seconds: float = 60.0,
-    clock: Callable[[], float] = time.monotonic,
+    problem: Problem, *, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic
 ) -> Solution:
     """Return the cheapest choice that fits the caps, or the best found in time.
 
@@ -126,9 +119,7 @@ def _worth(known: Solution, floors: Sequence[Array]) -> list[Indices]:
     return worth
 
 
-def _finished(
-    problem: Problem, start: Sequence[int], bound: float, deadline: Deadline
-) -> Solution:
+def _finished(problem: Problem, start: Sequence[int], bound: float, deadline: Deadline) -> Solution:
     """The best of what is left, beginning from the best known."""
     if problem.shares is None:
         order = elimination_order(problem)
@@ -137,9 +128,7 @@ def _finished(
     if deadline.passed or n_variables(problem) > VARIABLES_MAX:
         return problem.solution(start, bound=bound, solver="lagrange")
     found = milp(problem, seconds=deadline.left, start=start)
-    return problem.solution(
-        found.choice, bound=max(bound, found.bound), solver=found.solver
-    )
+    return problem.solution(found.choice, bound=max(bound, found.bound), solver=found.solver)
 
 
 def _least_bad(problem: Problem, bound: float, deadline: Deadline) -> Solution:
@@ -151,10 +140,7 @@ def _least_bad(problem: Problem, bound: float, deadline: Deadline) -> Solution:
     if not deadline.passed and n_variables(small) <= VARIABLES_MAX:
         found = milp(small, seconds=deadline.left, start=start)
         solution = small.solution(
-            found.choice,
-            bound=max(bound, found.bound),
-            solver=found.solver,
-            proven=found.exact,
+            found.choice, bound=max(bound, found.bound), solver=found.solver, proven=found.exact
         )
     return _lifted(kept, solution)
 

@@ -115,9 +115,7 @@ class _Writer:
     outputs: list[tuple[str, Region, int]] = field(default_factory=list)
     reads: dict[str, tuple[Region, ...]] = field(default_factory=dict)
     tasks: dict[tuple[str, Region, bool], int] = field(default_factory=dict)
-    combined: defaultdict[str, list[Region]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    combined: defaultdict[str, list[Region]] = field(default_factory=lambda: defaultdict(list))
     # What is known of each layer or tensor so far, by kind of message.
     known: dict[MessageKind, _Known] = field(
         default_factory=lambda: {
@@ -183,9 +181,7 @@ class _Writer:
                 assert_never(instruction)
 
     def finished(self) -> Dataflow:
-        averages = {
-            self.items[tensor, region]: slot for tensor, region, slot in self.averaged
-        }
+        averages = {self.items[tensor, region]: slot for tensor, region, slot in self.averaged}
         return Dataflow(
             operations=tuple(self.operations),
             once=tuple(self.once),
@@ -221,12 +217,7 @@ class _Writer:
         fetched = isinstance(instruction, Fetch)
         items = [self.items[name, region] for region in regions if fetched]
         self.operations.append(
-            Enter(
-                instruction=instruction,
-                writes=tuple(writes),
-                items=tuple(items),
-                once=once,
-            )
+            Enter(instruction=instruction, writes=tuple(writes), items=tuple(items), once=once)
         )
 
     def _compute(self, layer: Layer, region: Region, *, partial: bool) -> None:
@@ -338,9 +329,7 @@ class _Writer:
             reads = (self._gather("gradient", layer.name, region, how="sum"),)
             slot = self._slot()
             self.known["partial_gradient"][layer.name].append((slot, region))
-            self.operations.append(
-                Join(layer=layer, reads=reads, writes=slot, seed=None)
-            )
+            self.operations.append(Join(layer=layer, reads=reads, writes=slot, seed=None))
 
     def _send(self, message: Message) -> None:
         if message.kind == "partial_gradient":
@@ -352,8 +341,7 @@ class _Writer:
             assert sums is not None, message.name
             how = sums.combine
         reads = tuple(
-            self._gather(message.kind, message.name, region, how=how)
-            for region in message.regions
+            self._gather(message.kind, message.name, region, how=how) for region in message.regions
         )
         place = (self.ways[message.kind, message.name], message.receiver)
         self.sent[place] = len(self.operations)
@@ -362,15 +350,12 @@ class _Writer:
 
     def _push(self, name: str, regions: tuple[Region, ...]) -> None:
         reads = tuple(
-            self._gather("parameter_gradient", name, region, how="sum")
-            for region in regions
+            self._gather("parameter_gradient", name, region, how="sum") for region in regions
         )
         items = tuple(self.items[name, region] for region in regions)
         self.operations.append(Leave(message=None, reads=reads, items=items, once=True))
 
-    def _gather(
-        self, kind: MessageKind, name: str, region: Region, *, how: How = "cut"
-    ) -> Gather:
+    def _gather(self, kind: MessageKind, name: str, region: Region, *, how: How = "cut") -> Gather:
         return gather(
             region,
             self.known[kind][name],

@@ -17,14 +17,7 @@ from distbelief.errors import DistBeliefError, JobError, LocalProtocolError
 from distbelief.graph.kind import LayerKind, PartialSums, Step, kind_of
 from distbelief.graph.region import Region
 from distbelief.program.instructions import Fetch, Message, Read, Receive
-from distbelief.runtime.execution.operations import (
-    Back,
-    Dataflow,
-    Enter,
-    Join,
-    Leave,
-    Task,
-)
+from distbelief.runtime.execution.operations import Back, Dataflow, Enter, Join, Leave, Task
 from distbelief.runtime.execution.slots import Slots
 from distbelief.runtime.execution.timetable import Timetable
 from distbelief.vectors import Vector
@@ -145,9 +138,7 @@ class Execution:
             )
             for first in firsts[:-1]
         ]
-        slots = Slots(
-            self.flow.once, table.n_readers, sizes=given.sizes, like=self._like
-        )
+        slots = Slots(self.flow.once, table.n_readers, sizes=given.sizes, like=self._like)
         self._state = _State(given, table, steps, slots)
 
     def drop(self) -> None:
@@ -155,10 +146,7 @@ class Execution:
         self._state = None
 
     def run(
-        self,
-        chain: Sequence[int],
-        arrived: Mapping[int, Vector],
-        put: Put,
+        self, chain: Sequence[int], arrived: Mapping[int, Vector], put: Put
     ) -> list[tuple[int, Vector]]:
         """Do what the chain says; return what is to be sent: instances and numbers.
 
@@ -179,13 +167,7 @@ class Execution:
                     self._task(operation, copy, instance)
                 case Join():
                     (joined,) = self._now().slots.read(operation.reads, copy)
-                    self._have(
-                        operation.writes,
-                        operation.seed,
-                        copy,
-                        joined,
-                        operation.layer.name,
-                    )
+                    self._have(operation.writes, operation.seed, copy, joined, operation.layer.name)
                 case Back():
                     self._back(operation, copy, copy * n + operation.task)
                 case Leave():
@@ -216,8 +198,7 @@ class Execution:
             loss=loss,
             averages={item: found(slot)[-1][0] for item, slot in flow.averages.items()},
             outputs=[
-                (name, region, output(name, slot).cpu())
-                for name, region, slot in flow.outputs
+                (name, region, output(name, slot).cpu()) for name, region, slot in flow.outputs
             ],
         )
 
@@ -229,9 +210,7 @@ class Execution:
         match instruction:
             case Fetch():
                 for item, slot in zip(operation.items, operation.writes, strict=True):
-                    state.slots.write(
-                        slot, copy, given.parameters[item].to(self._device)
-                    )
+                    state.slots.write(slot, copy, given.parameters[item].to(self._device))
             case Read():
                 start = state.steps[copy].first_sample
                 for slot, value in zip(
@@ -245,9 +224,7 @@ class Execution:
             case _:
                 assert_never(instruction)
 
-    def _unpack(
-        self, operation: Enter, message: Message, copy: int, arrived: Vector
-    ) -> None:
+    def _unpack(self, operation: Enter, message: Message, copy: int, arrived: Vector) -> None:
         flat = as_tensor(arrived).to(self._device)
         start = 0
         for slot, region in zip(operation.writes, message.regions, strict=True):
@@ -262,14 +239,10 @@ class Execution:
     def _task(self, task: Task, copy: int, instance: int) -> None:
         state = self._now()
         leaves = []
-        for value, back in zip(
-            state.slots.read(task.reads, copy), task.goes_back, strict=True
-        ):
+        for value, back in zip(state.slots.read(task.reads, copy), task.goes_back, strict=True):
             assert value is not None, task.layer.name
             leaf = value.detach()
-            leaves.append(
-                leaf.requires_grad_() if back and leaf.is_floating_point() else leaf
-            )
+            leaves.append(leaf.requires_grad_() if back and leaf.is_floating_point() else leaf)
         kind = kind_of(task.layer)
         computing: LayerKind | PartialSums = kind
         if task.partial:
@@ -315,12 +288,7 @@ class Execution:
                 state.slots.write(slot, copy, value, adds=slot in self.flow.added)
 
     def _leave(
-        self,
-        operation: Leave,
-        copy: int,
-        instance: int,
-        sends: list[tuple[int, Vector]],
-        put: Put,
+        self, operation: Leave, copy: int, instance: int, sends: list[tuple[int, Vector]], put: Put
     ) -> None:
         found = self._now().slots.read(operation.reads, copy)
         if operation.message is None:
@@ -330,9 +298,7 @@ class Execution:
             return
         sends.append((instance, self._packed(operation, copy, found)))
 
-    def _packed(
-        self, operation: Leave, copy: int, found: Sequence[torch.Tensor | None]
-    ) -> Vector:
+    def _packed(self, operation: Leave, copy: int, found: Sequence[torch.Tensor | None]) -> Vector:
         """Return what is sent as one flat array."""
         message = operation.message
         assert message is not None
@@ -361,12 +327,7 @@ class Execution:
         return self._now().given.sizes[copy]
 
     def _have(
-        self,
-        slot: int,
-        seed: int | None,
-        copy: int,
-        value: torch.Tensor | None,
-        layer: str,
+        self, slot: int, seed: int | None, copy: int, value: torch.Tensor | None, layer: str
     ) -> None:
         if value is None:
             return
@@ -378,9 +339,7 @@ class Execution:
                 self._now().slots.write(seed, copy, gradient)
 
 
-def _failed(
-    task: Task, inputs: Sequence[torch.Tensor], error: Exception
-) -> DistBeliefError:
+def _failed(task: Task, inputs: Sequence[torch.Tensor], error: Exception) -> DistBeliefError:
     if isinstance(error, DistBeliefError):
         return error
     shapes = ", ".join(f"{list(value.shape)}" for value in inputs)

@@ -59,9 +59,7 @@ class Gather:
     pieces: tuple[Piece, ...]
 
 
-def gather(
-    wanted: Region, known: Known, *, how: How, samples: bool, what: str
-) -> Gather:
+def gather(wanted: Region, known: Known, *, how: How, samples: bool, what: str) -> Gather:
     """Return how `wanted` is put together from what is known.
 
     Args:
@@ -111,8 +109,7 @@ def gathered(
     if len(pieces) == 1 and gather.pieces[0].target is None:
         return _source(gather.pieces[0], pieces[0])
     found = [
-        (piece, _source(piece, value))
-        for piece, value in zip(gather.pieces, pieces, strict=True)
+        (piece, _source(piece, value)) for piece, value in zip(gather.pieces, pieces, strict=True)
     ]
     there = [(piece, value) for piece, value in found if value is not None]
     if not there:

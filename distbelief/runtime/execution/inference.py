@@ -38,18 +38,14 @@ def inference_of(
     """
     unknown = [name for name in outputs if name not in graph.by_name]
     if unknown or not outputs:
-        raise GraphError(
-            f"no layer {unknown[0]!r}" if unknown else "no output is named"
-        )
+        raise GraphError(f"no layer {unknown[0]!r}" if unknown else "no output is named")
     wanted = set(outputs)
     for layer in reversed(graph.layers):
         if layer.name in wanted:
             wanted.update(layer.inputs)
     layers = [layer for layer in graph.layers if layer.name in wanted]
     builder = Builder.of(LayerGraph(tuple(layers), tuple(outputs)))
-    places = {
-        layer.name: placements[layer.name] for layer in layers if layer.kind != INPUT
-    }
+    places = {layer.name: placements[layer.name] for layer in layers if layer.kind != INPUT}
     ends = []
     for name in outputs:
         layer = graph[name]
@@ -66,9 +62,7 @@ def inference_of(
         )
         places[end] = Placement.whole(len(layer.shape), 0)
         ends.append(end)
-    return compile_plan(
-        builder.finish(ends), places, batch=batch, n_machines=n_machines
-    )
+    return compile_plan(builder.finish(ends), places, batch=batch, n_machines=n_machines)
 
 
 def model_output(graph: LayerGraph) -> str:
@@ -79,7 +73,5 @@ def model_output(graph: LayerGraph) -> str:
     """
     *outputs, _ = graph.outputs
     if len(outputs) != 1:
-        raise GraphError(
-            f"the model has outputs {', '.join(outputs)}: only one can be measured"
-        )
+        raise GraphError(f"the model has outputs {', '.join(outputs)}: only one can be measured")
     return outputs[0]

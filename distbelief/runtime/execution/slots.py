@@ -61,9 +61,7 @@ class Slots:
                     self._values.pop(place, None)
         return result
 
-    def write(
-        self, slot: int, copy: int, value: torch.Tensor, *, adds: bool = False
-    ) -> None:
+    def write(self, slot: int, copy: int, value: torch.Tensor, *, adds: bool = False) -> None:
         """Lay a value there, or add it to what there is; unless nobody reads it."""
         place = self._place(slot, copy)
         if not self._n_readers[place]:

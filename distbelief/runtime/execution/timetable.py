@@ -17,14 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, final
 
-from distbelief.runtime.execution.operations import (
-    Back,
-    Dataflow,
-    Enter,
-    Leave,
-    Operation,
-    Task,
-)
+from distbelief.runtime.execution.operations import Back, Dataflow, Enter, Leave, Operation, Task
 
 
 SEND_FIRST_FLOPS: Final = 5e6

@@ -9,11 +9,7 @@ ended       leave, once all have taken the last step
 from collections.abc import Sequence
 from typing import final
 
-from distbelief.errors import (
-    DistBeliefError,
-    JobError,
-    LocalProtocolError,
-)
+from distbelief.errors import DistBeliefError, JobError, LocalProtocolError
 from distbelief.roles import Action, Compute, Computed, Seconds
 from distbelief.runtime.machine.course import Chosen
 from distbelief.runtime.machine.duty import Vote

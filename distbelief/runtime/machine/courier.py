@@ -158,6 +158,4 @@ class Courier:
 
     def _tell(self) -> Send:
         self._untold = 0
-        return Send(
-            receiver=self._peer, message=Taken(life=self._life, taken=self._came)
-        )
+        return Send(receiver=self._peer, message=Taken(life=self._life, taken=self._came))

@@ -85,9 +85,7 @@ class TrainingCourse:
         n_passes, rest = divmod(stop - start - left, self._n_samples)
         n_whole = self._n_within(self._n_samples, self._n_samples)
         return (
-            self._n_within(left, left)
-            + n_passes * n_whole
-            + self._n_within(self._n_samples, rest)
+            self._n_within(left, left) + n_passes * n_whole + self._n_within(self._n_samples, rest)
         )
 
     def _n_within(self, left: int, n_samples: int) -> int:
@@ -123,9 +121,7 @@ class MeasuringCourse:
     def batch(self, step: int) -> Chosen:
         """Return a chunk."""
         first = step * self._chunk
-        return Chosen(
-            position=first, indices=self._indices[first : first + self._chunk]
-        )
+        return Chosen(position=first, indices=self._indices[first : first + self._chunk])
 
 
 def step_seed(seed: Sequence[int], position: int) -> int:

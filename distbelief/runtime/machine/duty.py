@@ -113,9 +113,7 @@ class Duty(Protocol):
         """Something that `work` asked for is done."""
         ...
 
-    def command(
-        self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds
-    ) -> Outgoing:
+    def command(self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds) -> Outgoing:
         """The supervisor has told the leader something."""
         ...
 

@@ -44,12 +44,7 @@ class Inbox:
         self._whole.clear()
 
     def take(
-        self,
-        label: Label,
-        message: Transfer,
-        *,
-        n_elements: int,
-        dtype: "np.dtype[Element]",
+        self, label: Label, message: Transfer, *, n_elements: int, dtype: "np.dtype[Element]"
     ) -> bool:
         """Keep a block; return whether its message is whole now.
 
@@ -59,11 +54,7 @@ class Inbox:
         count = n_blocks(n_elements, itemsize=dtype.itemsize)
         index, values = message.block_index, message.values
         bounds = _bounds(index, n_elements, itemsize=dtype.itemsize)
-        if (
-            index >= count
-            or values.dtype != dtype
-            or len(values) != bounds[1] - bounds[0]
-        ):
+        if index >= count or values.dtype != dtype or len(values) != bounds[1] - bounds[0]:
             raise RemoteProtocolError(
                 f"block {index} of message {label.way} of step {label.step} has "
                 f"{len(values)} numbers of {values.dtype}: of {count} blocks with "

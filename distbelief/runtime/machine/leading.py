@@ -22,14 +22,7 @@ from collections.abc import Callable
 from typing import Final, final
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.messages import (
-    Gather,
-    Gathered,
-    Message,
-    Proceed,
-    SetOrder,
-    Stepped,
-)
+from distbelief.messages import Gather, Gathered, Message, Proceed, SetOrder, Stepped
 from distbelief.roles import Seconds
 from distbelief.runtime.machine.done import Done
 
@@ -171,9 +164,7 @@ class Leader:
         self._stopping = True
         return self._proceed() if are_taken else self.new_life(now)
 
-    def hear(
-        self, machine: int, incarnation: int, message: Message, now: Seconds
-    ) -> Outgoing:
+    def hear(self, machine: int, incarnation: int, message: Message, now: Seconds) -> Outgoing:
         """A machine has said something.
 
         Raises:
@@ -276,18 +267,12 @@ class Leader:
     @property
     def is_held(self) -> bool:
         """Whether all have taken the steps that they may so far."""
-        return (
-            self._samples_max is not None
-            and self._running
-            and self.steps >= self.granted
-        )
+        return self._samples_max is not None and self._running and self.steps >= self.granted
 
     @property
     def is_last(self) -> bool:
         """Whether no further steps will be granted."""
-        over = self._steps_max is not None and (
-            self._before + self.granted >= self._steps_max
-        )
+        over = self._steps_max is not None and (self._before + self.granted >= self._steps_max)
         return self._stopping or over
 
     @property
@@ -365,9 +350,7 @@ class Leader:
             return []
         self._running = True
         self._heard_at = now
-        pushed = [
-            message.samples for message in self._gathered.values() if message.pushes
-        ]
+        pushed = [message.samples for message in self._gathered.values() if message.pushes]
         if self._wanted is not None:
             self._position = self._wanted
         elif pushed:

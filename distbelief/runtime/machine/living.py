@@ -99,8 +99,7 @@ class Living:
         gathered = self.phase not in {Phase.ALONE, Phase.GATHERING}
         if message.life > self.life or not gathered:
             raise RemoteProtocolError(
-                f"{self._name} is told to proceed in life {message.life} before it has "
-                "gathered"
+                f"{self._name} is told to proceed in life {message.life} before it has gathered"
             )
         self.granted = max(self.granted, message.steps)
         self.is_last |= message.is_last
@@ -129,12 +128,7 @@ class Living:
         return Gathered(life=self.life, pushes=pushed is not None, samples=pushed or 0)
 
     def stepped(
-        self,
-        steps: int,
-        *,
-        clock: float | None,
-        square: float,
-        sample: int | None = None,
+        self, steps: int, *, clock: float | None, square: float, sample: int | None = None
     ) -> Stepped:
         """Return what the leader is told: so many steps are taken."""
         return Stepped(

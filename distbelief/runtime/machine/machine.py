@@ -142,8 +142,7 @@ class Machine:
             portions=portions,
             duty=duty,
             parameters=[
-                value.view(shape)
-                for value, shape in zip(duty.values, shapes, strict=True)
+                value.view(shape) for value, shape in zip(duty.values, shapes, strict=True)
             ],
             living=living,
             renewing=self._renewing,

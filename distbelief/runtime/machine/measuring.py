@@ -187,9 +187,7 @@ class Measuring:
 
     # ---------------------------------------------------------------------- the leader
 
-    def command(
-        self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds
-    ) -> Outgoing:
+    def command(self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds) -> Outgoing:
         """Obey the supervisor, if this machine leads."""
         match message:
             case Begin():
@@ -255,10 +253,7 @@ class Measuring:
 
     def figures(self) -> Mapping[str, float]:
         """Return counters."""
-        return {
-            "measured": float(self._n_measured),
-            "seconds_computing": self._seconds_computing,
-        }
+        return {"measured": float(self._n_measured), "seconds_computing": self._seconds_computing}
 
 
 def _nothing(item: int, _gradient: torch.Tensor) -> None:

@@ -89,9 +89,7 @@ class PortionReader:
         indices = [int(index) for index in chosen.indices]
         batch = read_batch(self._dataset, indices, table=self._table)
         found: dict[str, list[torch.Tensor]] = {}
-        for layer, value, what in zip(
-            self._inputs, batch, ("inputs", "targets"), strict=False
-        ):
+        for layer, value, what in zip(self._inputs, batch, ("inputs", "targets"), strict=False):
             if layer.name in self._n_classes:
                 n_classes = self._n_classes[layer.name]
                 check_labels(value, n_classes, indices=indices, table=self._table)
@@ -105,8 +103,7 @@ class PortionReader:
             dtype = torch.int64 if layer.is_integer else self._dtype
             # Fresh tensors, so that the whole batch can be forgotten.
             found[layer.name] = [
-                value[(slice(None), *region.slices)].to(dtype)
-                for region in self._reads[layer.name]
+                value[(slice(None), *region.slices)].to(dtype) for region in self._reads[layer.name]
             ]
         targets = batch[1] if self._keeps_targets else None
         return Portion(life=life, step=step, inputs=found, targets=targets)

@@ -230,12 +230,7 @@ class Stepping:
     # --------------------------------------------------------------------------- steps
 
     def open(
-        self,
-        portion: Portion,
-        parameters: Sequence[torch.Tensor],
-        *,
-        put: Put,
-        close: Close,
+        self, portion: Portion, parameters: Sequence[torch.Tensor], *, put: Put, close: Close
     ) -> None:
         """Begin the step `self.step`; the compute lane is idle.
 
@@ -259,11 +254,7 @@ class Stepping:
         )
         self._execution.begin(table, given)
         self._open = _Open(
-            number=self.step,
-            agenda=Agenda(table, sizes),
-            put=put,
-            close=close,
-            arrived={},
+            number=self.step, agenda=Agenda(table, sizes), put=put, close=close, arrived={}
         )
         self._arrive(self.step)
 
@@ -309,11 +300,7 @@ class Stepping:
             way, receiver = self._sent[operation]
             parcels = [
                 Parcel(
-                    step=opened.number,
-                    micro_batch=copy,
-                    way=way,
-                    block_index=index,
-                    values=block,
+                    step=opened.number, micro_batch=copy, way=way, block_index=index, values=block
                 )
                 for index, block in blocks_of(values)
             ]

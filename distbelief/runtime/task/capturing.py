@@ -35,11 +35,7 @@ class Captured:
 
 
 def capture_task(
-    task: TaskSpec,
-    *,
-    inputs: Sequence[InputSpec],
-    targets: Shape | None = None,
-    soft: bool = False,
+    task: TaskSpec, *, inputs: Sequence[InputSpec], targets: Shape | None = None, soft: bool = False
 ) -> Captured:
     """Return the graph of a job's model with its loss.
 
@@ -54,13 +50,9 @@ def capture_task(
     """
     module = _made(task.model)
     module.train()
-    graph = append_loss(
-        capture(module, inputs), _loss(task.loss), targets=targets, soft=soft
-    )
+    graph = append_loss(capture(module, inputs), _loss(task.loss), targets=targets, soft=soft)
     return Captured(
-        graph=graph,
-        modules=modules_of(graph, module, _loss(task.loss)),
-        specs=specs_of(module),
+        graph=graph, modules=modules_of(graph, module, _loss(task.loss)), specs=specs_of(module)
     )
 
 
@@ -131,9 +123,7 @@ def _refuse_unsaved(task: TaskSpec, captured: Captured) -> None:
                 )
 
 
-def modules_of(
-    graph: LayerGraph, module: nn.Module, loss: str | Loss
-) -> dict[str, nn.Module]:
+def modules_of(graph: LayerGraph, module: nn.Module, loss: str | Loss) -> dict[str, nn.Module]:
     """Return the modules that some layer calls, that of the loss among them."""
     found: dict[str, nn.Module] = {}
     own = whole_loss(loss)

@@ -41,10 +41,7 @@ def check(task: TaskSpec, batch_size: int) -> None:
         targets,
         loss=loss,
         names=trial.Names(
-            model=task.model.factory,
-            loss=task.loss,
-            data="data.train",
-            indices=indices,
+            model=task.model.factory, loss=task.loss, data="data.train", indices=indices
         ),
     )
     if task.test is None:

@@ -17,9 +17,7 @@ from distbelief.errors import JobError
 
 
 _PACKAGE = Path(__file__).parents[1]
-_INSTALLED = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-)
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 class Importable(Protocol):
@@ -43,9 +41,7 @@ def resolve(path: str, *, table: str = "job") -> Importable:
     """
     module_name, colon, name = path.partition(":")
     if not (colon and name and all(module_name.split("."))):
-        raise JobError(
-            f"[{table}] {path!r} is no import path: write 'package.module:function'"
-        )
+        raise JobError(f"[{table}] {path!r} is no import path: write 'package.module:function'")
     found: object = _module(module_name, table=table)
     for part in name.split("."):
         owner = found
@@ -99,8 +95,7 @@ def _module(name: str, *, table: str) -> object:
                 "or install it"
             ) from None
         raise JobError(
-            f"[{table}] module {name} needs {missing!r}, which is not installed"
-            f"{place(error)}"
+            f"[{table}] module {name} needs {missing!r}, which is not installed{place(error)}"
         ) from error
     except SyntaxError as error:  # its text has file and line
         raise JobError(
@@ -108,8 +103,7 @@ def _module(name: str, *, table: str) -> object:
         ) from error
     except (Exception, SystemExit) as error:  # a module of the user's runs here
         raise JobError(
-            f"[{table}] importing {name} failed: {type(error).__name__}: {error}"
-            f"{place(error)}"
+            f"[{table}] importing {name} failed: {type(error).__name__}: {error}{place(error)}"
         ) from error
 
 
@@ -119,18 +113,13 @@ def _searched() -> str:
     places = [
         str(Path(entry).absolute())
         for entry in sys.path
-        if not any(entry.startswith(prefix) for prefix in own)
-        and not entry.endswith(".zip")
+        if not any(entry.startswith(prefix) for prefix in own) and not entry.endswith(".zip")
     ]
     return ", ".join(dict.fromkeys([*places, "installed packages"]))
 
 
 def _check_arguments(
-    factory: Importable,
-    arguments: Mapping[str, object],
-    *,
-    path: str,
-    table: str,
+    factory: Importable, arguments: Mapping[str, object], *, path: str, table: str
 ) -> None:
     try:
         parameters = inspect.signature(factory).parameters
@@ -152,9 +141,7 @@ def _check_arguments(
                 )
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in arguments:
-            raise JobError(
-                f"[{table}] {path} needs the argument {name!r} ({takes}): give it"
-            )
+            raise JobError(f"[{table}] {path} needs the argument {name!r} ({takes}): give it")
 
 
 def _nearest(name: str, known: list[str], *, only_close: bool = False) -> str:
@@ -176,8 +163,7 @@ def place(error: BaseException) -> str:
     frames = [
         frame
         for frame in extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<")
-        and not Path(frame.filename).is_relative_to(_PACKAGE)
+        if not frame.filename.startswith("<") and not Path(frame.filename).is_relative_to(_PACKAGE)
     ]
     if not frames:
         return ""

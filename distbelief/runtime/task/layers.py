@@ -62,9 +62,7 @@ class Watch:
             del layer, inputs, outputs
             self._returned = True
 
-        return layer.register_forward_pre_hook(enter), layer.register_forward_hook(
-            leave
-        )
+        return layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)
 
     def explain(self, error: Exception, inputs: torch.Tensor, *, data: str) -> str:
         """Return where `error` came from and why, as the end of a sentence.
@@ -106,9 +104,7 @@ def _why(layer: nn.Module, received: torch.Tensor, *, giver: str) -> str | None:
     return _why_width(layer, received, giver=giver)
 
 
-def _why_embedding(
-    layer: nn.Embedding, received: torch.Tensor, *, giver: str
-) -> str | None:
+def _why_embedding(layer: nn.Embedding, received: torch.Tensor, *, giver: str) -> str | None:
     if received.is_floating_point():
         return f"it takes whole numbers (int64), but {giver} {dtype_name(received)}"
     if received.numel() == 0:
@@ -116,10 +112,7 @@ def _why_embedding(
     low, high = int(received.min()), int(received.max())
     if low >= 0 and high < layer.num_embeddings:
         return None
-    return (
-        f"it takes numbers from 0 to {layer.num_embeddings - 1}, but {giver} {low} to "
-        f"{high}"
-    )
+    return f"it takes numbers from 0 to {layer.num_embeddings - 1}, but {giver} {low} to {high}"
 
 
 def _why_width(layer: nn.Module, received: torch.Tensor, *, giver: str) -> str | None:
@@ -131,15 +124,8 @@ def _why_width(layer: nn.Module, received: torch.Tensor, *, giver: str) -> str |
     width = shape[axis] if -len(shape) <= axis < len(shape) else shape[-1]
     if width == size:
         return None
-    mend = (
-        "make them agree"
-        if giver == GIVEN_BY_LAYERS
-        else "change the data set or the model"
-    )
-    return (
-        f"it takes inputs of width {size}, but {giver} width {width} (shape {shape}): "
-        f"{mend}"
-    )
+    mend = "make them agree" if giver == GIVEN_BY_LAYERS else "change the data set or the model"
+    return f"it takes inputs of width {size}, but {giver} width {width} (shape {shape}): {mend}"
 
 
 def _width(layer: nn.Module) -> tuple[int, int] | None:

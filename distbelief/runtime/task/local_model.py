@@ -53,9 +53,7 @@ class LocalModel:
                 )
             # A transposed or expanded tensor has no flat view; a fresh one has.
             if not tensor.is_contiguous():
-                tensor.data = tensor.detach().clone(
-                    memory_format=torch.contiguous_format
-                )
+                tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
         self.values = [tensor.detach().view(-1) for tensor in self._tensors]
         self._trained = [
             index for index, tensor in enumerate(self._tensors) if tensor.requires_grad
@@ -80,9 +78,7 @@ class LocalModel:
                 shape=tuple(tensor.shape),
                 kind="parameter" if index in trained else "buffer",
             )
-            for index, (name, tensor) in enumerate(
-                zip(self._names, self._tensors, strict=True)
-            )
+            for index, (name, tensor) in enumerate(zip(self._names, self._tensors, strict=True))
         ]
 
     def initials(self) -> Mapping[str, Initial]:
@@ -120,9 +116,7 @@ class LocalModel:
         """Flat gradients of the last batch; None for buffers and for unused ones."""
         return [_flat_gradient(tensor) for tensor in self._tensors]
 
-    def gradient(
-        self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss
-    ) -> float:
+    def gradient(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> float:
         """Leave the gradient of the loss on this batch; return the loss.
 
         Args:
@@ -139,9 +133,7 @@ class LocalModel:
 
     def clip(self, norm_max: float) -> None:
         """Scale the gradient down to this 2-norm if it is longer."""
-        torch.nn.utils.clip_grad_norm_(
-            [self._tensors[index] for index in self._trained], norm_max
-        )
+        torch.nn.utils.clip_grad_norm_([self._tensors[index] for index in self._trained], norm_max)
 
     def is_finite(self) -> bool:
         """Return whether the gradient has neither NaN nor infinity.
@@ -173,9 +165,7 @@ class LocalModel:
     def before_fetch(self) -> None:
         """Note what averages have gained that is not pushed yet."""
         if self._gains is None:  # else an install was torn: values are a mixture
-            self._gains = {
-                index: self.values[index] - sent for index, sent in self._sent.items()
-            }
+            self._gains = {index: self.values[index] - sent for index, sent in self._sent.items()}
 
     def after_fetch(self, rate: float) -> None:
         """Put back what is not pushed yet: steps of -rate times `accrued`, and gains.
@@ -205,12 +195,7 @@ class LocalModel:
             torch._foreach_add_(list(values), list(moves), alpha=-rate)
 
     def measure(
-        self,
-        inputs: torch.Tensor,
-        targets: torch.Tensor,
-        *,
-        loss: Loss,
-        metric: Metric,
+        self, inputs: torch.Tensor, targets: torch.Tensor, *, loss: Loss, metric: Metric
     ) -> tuple[float, float]:
         """Return loss and metric on this batch, without training anything."""
         self.module.eval()

@@ -32,9 +32,7 @@ def one_vs_all(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     classes = torch.arange(outputs.shape[1], device=outputs.device)
     classes = classes.view(1, -1, *(1,) * (outputs.ndim - 2))
     wanted = (targets.unsqueeze(1) == classes).to(outputs.dtype)
-    losses = functional.binary_cross_entropy_with_logits(
-        outputs, wanted, reduction="none"
-    )
+    losses = functional.binary_cross_entropy_with_logits(outputs, wanted, reduction="none")
     return losses.sum() / len(outputs)
 
 
@@ -86,11 +84,7 @@ def mean_squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Te
     return functional.mse_loss(outputs, targets.to(outputs.dtype))
 
 
-METRICS: Final[dict[str, Metric]] = {
-    "accuracy": accuracy,
-    "mse": mean_squared_error,
-    "top5": top5,
-}
+METRICS: Final[dict[str, Metric]] = {"accuracy": accuracy, "mse": mean_squared_error, "top5": top5}
 
 
 def loss_function(name: str) -> Loss:

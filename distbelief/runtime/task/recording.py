@@ -76,9 +76,7 @@ class Recording:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    def initials(
-        self, module: nn.Module, names: Sequence[str]
-    ) -> Mapping[str, Initial]:
+    def initials(self, module: nn.Module, names: Sequence[str]) -> Mapping[str, Initial]:
         """Return how each of these tensors of `module` is drawn.
 
         Args:
@@ -118,9 +116,7 @@ def recorded_initials(spec: ModelSpec, names: Sequence[str]) -> Mapping[str, Ini
 
 def _mend(noted: str, tensor: torch.Tensor) -> str:
     if noted != _CAST:
-        return (
-            "Let its constructor use one function of torch.nn.init on the whole tensor"
-        )
+        return "Let its constructor use one function of torch.nn.init on the whole tensor"
     return (
         f"Make its layer in that type (dtype={tensor.dtype}) rather than cast the "
         "module, as by double()"
@@ -161,11 +157,7 @@ class _Notes(TorchDispatchMode):
         return result
 
     def _note(
-        self,
-        name: str,
-        result: torch.Tensor,
-        args: Sequence[object],
-        options: Mapping[str, object],
+        self, name: str, result: torch.Tensor, args: Sequence[object], options: Mapping[str, object]
     ) -> None:
         if name in _SILENT:
             return
@@ -243,9 +235,7 @@ def _drawn(
 
 
 def _arguments(
-    args: Sequence[object],
-    options: Mapping[str, object],
-    *wanted: tuple[str, float],
+    args: Sequence[object], options: Mapping[str, object], *wanted: tuple[str, float]
 ) -> _Numbers:
     """Return the arguments after the tensor, by place or by name."""
     return tuple(

@@ -185,9 +185,7 @@ class BuildContext:
             JobError: there are none, or they cannot be built.
         """
         if self.task.test is None:
-            raise JobError(
-                "an evaluator needs held-out data: give [data.test], or do without it"
-            )
+            raise JobError("an evaluator needs held-out data: give [data.test], or do without it")
         standing = self.datasets.get("data.test")
         if standing is not None:
             return standing

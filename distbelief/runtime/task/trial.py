@@ -31,12 +31,7 @@ class Names:
 
 
 def train(
-    module: nn.Module,
-    inputs: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    loss: Loss,
-    names: Names,
+    module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, *, loss: Loss, names: Names
 ) -> None:
     """Take one step forward and backward; the module keeps no gradient.
 
@@ -76,9 +71,7 @@ def train(
     try:
         value.backward()
     except RuntimeError as error:
-        raise JobError(
-            f"[model] the backward pass of {names.model} failed: {error}"
-        ) from error
+        raise JobError(f"[model] the backward pass of {names.model} failed: {error}") from error
     try:
         _check_gradient(module, names=names)
     finally:
@@ -120,9 +113,7 @@ def evaluate(
         )
 
 
-def bad_sample(
-    inputs: torch.Tensor, targets: torch.Tensor, *, names: Names
-) -> str | None:
+def bad_sample(inputs: torch.Tensor, targets: torch.Tensor, *, names: Names) -> str | None:
     """Return a sentence on the first sample that has NaN or infinity, if any has."""
     for name, tensor in (("inputs", inputs), ("targets", targets)):
         bad = ~tensor.isfinite()
@@ -175,11 +166,7 @@ def _forward(module: nn.Module, inputs: torch.Tensor, *, names: Names) -> torch.
 
 
 def _loss(
-    outputs: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    loss: Loss,
-    names: Names,
+    outputs: torch.Tensor, targets: torch.Tensor, *, loss: Loss, names: Names
 ) -> torch.Tensor:
     name = names.loss.removesuffix("_loss")
     if name in CLASS_LOSSES and targets.shape != outputs.shape:
@@ -209,9 +196,7 @@ def _loss(
     return value
 
 
-def _check_elements(
-    outputs: torch.Tensor, targets: torch.Tensor, *, names: Names
-) -> None:
+def _check_elements(outputs: torch.Tensor, targets: torch.Tensor, *, names: Names) -> None:
     """Refuse targets that outputs cannot be compared with one by one."""
     is_alike = outputs.shape == targets.shape
     numbers = targets.is_floating_point() or names.loss.removesuffix("_loss") != "mse"
@@ -224,20 +209,11 @@ def _check_elements(
         f"[{names.data}] targets of shape {tuple(targets.shape)} and "
         f"{dtype_name(targets)}: let the data set return targets of shape "
         f"{tuple(outputs.shape)} and {dtype_name(outputs)}"
-        + (
-            ", or use loss = 'cross_entropy' if they are class labels"
-            if looks_like_labels
-            else ""
-        )
+        + (", or use loss = 'cross_entropy' if they are class labels" if looks_like_labels else "")
     )
 
 
-def _check_labels(
-    outputs: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    names: Names,
-) -> None:
+def _check_labels(outputs: torch.Tensor, targets: torch.Tensor, *, names: Names) -> None:
     """Refuse targets that are no labels of these outputs."""
     if targets.is_floating_point() or targets.dtype != torch.int64:
         raise JobError(
@@ -259,11 +235,7 @@ def _check_labels(
 
 
 def _check_finite(
-    value: torch.Tensor,
-    inputs: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    names: Names,
+    value: torch.Tensor, inputs: torch.Tensor, targets: torch.Tensor, *, names: Names
 ) -> None:
     if bool(value.isfinite().all()):
         return

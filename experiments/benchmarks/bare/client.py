@@ -18,11 +18,7 @@ from distbelief.node import Node
 from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
 from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import SUPERVISOR, Address, Computed
-from distbelief.serving.server import (
-    ServerAddress,
-    parameter_specs,
-    reach_towards,
-)
+from distbelief.serving.server import ServerAddress, parameter_specs, reach_towards
 from distbelief.transport.shared_memory import FileMemory
 
 

@@ -113,9 +113,7 @@ class BareMachine:
         self.items = flow.items
         self.names = [Address(f"machine-{m}") for m in range(compiled.n_machines)]
         self._couriers = {
-            peer: Courier(name)
-            for peer, name in enumerate(self.names)
-            if peer != machine
+            peer: Courier(name) for peer, name in enumerate(self.names) if peer != machine
         }
         self._stepping = Stepping(
             Execution(flow),
@@ -127,15 +125,10 @@ class BareMachine:
         )
         self._life = life
         values = tensors or workload.tensors()
-        self._parameters = [
-            values[name][region.slices].clone() for name, region in flow.items
-        ]
+        self._parameters = [values[name][region.slices].clone() for name, region in flow.items]
         samples = workload.inputs()
         self._inputs = {
-            name: [
-                samples[name][(slice(None), *region.slices)].contiguous()
-                for region in regions
-            ]
+            name: [samples[name][(slice(None), *region.slices)].contiguous() for region in regions]
             for name, regions in flow.reads.items()
         }
         self._computing = False
@@ -208,12 +201,8 @@ def main(path: str, machine: int, address: str) -> None:
         batch=micro_sizes(workload.batch_size, plan.micro_batches)[0],
         n_machines=plan.cluster.n_machines,
     )
-    role = BareMachine(
-        compiled, machine, workload=workload, micro_batches=plan.micro_batches
-    )
-    with attached(
-        role, machine, role.names, address=address, folder=Path(setting.folder)
-    ) as node:
+    role = BareMachine(compiled, machine, workload=workload, micro_batches=plan.micro_batches)
+    with attached(role, machine, role.names, address=address, folder=Path(setting.folder)) as node:
         paced.obey(lambda: take_step(node, role))
 
 

@@ -53,9 +53,7 @@ def train(setting: Setting, *, rank: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     folder = Path(setting.folder)
-    net: nn.Module = acoustic_net(
-        setting.hidden, setting.n_classes, inputs=setting.n_inputs
-    )
+    net: nn.Module = acoustic_net(setting.hidden, setting.n_classes, inputs=setting.n_inputs)
     if setting.n_ranks > 1:
         distributed.init_process_group(
             "gloo",
@@ -64,9 +62,7 @@ def train(setting: Setting, *, rank: int) -> None:
             world_size=setting.n_ranks,
         )
         net = DistributedDataParallel(net)
-    optimizer = torch.optim.Adagrad(
-        net.parameters(), lr=setting.learning_rate, fused=True
-    )
+    optimizer = torch.optim.Adagrad(net.parameters(), lr=setting.learning_rate, fused=True)
     frames = PacedFrames(
         folder,
         contestant=setting.contestant,
@@ -86,7 +82,4 @@ def train(setting: Setting, *, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    train(
-        msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Setting),
-        rank=int(sys.argv[2]),
-    )
+    train(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Setting), rank=int(sys.argv[2]))

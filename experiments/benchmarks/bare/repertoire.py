@@ -82,9 +82,7 @@ class Repertoire:
         names: Of the processes.
     """
 
-    def __init__(
-        self, machines: Mapping[str, BareMachine], names: Sequence[Address]
-    ) -> None:
+    def __init__(self, machines: Mapping[str, BareMachine], names: Sequence[Address]) -> None:
         self.names = names
         self._machines = dict(machines)
         self._lives = list(machines.values())
@@ -152,9 +150,7 @@ def main(path: str, machine: int, address: str) -> None:
     setting = msgspec.json.decode(Path(path).read_bytes(), type=Setting)
     workload = setting.workload
     role = repertoire(setting, machine)
-    with attached(
-        role, machine, role.names, address=address, folder=Path(setting.folder)
-    ) as node:
+    with attached(role, machine, role.names, address=address, folder=Path(setting.folder)) as node:
         for plan in setting.plans:
             _steps(node, role, Asked(plan=plan, n_steps=N_WARM_STEPS))
         layers = present(workload.graph(), batch=workload.batch_size)

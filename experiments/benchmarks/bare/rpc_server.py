@@ -82,9 +82,7 @@ def join(name: str, meeting: Path, *, rank: int, n_servers: int, tcp: bool) -> N
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of its own use of its own
-        rpc.init_rpc(
-            name, rank=rank, world_size=n_servers + 1, rpc_backend_options=options
-        )
+        rpc.init_rpc(name, rank=rank, world_size=n_servers + 1, rpc_backend_options=options)
 
 
 def push(gradients: list[Tensor]) -> None:
@@ -103,9 +101,7 @@ def fetch(n_servers: int) -> list[Tensor]:
     return [call.wait() for call in calls]
 
 
-def main(
-    meeting: str, rank: int, n_servers: int, n_elements: int, *, tcp: bool
-) -> None:
+def main(meeting: str, rank: int, n_servers: int, n_elements: int, *, tcp: bool) -> None:
     """Serve until the client leaves; or be the client."""
     torch.set_num_threads(1)
     name = f"server-{rank - 1}" if rank else CLIENT

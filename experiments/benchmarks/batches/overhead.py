@@ -188,9 +188,7 @@ def overhead(*, small: bool) -> dict[str, float]:
 def measured(n_frames: int, *, small: bool) -> dict[str, float]:
     """Compare evaluations of so many frames with the pure gradient."""
     size = "small" if small else "full"
-    hand = Hand(
-        module="batches.plain_portions", arguments=[str(PORTION), size], host=HERE[0]
-    )
+    hand = Hand(module="batches.plain_portions", arguments=[str(PORTION), size], host=HERE[0])
     with TemporaryDirectory() as folder:
         crew = Crew("plain", [hand] * N_REPLICAS, Path(folder))
         with crew as plain:

@@ -86,9 +86,7 @@ class Watched:
     @property
     def outcome(self) -> Outcome:
         """What it came to."""
-        return Outcome(
-            loss=self.best, seconds=self.seconds, n_evaluations=self.n_evaluations
-        )
+        return Outcome(loss=self.best, seconds=self.seconds, n_evaluations=self.n_evaluations)
 
 
 def optimum(objective: Objective, *, small: bool) -> float:
@@ -134,11 +132,7 @@ def by_torch(objective: Objective, target: float) -> Outcome:
 
 
 def by_vowpal_wabbit(
-    objective: Objective,
-    target: float,
-    *,
-    data: tuple[torch.Tensor, torch.Tensor],
-    l2: float,
+    objective: Objective, target: float, *, data: tuple[torch.Tensor, torch.Tensor], l2: float
 ) -> Outcome:
     """Let Vowpal Wabbit's BFGS minimise a logistic loss; it reads text.
 

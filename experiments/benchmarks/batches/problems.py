@@ -99,12 +99,7 @@ class Objective:
     """Loss and gradient of one flat vector, by torch alone; counts its evaluations."""
 
     def __init__(
-        self,
-        net: nn.Module,
-        data: tuple[torch.Tensor, torch.Tensor],
-        *,
-        loss: Loss,
-        l2: float,
+        self, net: nn.Module, data: tuple[torch.Tensor, torch.Tensor], *, loss: Loss, l2: float
     ) -> None:
         self.net = net
         self.n_evaluations = 0
@@ -131,9 +126,7 @@ class Objective:
         self.n_evaluations += 1
         self.net.zero_grad()
         value = self._loss(self.net(self._inputs), self._targets)
-        square = sum(
-            ((p * p).sum() for p in self.net.parameters()), torch.zeros(()).double()
-        )
+        square = sum(((p * p).sum() for p in self.net.parameters()), torch.zeros(()).double())
         value = value + 0.5 * self._l2 * square
         value.backward()
         return value.item()

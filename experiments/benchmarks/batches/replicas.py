@@ -25,10 +25,7 @@ def straggler(*, small: bool) -> dict[str, float]:
     ideal = PACE_SECONDS / (N_PACED - 1 + 1 / SLOWNESS)  # seconds per example
     figures: dict[str, float] = {}
     rows: dict[str, dict[str, str]] = {}
-    for backups, key in (
-        (True, "straggler_over_ideal"),
-        (False, "straggler_without_backup"),
-    ):
+    for backups, key in ((True, "straggler_over_ideal"), (False, "straggler_without_backup")):
         ours = _paced_job(n, slowness=SLOWNESS, backups=backups, small=small)
         wasted = ours.figures["wasted"] / ours.run.summary.samples
         figures[key] = ours.seconds_per_example() / ideal
@@ -93,12 +90,7 @@ def _portion(*, small: bool) -> int:
 
 
 def _paced_job(
-    n: int,
-    *,
-    slowness: float,
-    backups: bool,
-    small: bool,
-    watch: Watch | None = None,
+    n: int, *, slowness: float, backups: bool, small: bool, watch: Watch | None = None
 ) -> Ours:
     tables: dict[str, dict[str, object]] = {
         "model": {

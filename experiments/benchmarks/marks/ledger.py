@@ -127,6 +127,4 @@ def judge(marks: torch.Tensor, ledgers: list[Ledger]) -> Verdict:
         acknowledged, issued = ledger.by_residue()
         n_lost += int(np.maximum(acknowledged - applied[:, worker], 0).sum())
         n_twice += int(np.maximum(applied[:, worker] - issued, 0).sum())
-    return Verdict(
-        n_lost=n_lost, n_twice=n_twice, n_applied=int(applied.sum(axis=(1, 2)).max())
-    )
+    return Verdict(n_lost=n_lost, n_twice=n_twice, n_applied=int(applied.sum(axis=(1, 2)).max()))

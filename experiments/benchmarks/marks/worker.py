@@ -22,7 +22,7 @@ BATCH_SIZE = 64
 N_BATCHES = 50
 
 
-def work(  # noqa: PLR0913 -- the arguments of a process
+def work(
     address: str,
     ledger_path: str,
     stop_path: str,

@@ -49,9 +49,7 @@ class Entry:
 
     def version(self) -> str | None:
         """Return the version that its Python has; `None`: it is not installed."""
-        code = (
-            f"import importlib.metadata as m; print(m.version({self.distribution!r}))"
-        )
+        code = f"import importlib.metadata as m; print(m.version({self.distribution!r}))"
         try:
             told = subprocess.run(
                 [self.python, "-P", "-c", code],
@@ -94,13 +92,7 @@ def hold(entry: Entry, course: Course, *, target: float, seconds_max: float) -> 
     folder = Path(course.run_folder)
     with (folder / "errors").open("w") as errors:
         process = subprocess.Popen(
-            [
-                entry.python,
-                "-P",
-                "-m",
-                f"experiments.benchmarks.peers.{entry.module}",
-                str(path),
-            ],
+            [entry.python, "-P", "-m", f"experiments.benchmarks.peers.{entry.module}", str(path)],
             cwd=folder,
             env=_environment(entry, folder),
             stdout=subprocess.DEVNULL,
@@ -143,11 +135,7 @@ def _environment(entry: Entry, folder: Path) -> dict[str, str]:
 
 
 def _watch(
-    process: "subprocess.Popen[bytes]",
-    course: Course,
-    folder: Path,
-    *,
-    seconds_max: float,
+    process: "subprocess.Popen[bytes]", course: Course, folder: Path, *, seconds_max: float
 ) -> _Used:
     board = course.board()
     deadline = time.monotonic() + seconds_max
@@ -168,9 +156,7 @@ def _watch(
     before = measurement.cpu_seconds(measurement.family(process.pid))
     wait_for(DONE, "done")
     family = measurement.family(process.pid)
-    used = _Used(
-        measurement.cpu_seconds(family) - before, measurement.shared_out_bytes(family)
-    )
+    used = _Used(measurement.cpu_seconds(family) - before, measurement.shared_out_bytes(family))
     board[-1, RELEASED] = 1.0
     return used
 
@@ -203,9 +189,7 @@ def _judge(course: Course, used: _Used, *, target: float) -> Run:
     return Run(
         seconds=seconds,
         samples_per_second=sum(shares) * course.batch_size / length,
-        cpu_seconds=used.cpu_seconds
-        * (length if seconds is None else seconds)
-        / length,
+        cpu_seconds=used.cpu_seconds * (length if seconds is None else seconds) / length,
         n_bytes=used.n_bytes,
         losses=tuple(losses),
         at=tuple(at),

@@ -45,10 +45,7 @@ class Spread:
 
 
 def options_of(
-    parser: argparse.ArgumentParser,
-    arguments: Sequence[str] | None,
-    *,
-    small: Mapping[str, object],
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *, small: Mapping[str, object]
 ) -> argparse.Namespace:
     """Parse the command line, with one more option, the same in all benchmarks.
 

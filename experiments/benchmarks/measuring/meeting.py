@@ -74,12 +74,7 @@ class OpenGuard(TrustingGuard):
 
 @contextmanager
 def attached(
-    role: Stepper,
-    machine: int,
-    names: Sequence[Address],
-    *,
-    address: str,
-    folder: Path,
+    role: Stepper, machine: int, names: Sequence[Address], *, address: str, folder: Path
 ) -> Iterator[Node]:
     """Connect a role with the other machines; they find each other in `folder`."""
     transport = ZmqTransport(
@@ -108,9 +103,7 @@ def take_step(node: Node, role: Stepper) -> None:
         raise RuntimeError(f"a step does not end: {node.error}")
 
 
-def _meet(
-    transport: ZmqTransport, machine: int, folder: Path, names: Sequence[Address]
-) -> None:
+def _meet(transport: ZmqTransport, machine: int, folder: Path, names: Sequence[Address]) -> None:
     """Tell the others where this machine is, and learn where they are."""
     draft = folder / f".{machine}.address"
     draft.write_text(transport.endpoint)

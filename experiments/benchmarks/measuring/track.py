@@ -80,9 +80,7 @@ class PacedFrames:
         n_classes: Targets are from 0 to one less.
     """
 
-    def __init__(
-        self, folder: Path, *, contestant: int, n_inputs: int, n_classes: int
-    ) -> None:
+    def __init__(self, folder: Path, *, contestant: int, n_inputs: int, n_classes: int) -> None:
         generator = torch.Generator().manual_seed(0)
         self._inputs = torch.randn(N_SAMPLES, n_inputs, generator=generator)
         self._targets = torch.randint(n_classes, (N_SAMPLES,), generator=generator)
@@ -106,10 +104,6 @@ class PacedFrames:
         return self._inputs[indices], self._targets[indices]
 
 
-def paced_frames(
-    folder: str, contestant: int, n_inputs: int, n_classes: int
-) -> PacedFrames:
+def paced_frames(folder: str, contestant: int, n_inputs: int, n_classes: int) -> PacedFrames:
     """Return the samples; the factory that a job file names."""
-    return PacedFrames(
-        Path(folder), contestant=contestant, n_inputs=n_inputs, n_classes=n_classes
-    )
+    return PacedFrames(Path(folder), contestant=contestant, n_inputs=n_inputs, n_classes=n_classes)

@@ -78,9 +78,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """Return its layers and the loss, without memory for its tensors."""
         with torch.device("meta"):
             module = self.module()
-        return append_loss(
-            capture(module, [InputSpec(shape=self.input_shape)]), self.loss
-        )
+        return append_loss(capture(module, [InputSpec(shape=self.input_shape)]), self.loss)
 
     def samples(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the batch.
@@ -107,6 +105,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         if self.net == "speech":
             return functional.cross_entropy(outputs, labels)
         wanted = functional.one_hot(labels, self.n_classes).to(outputs.dtype)
-        return functional.binary_cross_entropy_with_logits(
-            outputs, wanted, reduction="sum"
-        ) / len(outputs)
+        return functional.binary_cross_entropy_with_logits(outputs, wanted, reduction="sum") / len(
+            outputs
+        )

@@ -104,9 +104,7 @@ def _be_honest(told: Told) -> None:
 
     torch.set_num_threads(1)
     net = torch.nn.Linear(512, 512)
-    optimizer = distbelief.DownpourSGD(
-        net.parameters(), server=told.address, keys=told.keys
-    )
+    optimizer = distbelief.DownpourSGD(net.parameters(), server=told.address, keys=told.keys)
     with Path(told.counter).open("r+b") as file:
         counter = mmap.mmap(file.fileno(), 8)
     n = 0
@@ -250,10 +248,7 @@ def _role(told: Told, goes_on: Callable[[], bool]) -> int:
 
 
 def _crowd(
-    told: Told,
-    goes_on: Callable[[], bool],
-    pair: Callable[[int], KeyPair],
-    message: bytes | None,
+    told: Told, goes_on: Callable[[], bool], pair: Callable[[int], KeyPair], message: bytes | None
 ) -> int:
     """Come with a key, say something, leave: some dozens at a time."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -94,9 +94,7 @@ def linked(*, bits_per_second: float) -> Iterator[tuple[Host, Host]]:
         yield one, other
     finally:
         for name in names:  # the link goes with them
-            subprocess.run(
-                ["ip", "netns", "del", name], capture_output=True, check=False
-            )
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 def _do(command: Sequence[str]) -> None:

@@ -47,9 +47,7 @@ class Lan:
         """Return how many bytes this host has received, and sent, so far."""
         command = ["ip", "-n", host.name, "-s", "-j", "link", "show", INTERFACE]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        told = cast(
-            "list[dict[str, dict[str, dict[str, int]]]]", json.loads(done.stdout)
-        )
+        told = cast("list[dict[str, dict[str, dict[str, int]]]]", json.loads(done.stdout))
         counts = told[0]["stats64"]
         return counts["rx"]["bytes"], counts["tx"]["bytes"]
 
@@ -90,9 +88,7 @@ def switched(n_hosts: int, *, bits_per_second: float) -> Iterator[Lan]:
                 _do(["ip", "netns", "del", name])
 
 
-def _plug(
-    name: str, switch: str, port: str, address: str, bits_per_second: float
-) -> None:
+def _plug(name: str, switch: str, port: str, address: str, bits_per_second: float) -> None:
     _do(["ip", "netns", "add", name])
     _do(
         [

@@ -182,13 +182,9 @@ class _Hosts:
         del staged
         return self.n
 
-    def options(
-        self, staged: StagedJob, *, faults: Sequence[Fault] = ()
-    ) -> ClusterOptions:
+    def options(self, staged: StagedJob, *, faults: Sequence[Fault] = ()) -> ClusterOptions:
         """Return what the simulation is to be told of them."""
-        places: dict[Address, Place] = {
-            name: self.placement.get(name, 0) for name in staged.kinds
-        }
+        places: dict[Address, Place] = {name: self.placement.get(name, 0) for name in staged.kinds}
         cluster = uniform("lan", _MACHINE, self.n, latency=1e-4)
         options = options_for(cluster, places)
         return replace(options, start=(SUPERVISOR,), faults=tuple(faults))
@@ -198,9 +194,7 @@ class _Hosts:
         return staged.builders()
 
 
-def _foretell(
-    path: Path, placement: Mapping[Address, int]
-) -> tuple[Traffic, Sequence[Address]]:
+def _foretell(path: Path, placement: Mapping[Address, int]) -> tuple[Traffic, Sequence[Address]]:
     """Return what the roles of this job, so placed, send; and all their names."""
     with Staging() as staging:
         staged = staging.stage(load_job(path))
@@ -211,9 +205,7 @@ def _foretell(
     return ended.simulation.traffic, list(staged.kinds)
 
 
-def _between(
-    traffic: Traffic, senders: Sequence[Address], receivers: Sequence[Address]
-) -> float:
+def _between(traffic: Traffic, senders: Sequence[Address], receivers: Sequence[Address]) -> float:
     return sum(
         traffic.between(sender, receiver)
         for sender in _shortest(senders)

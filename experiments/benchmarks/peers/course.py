@@ -128,11 +128,7 @@ class Course:
         the teacher sees the place on it.
         """
         random = torch.Generator().manual_seed(seed)
-        n, n_inputs, n_classes = (
-            self.n_train + self.n_held_out,
-            self.sizes[0],
-            self.sizes[-1],
-        )
+        n, n_inputs, n_classes = (self.n_train + self.n_held_out, self.sizes[0], self.sizes[-1])
 
         def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
             return torch.randn(*shape, generator=random) * scale
@@ -141,8 +137,7 @@ class Course:
         inputs = torch.tanh(place @ normal(n_latent, n_inputs, scale=n_latent**-0.5))
         inputs += normal(n, n_inputs, scale=0.1)
         hidden = torch.tanh(
-            place @ normal(n_latent, 64, scale=1.5 * n_latent**-0.5)
-            + normal(64, scale=0.2)
+            place @ normal(n_latent, 64, scale=1.5 * n_latent**-0.5) + normal(64, scale=0.2)
         )
         scores = hidden @ normal(64, n_classes)
         targets = ((scores - scores.mean(0)) / scores.std(0)).argmax(1)
@@ -157,15 +152,11 @@ class Course:
         self._write("targets", targets)
         self._write("initial", torch.cat(initial))
 
-    def _map(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _map(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         path, size = str(Path(self.run_folder, name)), math.prod(shape)
         return torch.from_file(path, shared=True, size=size, dtype=dtype).view(shape)
 
-    def _read(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         path, size = str(Path(self.data_folder, name)), math.prod(shape)
         return torch.from_file(path, shared=False, size=size, dtype=dtype).view(shape)
 
@@ -173,9 +164,7 @@ class Course:
         path = Path(self.data_folder, name)
         with path.open("wb") as file:
             file.truncate(values.nbytes)
-        mapped = torch.from_file(
-            str(path), shared=True, size=values.numel(), dtype=values.dtype
-        )
+        mapped = torch.from_file(str(path), shared=True, size=values.numel(), dtype=values.dtype)
         mapped.copy_(values.reshape(-1))
 
 
@@ -284,10 +273,7 @@ class Entrant:
 
 
 def run_together(
-    target: Callable[..., None],
-    arguments: Sequence[tuple[object, ...]],
-    *,
-    forever: int = 0,
+    target: Callable[..., None], arguments: Sequence[tuple[object, ...]], *, forever: int = 0
 ) -> None:
     """Run `target(*a)` for each a in a process of its own, until all have ended.
 
@@ -308,9 +294,7 @@ def run_together(
             for index, process in enumerate(processes):
                 process.join(0.05)
                 if process.exitcode:
-                    raise ChildProcessError(
-                        f"process {index} ended with status {process.exitcode}"
-                    )
+                    raise ChildProcessError(f"process {index} ended with status {process.exitcode}")
     finally:
         for process in processes:
             process.kill()

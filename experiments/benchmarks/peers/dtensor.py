@@ -35,10 +35,7 @@ def main(path: str, rank: int, n_ranks: int, meeting: str) -> None:
     torch.set_num_threads(1)
     workload = msgspec.json.decode(Path(path).read_bytes(), type=Workload)
     distributed.init_process_group(
-        "gloo",
-        init_method=Path(meeting).absolute().as_uri(),
-        rank=rank,
-        world_size=n_ranks,
+        "gloo", init_method=Path(meeting).absolute().as_uri(), rank=rank, world_size=n_ranks
     )
     net = parallel(workload.module(), n_ranks=n_ranks)
     inputs, labels = workload.samples()

@@ -53,11 +53,7 @@ def work(path: str, rank: int) -> None:
     entrant = Entrant(course, rank - 1)
     net = entrant.net
     optimizer = peer.DownpourSGD(
-        net.parameters(),
-        lr=course.learning_rate,
-        n_push=N_STEPS,
-        n_pull=N_STEPS,
-        model=net,
+        net.parameters(), lr=course.learning_rate, n_push=N_STEPS, n_pull=N_STEPS, model=net
     )
     for inputs, targets in entrant.batches():
         entrant.gradient(inputs, targets)

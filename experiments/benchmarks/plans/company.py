@@ -48,9 +48,7 @@ class Company:
         folder: For what they are told, and say when they fail.
     """
 
-    def __init__(
-        self, workload: Workload, plans: Mapping[str, Plan], folder: Path
-    ) -> None:
+    def __init__(self, workload: Workload, plans: Mapping[str, Plan], folder: Path) -> None:
         n_machines = max(plan.cluster.n_machines for plan in plans.values())
         self._needed = {name: plan.cluster.n_machines for name, plan in plans.items()}
         paths = {name: folder / f"{index}.json" for index, name in enumerate(plans)}

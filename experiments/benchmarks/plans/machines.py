@@ -118,9 +118,7 @@ def order_by(
 
 def plan_of(way: Way, order: Order, *, loss: str) -> Plan:
     """Return a way of splitting a net as a plan."""
-    n_machines = 1 + max(
-        placed for each in way.placements.values() for placed in each.computing
-    )
+    n_machines = 1 + max(placed for each in way.placements.values() for placed in each.computing)
     plan = plan_for(
         order.graph,
         way.placements,
@@ -132,20 +130,13 @@ def plan_of(way: Way, order: Order, *, loss: str) -> Plan:
 
 
 def replica(
-    name: str,
-    plan: Plan,
-    *,
-    workload: Workload,
-    folder: Path,
-    ends: Sequence[Host] = HERE,
+    name: str, plan: Plan, *, workload: Workload, folder: Path, ends: Sequence[Host] = HERE
 ) -> Crew:
     """Return the machines that compute a net by this plan."""
     place = folder / name.replace(" ", "_")
     place.mkdir()
     plan.save(place / "plan.json")
-    setting = Setting(
-        workload=workload, plan=str(place / "plan.json"), folder=str(place)
-    )
+    setting = Setting(workload=workload, plan=str(place / "plan.json"), folder=str(place))
     (place / "setting.json").write_bytes(msgspec.json.encode(setting))
     hands = [
         Hand(

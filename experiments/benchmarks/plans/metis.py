@@ -70,9 +70,7 @@ def cells_of(graph: LayerGraph, cluster: Cluster, *, batch: int, costs: Costs) -
     return Cells(placements, seconds, n_bytes)
 
 
-def metis(
-    graph: LayerGraph, cluster: Cluster, *, batch: int, costs: Costs
-) -> dict[str, Placement]:
+def metis(graph: LayerGraph, cluster: Cluster, *, batch: int, costs: Costs) -> dict[str, Placement]:
     """Return the plan that METIS makes.
 
     Args:

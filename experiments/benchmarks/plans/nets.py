@@ -91,9 +91,7 @@ def mobilenet(n_classes: int = 1000) -> nn.Module:
     return nn.Sequential(*layers, *pooled, nn.Linear(before, n_classes))
 
 
-def resnet(
-    counts: Sequence[int], *, bottleneck: bool, n_classes: int = 1000
-) -> nn.Module:
+def resnet(counts: Sequence[int], *, bottleneck: bool, n_classes: int = 1000) -> nn.Module:
     """He et al. 2015: 18 layers are (2, 2, 2, 2), 50 are (3, 4, 6, 3) bottlenecks."""
     layers: list[nn.Module] = [
         *convolution(3, 64, 7, stride=2),
@@ -103,9 +101,7 @@ def resnet(
     for stage, count in enumerate(counts):
         for index in range(count):
             stride = 2 if stage and not index else 1
-            block = Residual(
-                before, 64 * 2**stage, stride=stride, bottleneck=bottleneck
-            )
+            block = Residual(before, 64 * 2**stage, stride=stride, bottleneck=bottleneck)
             layers.append(block)
             before = block.n_outputs
     pooled = (nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -162,11 +158,7 @@ def convolution(
 ) -> list[nn.Module]:
     """Return a convolution, batch normalisation and a rectifier."""
     connected = nn.Conv2d(
-        *(before, after, size),
-        stride=stride,
-        padding=size // 2,
-        groups=groups,
-        bias=False,
+        *(before, after, size), stride=stride, padding=size // 2, groups=groups, bias=False
     )
     return [connected, nn.BatchNorm2d(after), nn.ReLU()]
 
@@ -175,9 +167,7 @@ def convolution(
 class Residual(nn.Module):
     """What is added to a shortcut: two convolutions, or a bottleneck of three."""
 
-    def __init__(
-        self, before: int, width: int, *, stride: int, bottleneck: bool
-    ) -> None:
+    def __init__(self, before: int, width: int, *, stride: int, bottleneck: bool) -> None:
         super().__init__()
         self.n_outputs = 4 * width if bottleneck else width
         layers = (
@@ -187,10 +177,7 @@ class Residual(nn.Module):
                 *convolution(width, self.n_outputs, 1),
             ]
             if bottleneck
-            else [
-                *convolution(before, width, 3, stride=stride),
-                *convolution(width, width, 3),
-            ]
+            else [*convolution(before, width, 3, stride=stride), *convolution(width, width, 3)]
         )
         self.added = nn.Sequential(*layers[:-1])
         shortcut = convolution(before, self.n_outputs, 1, stride=stride)[:-1]
@@ -213,14 +200,8 @@ class Inception(nn.Module):
             nn.Sequential(*layers)
             for layers in (
                 convolution(before, one, 1),
-                [
-                    *convolution(before, three_before, 1),
-                    *convolution(three_before, three, 3),
-                ],
-                [
-                    *convolution(before, five_before, 1),
-                    *convolution(five_before, five, 5),
-                ],
+                [*convolution(before, three_before, 1), *convolution(three_before, three, 3)],
+                [*convolution(before, five_before, 1), *convolution(five_before, five, 5)],
                 [nn.MaxPool2d(3, stride=1, padding=1), *convolution(before, pooled, 1)],
             )
         )
@@ -256,18 +237,14 @@ class DenseBlock(nn.Module):
 class UNet(nn.Module):
     """Ronneberger et al. 2015, with edges padded: long skips over four levels."""
 
-    def __init__(
-        self, *, width: int = 64, n_levels: int = 4, n_classes: int = 2
-    ) -> None:
+    def __init__(self, *, width: int = 64, n_levels: int = 4, n_classes: int = 2) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(n_levels + 1)]
         before = [3, *widths[:-2]]
         self.down = nn.ModuleList(map(self._pair, before, widths[:-1]))
         self.bottom = self._pair(widths[-2], widths[-1])
         self.raised = nn.ModuleList(
-            nn.Sequential(
-                nn.Upsample(scale_factor=2), nn.Conv2d(2 * n, n, 3, padding=1)
-            )
+            nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(2 * n, n, 3, padding=1))
             for n in reversed(widths[:-1])
         )
         self.up = nn.ModuleList(self._pair(2 * n, n) for n in reversed(widths[:-1]))
@@ -275,9 +252,7 @@ class UNet(nn.Module):
 
     @staticmethod
     def _pair(before: int, after: int) -> nn.Sequential:
-        return nn.Sequential(
-            *convolution(before, after, 3), *convolution(after, after, 3)
-        )
+        return nn.Sequential(*convolution(before, after, 3), *convolution(after, after, 3))
 
     @override
     def forward(self, image: torch.Tensor) -> torch.Tensor:
@@ -332,9 +307,7 @@ class Encoder(nn.Module):
 _IMAGE: Final = InputSpec(shape=(3, 224, 224))
 
 SPEECH: Final = Net(
-    make=lambda: acoustic_net([2560] * 4, 8192),
-    input=InputSpec(shape=(440,)),
-    batch=100,
+    make=lambda: acoustic_net([2560] * 4, 8192), input=InputSpec(shape=(440,)), batch=100
 )
 IMAGES: Final = Net(
     make=paper_net, input=InputSpec(shape=(3, 100, 100)), batch=100, loss="one_vs_all"
@@ -344,30 +317,18 @@ IMAGES: Final = Net(
 NETS: Final[Mapping[str, Net]] = {
     "speech": SPEECH,
     "images 80M": Net(
-        make=lambda: paper_net("80M"),
-        input=IMAGES.input,
-        batch=100,
-        loss="one_vs_all",
+        make=lambda: paper_net("80M"), input=IMAGES.input, batch=100, loss="one_vs_all"
     ),
     "alexnet": Net(make=alexnet, input=_IMAGE, batch=32),
     "vgg16": Net(make=vgg16, input=_IMAGE, batch=32),
     "mobilenet": Net(make=mobilenet, input=_IMAGE, batch=32),
-    "resnet18": Net(
-        make=lambda: resnet((2, 2, 2, 2), bottleneck=False), input=_IMAGE, batch=32
-    ),
-    "resnet50": Net(
-        make=lambda: resnet((3, 4, 6, 3), bottleneck=True), input=_IMAGE, batch=32
-    ),
+    "resnet18": Net(make=lambda: resnet((2, 2, 2, 2), bottleneck=False), input=_IMAGE, batch=32),
+    "resnet50": Net(make=lambda: resnet((3, 4, 6, 3), bottleneck=True), input=_IMAGE, batch=32),
     "googlenet": Net(make=googlenet, input=_IMAGE, batch=32),
     "densenet121": Net(make=densenet, input=_IMAGE, batch=32),
     "unet": Net(make=UNet, input=_IMAGE, batch=8),
-    "lstm": Net(
-        make=Lstm, input=InputSpec(shape=(35,), n_values=10_000), batch=20, classes=1
-    ),
+    "lstm": Net(make=Lstm, input=InputSpec(shape=(35,), n_values=10_000), batch=20, classes=1),
     "encoder": Net(
-        make=Encoder,
-        input=InputSpec(shape=(128,), n_values=30_000),
-        batch=32,
-        classes=1,
+        make=Encoder, input=InputSpec(shape=(128,), n_values=30_000), batch=32, classes=1
     ),
 }

@@ -39,11 +39,7 @@ class Paces(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def seconds(self) -> float:
         """Of all layers, in both."""
-        return sum(
-            sum(passes)
-            for pace in (self.alone, self.together)
-            for passes in pace.values()
-        )
+        return sum(sum(passes) for pace in (self.alone, self.together) for passes in pace.values())
 
     def at(self, overlap: float) -> Pace:
         """Return the pace of who computes this share while others compute as well."""
@@ -60,10 +56,7 @@ class Paces(msgspec.Struct, frozen=True, kw_only=True):
 def mean_pace(paces: Sequence[Pace]) -> Pace:
     """Return the mean of several."""
     return {
-        key: (
-            fmean(pace[key][0] for pace in paces),
-            fmean(pace[key][1] for pace in paces),
-        )
+        key: (fmean(pace[key][0] for pace in paces), fmean(pace[key][1] for pace in paces))
         for key in set(paces[0]).intersection(*paces[1:])
     }
 

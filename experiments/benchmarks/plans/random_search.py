@@ -61,13 +61,9 @@ def search(
 class _Draws:
     """Random choices and moves."""
 
-    def __init__(
-        self, problem: Problem, words: Sequence[Sequence[str]], *, seed: int
-    ) -> None:
+    def __init__(self, problem: Problem, words: Sequence[Sequence[str]], *, seed: int) -> None:
         self._problem = problem
-        self._places = [
-            {word: index for index, word in enumerate(row)} for row in words
-        ]
+        self._places = [{word: index for index, word in enumerate(row)} for row in words]
         self._words = words
         self._rng = np.random.default_rng(seed)
 

@@ -61,12 +61,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rounds(
-    company: Company,
-    plans: Sequence[str],
-    *,
-    n_rounds: int,
-    n_steps: int,
-    seconds_max: float,
+    company: Company, plans: Sequence[str], *, n_rounds: int, n_steps: int, seconds_max: float
 ) -> Iterator[Turn]:
     """Yield the turns of all plans, one of each a round.
 
@@ -91,9 +86,7 @@ def counting(turns: Sequence[Turn]) -> list[Turn]:
     return [turn for turn in turns if not turn.is_void or turn.plan not in alone]
 
 
-def _turn(
-    company: Company, plan: str, paces: dict[int, Paces], *, n_steps: int
-) -> Turn:
+def _turn(company: Company, plan: str, paces: dict[int, Paces], *, n_steps: int) -> Turn:
     n_machines = company.n_machines(plan)
     before = paces.pop(n_machines, None) or company.paces(n_machines)
     taken = company.take(plan, n_steps=1 + n_steps)

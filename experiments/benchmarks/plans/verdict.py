@@ -53,19 +53,12 @@ class Verdict:
         return list(dict.fromkeys([self.preferred, *others]))[:N_FINALISTS]
 
 
-def compared(
-    predicted: Mapping[str, float], measured: Mapping[str, float]
-) -> dict[str, float]:
+def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float]:
     """Return how well predictions do: error, rank."""
     names = list(predicted)
     errors = [abs(predicted[name] / measured[name] - 1.0) for name in names]
-    rank = spearmanr(
-        [predicted[name] for name in names], [measured[name] for name in names]
-    )
-    return {
-        "error": sum(errors) / len(errors),
-        "rank": float(cast("float", rank.statistic)),
-    }
+    rank = spearmanr([predicted[name] for name in names], [measured[name] for name in names])
+    return {"error": sum(errors) / len(errors), "rank": float(cast("float", rank.statistic))}
 
 
 def regret(preferred: str, final: Mapping[str, Sequence[float]]) -> float:
@@ -99,8 +92,7 @@ def verdict(
     return Verdict(
         predicted=predicted,
         measured={
-            name: median(turn.seconds for turn in turns if turn.plan == name)
-            for name in plans
+            name: median(turn.seconds for turn in turns if turn.plan == name) for name in plans
         },
         brought={name: median(seconds) for name, seconds in brought.items()},
         slower=[slower(profile, pace) for pace in paces],

@@ -21,16 +21,7 @@ from distbelief.messages import Acknowledge, Push
 from distbelief.parameter_server.layout.layout import Layout, TensorSpec
 from distbelief.parameter_server.rules.update_rules import Adagrad
 from distbelief.program.cluster_file import load_cluster
-from distbelief.roles import (
-    Action,
-    Address,
-    Event,
-    Received,
-    Role,
-    Seconds,
-    Send,
-    Started,
-)
+from distbelief.roles import Action, Address, Event, Received, Role, Seconds, Send, Started
 from distbelief.runtime.task.local_model import LocalModel
 from distbelief.runtime.task.task import (
     BuildContext,
@@ -86,26 +77,17 @@ class Built:
 def speech_layout(n_shards: int) -> Layout:
     """Return how the paper's speech net lies on so many shards."""
     pairs = list(itertools.pairwise(SPEECH))
-    weights = [
-        TensorSpec(name=f"{i}.weight", shape=(b, a)) for i, (a, b) in enumerate(pairs)
-    ]
-    biases = [
-        TensorSpec(name=f"{i}.bias", shape=(b,)) for i, (_, b) in enumerate(pairs)
-    ]
+    weights = [TensorSpec(name=f"{i}.weight", shape=(b, a)) for i, (a, b) in enumerate(pairs)]
+    biases = [TensorSpec(name=f"{i}.bias", shape=(b,)) for i, (_, b) in enumerate(pairs)]
     return Layout.of([*weights, *biases], n_shards=n_shards)
 
 
 def downpour(n_replicas: int, n_shards: int, *, steps: int, priced: bool) -> Built:
     """Return a Downpour job of the speech net, which every replica has to itself."""
     settings = DownpourSettings(
-        loss="cross_entropy",
-        batch_size=BATCH,
-        rule=Adagrad(learning_rate=0.01),
-        max_steps=steps,
+        loss="cross_entropy", batch_size=BATCH, rule=Adagrad(learning_rate=0.01), max_steps=steps
     )
-    roster = DOWNPOUR.roster(
-        settings, n_replicas=n_replicas, n_shards=n_shards, evaluates=False
-    )
+    roster = DOWNPOUR.roster(settings, n_replicas=n_replicas, n_shards=n_shards, evaluates=False)
     build = partial(DOWNPOUR.build, config=settings)
     names = [Address(entry.name) for entry in roster]
     return _built(names, build, n_shards=n_shards, priced=priced, n_ending=n_replicas)
@@ -126,16 +108,14 @@ def sandblaster(n_replicas: int, n_shards: int, *, batches: int) -> Built:
         portion=portion,
         portions_per_set=1,
     )
-    roster = SANDBLASTER.roster(
-        settings, n_replicas=n_replicas, n_shards=n_shards, evaluates=False
-    )
+    roster = SANDBLASTER.roster(settings, n_replicas=n_replicas, n_shards=n_shards, evaluates=False)
     build = partial(SANDBLASTER.build, config=settings)
     names = [Address(entry.name) for entry in roster]
     built = partial(_built, names, build, n_shards=n_shards, priced=True, n_ending=1)
     return built(n_per_shard=25, in_blocks=False)
 
 
-def _built(  # noqa: PLR0913 -- what two kinds of jobs differ in
+def _built(
     names: Sequence[Address],
     build: partial[Role],
     *,
@@ -146,10 +126,7 @@ def _built(  # noqa: PLR0913 -- what two kinds of jobs differ in
     in_blocks: bool = True,
 ) -> Built:
     model = LocalModel(build_model(TASK.model))
-    small, large = (
-        Layout.of(model.specs(), n_shards=n_shards),
-        speech_layout(n_shards),
-    )
+    small, large = (Layout.of(model.specs(), n_shards=n_shards), speech_layout(n_shards))
     context = partial(
         BuildContext,
         task=TASK,
@@ -234,9 +211,7 @@ class Answering:
                 samples=1,
             )
             return Send(receiver=self._peer, message=push)
-        answer = Acknowledge(
-            sequence=self._n_left, shard_incarnation=1, clock=1, staleness=0
-        )
+        answer = Acknowledge(sequence=self._n_left, shard_incarnation=1, clock=1, staleness=0)
         return Send(receiver=self._peer, message=answer)
 
 
@@ -247,9 +222,7 @@ def answering(*, n_pairs: int, n_words: int, priced: bool) -> SimulatedCluster:
         a, b = Address(f"a-{index}"), Address(f"b-{index}")
         for name, peer in ((a, b), (b, a)):
 
-            def build(
-                _: Memory, peer: Address = peer, *, begins: bool = name == a
-            ) -> Role:
+            def build(_: Memory, peer: Address = peer, *, begins: bool = name == a) -> Role:
                 return Answering(peer, n_words=n_words, begins=begins)
 
             builders[name] = build

@@ -94,9 +94,7 @@ SPLIT: Final = ("cluster.replicas=1", "cluster.partitions=2")
 CASES: Final[Mapping[str, Case]] = {
     "alone": Case(name="Downpour, 1 replica, 1 shard", overrides=ALONE),
     "two": Case(name="Downpour, 2 replicas, 1 shard"),
-    "shards": Case(
-        name="Downpour, 2 replicas, 2 shards", overrides=("cluster.shards=2",)
-    ),
+    "shards": Case(name="Downpour, 2 replicas, 2 shards", overrides=("cluster.shards=2",)),
     "paused": Case(name="Downpour 2 x 1, a replica paused 2 s", blows=(PAUSED,)),
     "slowed": Case(name="Downpour 2 x 1, a replica slowed 3 times", blows=(SLOWED,)),
     "split": Case(name="2 machines of a replica, 1 shard", overrides=SPLIT),
@@ -107,9 +105,7 @@ CASES: Final[Mapping[str, Case]] = {
 TINY: Final = ("model.arguments.hidden=32",)
 
 
-def truth(
-    names: Sequence[str] = tuple(CASES), *, small: bool = False
-) -> dict[str, float]:
+def truth(names: Sequence[str] = tuple(CASES), *, small: bool = False) -> dict[str, float]:
     """Run these jobs, or tiny ones, in virtual time and for real."""
     found: dict[str, Agreement] = {}
     others: dict[str, float] = {}
@@ -124,10 +120,7 @@ def truth(
     for last in list(found.values())[-1:]:
         for name, value, origin in last.constants:
             print(f"  {name}: {value} ({origin})")
-    rows = {
-        name: {**_row(both), "others": f"{others[name]:.2f}"}
-        for name, both in found.items()
-    }
+    rows = {name: {**_row(both), "others": f"{others[name]:.2f}"} for name, both in found.items()}
     measurement.show("simulated / real on this host", rows)
     return {
         "step_time_error": _worst(found, "step_seconds"),
@@ -154,9 +147,7 @@ def _row(both: Agreement) -> dict[str, str]:
         if simulated is not None and real is not None:
             cells[figure] = f"{simulated:.4g} / {real:.4g}"
     for figure in ("pushed_bytes", "fetched_bytes", "steps"):
-        cells[figure] = f"{getattr(both.simulated, figure)} / " + str(
-            getattr(both.real, figure)
-        )
+        cells[figure] = f"{getattr(both.simulated, figure)} / " + str(getattr(both.real, figure))
     return cells
 
 

@@ -171,8 +171,7 @@ def test_a_mistake_in_the_job_file_is_one_message_and_exit_code_2() -> None:
     assert done.exit_code == MISTAKEN
     assert done.stdout == ""
     assert done.stderr == (
-        "--set algorithm.n_pushes=5: [algorithm] has no key 'n_pushes'. "
-        "Did you mean 'n_push'?\n"
+        "--set algorithm.n_pushes=5: [algorithm] has no key 'n_pushes'. Did you mean 'n_push'?\n"
     )
 
 
@@ -216,9 +215,7 @@ def test_each_kind_of_error_has_its_exit_code(
     assert capsys.readouterr().err == said
 
 
-def test_an_unforeseen_error_points_at_its_place(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_unforeseen_error_points_at_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as caught, told(show_traceback=False):
         _ = os.environ["NO SUCH NAME"]
     assert caught.value.exit_code == FAILED
@@ -229,9 +226,7 @@ def test_an_unforeseen_error_points_at_its_place(
     assert "--traceback" in said
 
 
-def test_a_traceback_is_shown_to_whoever_asks(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_traceback_is_shown_to_whoever_asks(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit), told(show_traceback=True):
         raise JobError("mend the model")
     assert "Traceback" in capsys.readouterr().err

@@ -55,20 +55,9 @@ def test_a_machine_that_knows_no_server_asks_which(
 
 
 def listening(
-    listen: str = "tcp://127.0.0.1:0",
-    *,
-    keys: Path | None = None,
-    on: str | None = None,
+    listen: str = "tcp://127.0.0.1:0", *, keys: Path | None = None, on: str | None = None
 ) -> None:
-    hosting_of(
-        listen,
-        keys=keys,
-        insecure=False,
-        n_hosts=1,
-        hosts_seconds=1.0,
-        cores=None,
-        on=on,
-    )
+    hosting_of(listen, keys=keys, insecure=False, n_hosts=1, hosts_seconds=1.0, cores=None, on=on)
 
 
 def test_where_a_job_listens_is_checked() -> None:
@@ -92,9 +81,7 @@ def test_options_for_machines_need_somewhere_to_join(
     assert "--listen tcp://0.0.0.0:7700" in done.stderr
 
 
-def test_without_ray_nothing_is_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_ray_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run directory stayed behind, and the next run's was called speech.2."""
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "speech").mkdir()

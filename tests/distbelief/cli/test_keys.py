@@ -61,9 +61,7 @@ def test_from_the_first_key_to_the_last(directory: Path) -> None:
         (["revoke", "x"], "distbelief keys new"),
     ],
 )
-def test_without_a_key_one_is_told_how_to_make_it(
-    arguments: list[str], said: str
-) -> None:
+def test_without_a_key_one_is_told_how_to_make_it(arguments: list[str], said: str) -> None:
     result = keys(*arguments)
     assert result.exit_code == MISTAKEN
     assert said in result.stderr
@@ -89,9 +87,7 @@ def test_mistakes_are_named() -> None:
 
 def test_no_secret_is_ever_printed(directory: Path) -> None:
     said = [keys("new"), keys("allow", OTHER, "x"), keys("rotate")]
-    secrets = [
-        (directory / name).read_text().strip() for name in ("secret.key", "next.key")
-    ]
+    secrets = [(directory / name).read_text().strip() for name in ("secret.key", "next.key")]
     said += [keys("show"), keys("show", "--json"), keys("rotate", "--finish")]
     (directory / "secret.key").chmod(0o644)
     said += [keys("show", "--traceback")]

@@ -90,9 +90,7 @@ def test_of_many_samples_a_few_are_named() -> None:
 
 def test_a_sample_that_is_no_pair_is_named() -> None:
     text = refused(Samples([(torch.zeros(1), 0), torch.zeros(3)]), [0, 1])
-    assert text == (
-        "[data.test] sample 1 is of type Tensor: it must be a pair (input, target)"
-    )
+    assert text == ("[data.test] sample 1 is of type Tensor: it must be a pair (input, target)")
 
 
 def test_a_triple_is_no_pair() -> None:
@@ -124,9 +122,7 @@ def test_a_batch_of_three_parts_is_refused() -> None:
         def __getitems__(self, indices: list[int]) -> object:
             return (1, 2, 3)
 
-    assert "a tuple of 3: a batch is a tuple (inputs, targets)" in refused(
-        Triples([]), [0]
-    )
+    assert "a tuple of 3: a batch is a tuple (inputs, targets)" in refused(Triples([]), [0])
 
 
 def test_a_list_of_another_length_is_refused() -> None:
@@ -134,6 +130,4 @@ def test_a_list_of_another_length_is_refused() -> None:
         def __getitems__(self, indices: list[int]) -> object:
             return []
 
-    assert "__getitems__ of 2 samples returned a list of 0" in refused(
-        Short([]), [0, 1]
-    )
+    assert "__getitems__ of 2 samples returned a list of 0" in refused(Short([]), [0, 1])

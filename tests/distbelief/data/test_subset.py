@@ -93,10 +93,7 @@ def test_every_sample_is_read_once_per_pass(n_samples: int, batch_size: int) -> 
     part = DataShard(n_samples, replica_index=0, n_replicas=1, seed=1)
     for epoch in range(3):
         seen = walk(
-            part,
-            batch_size=batch_size,
-            begin=epoch * n_samples,
-            end=(epoch + 1) * n_samples,
+            part, batch_size=batch_size, begin=epoch * n_samples, end=(epoch + 1) * n_samples
         )
         assert seen == part.order(epoch).tolist()
 
@@ -163,9 +160,7 @@ def test_between_two_passes_every_replica_begins_a_whole_pass(
     cut: tuple[int, int], n_passes: int
 ) -> None:
     n_samples, n_replicas = cut
-    positions = fresh_positions(
-        n_passes * n_samples, n_samples=n_samples, n_replicas=n_replicas
-    )
+    positions = fresh_positions(n_passes * n_samples, n_samples=n_samples, n_replicas=n_replicas)
     parts = shards_of(*cut)
     assert list(positions) == [n_passes * len(part) for part in parts]
 

@@ -91,11 +91,7 @@ class Shard:
                 ]
             case PushBlock():
                 self._blocks[message.sequence] = message.values.copy()
-                return [
-                    PushCredit(
-                        sequence=message.sequence, shard_incarnation=1, received=1
-                    )
-                ]
+                return [PushCredit(sequence=message.sequence, shard_incarnation=1, received=1)]
             case Push():
                 self.pushed.append((message, self._blocks[message.sequence]))
                 return self.acknowledge() if self.acknowledges else []
@@ -142,9 +138,7 @@ class Bench:
         self.layout = layout
         self.shard = Shard(values)
         self.dataset = Frames(n_samples=n_samples) if dataset is None else dataset
-        self.data_shard = DataShard(
-            len(self.dataset), replica_index=0, n_replicas=1, seed=0
-        )
+        self.data_shard = DataShard(len(self.dataset), replica_index=0, n_replicas=1, seed=0)
         self.replica = ModelReplica(
             self.config,
             client=ParameterClient(
@@ -194,9 +188,7 @@ class Bench:
 
     def tell(self, message: Message, *, sender: str = SUPERVISOR) -> list[Action]:
         """Let a message arrive."""
-        return self.feed(
-            Received(sender=Address(sender), incarnation=1, message=message)
-        )
+        return self.feed(Received(sender=Address(sender), incarnation=1, message=message))
 
     def deliver(self) -> None:
         """Let the shard answer all it was sent, and what it is sent upon that."""

@@ -19,19 +19,11 @@ from distbelief.parameter_server.shard import ParameterServerShard
 from distbelief.roles import Compute, Role, Started
 from distbelief.runtime.evaluator import Evaluator
 from distbelief.runtime.task.local_model import LocalModel
-from distbelief.runtime.task.task import (
-    BuildContext,
-    DataSpec,
-    ModelSpec,
-    TaskSpec,
-    build_model,
-)
+from distbelief.runtime.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec, build_model
 from tests.distbelief.runtime.examples import HERE
 
 
-SETTINGS = DownpourSettings(
-    loss="cross_entropy", batch_size=4, rule=SGD(learning_rate=0.1)
-)
+SETTINGS = DownpourSettings(loss="cross_entropy", batch_size=4, rule=SGD(learning_rate=0.1))
 
 
 def refused(**table: object) -> str:
@@ -154,19 +146,13 @@ def test_a_replica_with_other_data_than_the_job_is_not_built() -> None:
     n_train = len(built.train_data())
     build("replica-0", replace(built, n_train=n_train))
     other = replace(built, n_train=n_train + 1)
-    with pytest.raises(
-        JobError, match=rf"has {n_train} samples here, and {n_train + 1}"
-    ):
+    with pytest.raises(JobError, match=rf"has {n_train} samples here, and {n_train + 1}"):
         build("replica-0", other)
     build("replica-0", replace(other, datasets={"data.train": built.train_data()}))
 
 
 def test_every_role_of_the_roster_can_be_built() -> None:
-    kinds = {
-        "shard": ParameterServerShard,
-        "replica": ModelReplica,
-        "evaluator": Evaluator,
-    }
+    kinds = {"shard": ParameterServerShard, "replica": ModelReplica, "evaluator": Evaluator}
     for entry in DOWNPOUR.roster(SETTINGS, n_replicas=2, n_shards=2):
         assert isinstance(build(entry.name, context()), kinds[entry.kind])
 

@@ -29,9 +29,7 @@ def test_local_steps_follow_the_schedule() -> None:
     )
     assert own.local_rate(0, clock=0) == 0.5
     assert own.local_rate(0, clock=10) == 0.25
-    stated = DownpourConfig(
-        batch_size=1, n_fetch=5, learning_rate=0.5, local_learning_rate=0.1
-    )
+    stated = DownpourConfig(batch_size=1, n_fetch=5, learning_rate=0.5, local_learning_rate=0.1)
     assert stated.local_rate(0, clock=10) == 0.1
 
 

@@ -31,13 +31,7 @@ from distbelief.runtime.evaluator import EvaluatorConfig, held_out
 from distbelief.runtime.execution.dataflow import dataflow
 from distbelief.runtime.machine.course import TrainingCourse
 from distbelief.runtime.machine.machine_names import machine_name
-from distbelief.runtime.task.task import (
-    DataSpec,
-    ModelSpec,
-    TaskSpec,
-    build_dataset,
-    build_model,
-)
+from distbelief.runtime.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset, build_model
 from distbelief.simulation.faults import Kill, Pause
 from distbelief.simulation.world import Happening
 from tests.simulation.groups import FRAMES, Group
@@ -102,19 +96,13 @@ def test_one_replica_with_blocking_calls_is_sequential_sgd(
     for name, value in group.values().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-14)
     # One machine's push made another's stale by one: 0.5 of two machines, on average.
-    assert [group.status(shard)["staleness_max"] for shard in group.shards] == (
-        [0.0] * n_shards
-    )
+    assert [group.status(shard)["staleness_max"] for shard in group.shards] == ([0.0] * n_shards)
 
 
 @pytest.mark.parametrize(("n_fetch", "n_push"), [(3, 1), (1, 3), (2, 2), (3, 2)])
 def test_fetches_and_pushes_are_those_of_the_paper(n_fetch: int, n_push: int) -> None:
     settings = downpour(
-        overwrite_local_steps=True,
-        blocking=True,
-        max_steps=8,
-        n_fetch=n_fetch,
-        n_push=n_push,
+        overwrite_local_steps=True, blocking=True, max_steps=8, n_fetch=n_fetch, n_push=n_push
     )
     group = Group(LEARNING, settings, inputs=FRAMES, n_machines=3, plan_seed=1)
     group.run()
@@ -131,9 +119,7 @@ def test_one_replica_alone_is_sequential_sgd_however_seldom_it_fetches_and_pushe
 ) -> None:
     """A fetch overwrote the local steps whose gradients were not pushed yet."""
     settings = downpour(max_steps=23, n_fetch=n_fetch, n_push=n_push)
-    group = Group(
-        LEARNING, settings, inputs=FRAMES, n_machines=3, plan_seed=1, dtype="float64"
-    )
+    group = Group(LEARNING, settings, inputs=FRAMES, n_machines=3, plan_seed=1, dtype="float64")
     group.run()
     expected = sequential(settings, group)
     for name, value in group.values().items():
@@ -175,9 +161,7 @@ def test_running_statistics_of_a_step_that_is_skipped_are_skipped(n_push: int) -
     task = msgspec.structs.replace(
         LEARNING,
         model=ModelSpec(factory=f"{SIMULATED}:normal_net", initial="seed"),
-        train=DataSpec(
-            factory=f"{HERE}:big_data", arguments={"width": 40, "n_samples": 40}
-        ),
+        train=DataSpec(factory=f"{HERE}:big_data", arguments={"width": 40, "n_samples": 40}),
     )
     settings = downpour(blocking=True, max_steps=10, n_push=n_push, n_fetch=5)
     group = Group(task, settings, inputs=FRAMES, n_machines=1, plan_seed=4)
@@ -189,9 +173,7 @@ def test_running_statistics_of_a_step_that_is_skipped_are_skipped(n_push: int) -
 
 def test_a_machine_talks_to_the_shards_that_hold_its_part_and_no_others() -> None:
     settings = downpour(max_steps=3)
-    group = Group(
-        LEARNING, settings, inputs=FRAMES, n_shards=4, n_machines=3, plan_seed=2
-    )
+    group = Group(LEARNING, settings, inputs=FRAMES, n_shards=4, n_machines=3, plan_seed=2)
     asked: dict[str, set[str]] = {name: set() for name in group.machines}
 
     def note(happening: Happening) -> None:
@@ -262,12 +244,7 @@ def test_machines_wait_for_begin_and_name_who_is_not_there() -> None:
 
 def test_machines_take_no_step_beyond_the_samples_that_are_allowed() -> None:
     group = Group(
-        LEARNING,
-        downpour(max_steps=4),
-        inputs=FRAMES,
-        n_machines=3,
-        plan_seed=1,
-        await_begin=True,
+        LEARNING, downpour(max_steps=4), inputs=FRAMES, n_machines=3, plan_seed=1, await_begin=True
     )
     group.simulation.run(until=0.5)
     group.tell(group.machines[0], Begin(samples=5))
@@ -286,14 +263,7 @@ def test_machines_take_no_step_beyond_the_samples_that_are_allowed() -> None:
 def test_a_machine_that_is_away_is_waited_for_by_name() -> None:
     pause = Pause(at=0.004, role=machine_name(0, 1), seconds=2.0)
     settings = downpour(max_steps=60)
-    group = Group(
-        LEARNING,
-        settings,
-        inputs=FRAMES,
-        n_machines=2,
-        plan_seed=1,
-        faults=[pause],
-    )
+    group = Group(LEARNING, settings, inputs=FRAMES, n_machines=2, plan_seed=1, faults=[pause])
     group.simulation.run(until=1.0)
     assert state(group, 0) == "waiting for replica-0.1"
     group.run()
@@ -301,11 +271,7 @@ def test_a_machine_that_is_away_is_waited_for_by_name() -> None:
 
 def test_stop_ends_a_replica_that_would_go_on() -> None:
     group = Group(
-        LEARNING,
-        downpour(max_steps=None, n_push=3),
-        inputs=FRAMES,
-        n_machines=3,
-        plan_seed=1,
+        LEARNING, downpour(max_steps=None, n_push=3), inputs=FRAMES, n_machines=3, plan_seed=1
     )
     group.simulation.run(until=0.02)
     for name in group.machines:
@@ -317,12 +283,8 @@ def test_stop_ends_a_replica_that_would_go_on() -> None:
 
 
 @pytest.mark.parametrize(("n_machines", "clip_norm"), [(1, 0.05), (3, 0.05), (3, 1e9)])
-def test_gradients_are_clipped_as_those_of_one_process(
-    n_machines: int, clip_norm: float
-) -> None:
-    settings = msgspec.structs.replace(
-        downpour(blocking=True, max_steps=8), clip_norm=clip_norm
-    )
+def test_gradients_are_clipped_as_those_of_one_process(n_machines: int, clip_norm: float) -> None:
+    settings = msgspec.structs.replace(downpour(blocking=True, max_steps=8), clip_norm=clip_norm)
     group = Group(
         LEARNING,
         settings,
@@ -362,8 +324,7 @@ def root_net(*, width: int = 40) -> nn.Module:
 def zero_data(*, width: int, n_samples: int) -> list[object]:
     """Half of the samples are zeros, at which a root has no slope."""
     return [
-        (torch.full((width,), float(index % 8 > 3)), torch.tensor(0))
-        for index in range(n_samples)
+        (torch.full((width,), float(index % 8 > 3)), torch.tensor(0)) for index in range(n_samples)
     ]
 
 
@@ -372,9 +333,7 @@ def test_a_step_that_one_machine_cannot_use_all_skip(n_push: int) -> None:
     task = msgspec.structs.replace(
         LEARNING,
         model=ModelSpec(factory=f"{HERE}:root_net", initial="seed"),
-        train=DataSpec(
-            factory=f"{HERE}:zero_data", arguments={"width": 40, "n_samples": 40}
-        ),
+        train=DataSpec(factory=f"{HERE}:zero_data", arguments={"width": 40, "n_samples": 40}),
     )
     settings = downpour(blocking=True, max_steps=6, n_push=n_push, batch_size=1)
     group = Group(
@@ -401,9 +360,7 @@ def nan_data(*, width: int, n_samples: int) -> list[object]:
 def test_gradients_that_are_not_finite_end_the_job(n_push: int) -> None:
     task = msgspec.structs.replace(
         LEARNING,
-        train=DataSpec(
-            factory=f"{HERE}:nan_data", arguments={"width": 40, "n_samples": 40}
-        ),
+        train=DataSpec(factory=f"{HERE}:nan_data", arguments={"width": 40, "n_samples": 40}),
     )
     settings = downpour(max_steps=60, n_push=n_push)
     group = Group(task, settings, inputs=FRAMES, n_machines=2, plan_seed=1)
@@ -417,17 +374,11 @@ def test_a_loss_on_a_machine_without_parameters_tells_of_what_is_skipped() -> No
     """Who knew the loss held nothing that could be skipped, and was silent."""
     task = msgspec.structs.replace(
         LEARNING,
-        train=DataSpec(
-            factory=f"{HERE}:nan_data", arguments={"width": 40, "n_samples": 40}
-        ),
+        train=DataSpec(factory=f"{HERE}:nan_data", arguments={"width": 40, "n_samples": 40}),
     )
     settings = msgspec.structs.replace(downpour(max_steps=6), non_finite_limit=100)
     group = Group(
-        task,
-        settings,
-        inputs=FRAMES,
-        n_machines=2,
-        place=lambda layer: int(layer == "loss"),
+        task, settings, inputs=FRAMES, n_machines=2, place=lambda layer: int(layer == "loss")
     )
     group.simulation.run(until=5.0)
     told = [str(report) for report in group.simulation.reports]
@@ -452,17 +403,11 @@ def test_a_bad_sample_is_named_whoever_reads_it(
     task = msgspec.structs.replace(
         LEARNING,
         model=ModelSpec(factory=f"{HERE}:root_net", initial="seed"),
-        train=DataSpec(
-            factory=f"{HERE}:one_bad_sample", arguments={"width": 40, "n_samples": 40}
-        ),
+        train=DataSpec(factory=f"{HERE}:one_bad_sample", arguments={"width": 40, "n_samples": 40}),
     )
     settings = msgspec.structs.replace(downpour(max_steps=20), clip_norm=clip_norm)
     group = Group(
-        task,
-        settings,
-        inputs=FRAMES,
-        n_machines=2,
-        place=lambda layer: int(layer in apart),
+        task, settings, inputs=FRAMES, n_machines=2, place=lambda layer: int(layer in apart)
     )
     group.simulation.run(until=5.0)
     told = [str(report) for report in group.simulation.reports]
@@ -484,9 +429,7 @@ def test_machines_with_other_plans_do_not_work_together() -> None:
 def test_a_step_that_fails_is_the_job_s_fault() -> None:
     task = msgspec.structs.replace(
         LEARNING,
-        train=DataSpec(
-            factory=f"{EXAMPLES}:frames", arguments={"width": 39, "n_samples": 40}
-        ),
+        train=DataSpec(factory=f"{EXAMPLES}:frames", arguments={"width": 39, "n_samples": 40}),
     )
     group = Group(task, downpour(), inputs=FRAMES, n_machines=2, plan_seed=1)
     group.simulation.run(until=1.0)
@@ -559,9 +502,7 @@ def small_group(task: TaskSpec = LEARNING) -> Group:
 def test_a_plan_is_for_one_batch() -> None:
     group = small_group()
     group.simulation.run(until=0.1)
-    with pytest.raises(
-        JobError, match="batch_size is 5, and the plan is for batches of 4"
-    ):
+    with pytest.raises(JobError, match="batch_size is 5, and the plan is for batches of 4"):
         build(group, "replica-0.0", batch_size=5)
 
 

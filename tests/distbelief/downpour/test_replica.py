@@ -11,16 +11,7 @@ from distbelief.data.subset import BatchCursor
 from distbelief.downpour.config import DownpourConfig
 from distbelief.downpour.steps import Attempt, Trainer
 from distbelief.errors import JobError, RemoteProtocolError
-from distbelief.messages import (
-    Alive,
-    Begin,
-    Evaluate,
-    Fetch,
-    Finished,
-    Progress,
-    Push,
-    Stop,
-)
+from distbelief.messages import Alive, Begin, Evaluate, Fetch, Finished, Progress, Push, Stop
 from distbelief.parameter_server.client.client import Installed
 from distbelief.roles import Lane
 from distbelief.runtime.task import trial
@@ -196,19 +187,13 @@ def test_a_fetch_that_is_torn_and_repeated_puts_back_local_steps_once() -> None:
             return installed
 
         trainer.install(install, Attempt(), rate=0.5)
-    for value, fetched, gradient in zip(
-        model.values, before, model.gradients, strict=True
-    ):
+    for value, fetched, gradient in zip(model.values, before, model.gradients, strict=True):
         assert gradient is not None
         assert torch.equal(value, torch.add(fetched, gradient, alpha=-0.5))
 
 
-@pytest.mark.parametrize(
-    ("done", "pushed"), [(0, [4, 8, 12, 16]), (9, [13, 17]), (16, [])]
-)
-def test_samples_of_all_lives_count_towards_the_bound(
-    done: int, pushed: list[int]
-) -> None:
+@pytest.mark.parametrize(("done", "pushed"), [(0, [4, 8, 12, 16]), (9, [13, 17]), (16, [])])
+def test_samples_of_all_lives_count_towards_the_bound(done: int, pushed: list[int]) -> None:
     """A life that began late did all of its share once more."""
     bench = Bench(config=replace(config(), max_samples=16))
     bench.shard.samples = done

@@ -26,9 +26,7 @@ SHARD = Address("shard-0")
 
 
 def peers(incarnation: int) -> Peers:
-    entry = PeerEntry(
-        name=SHARD, incarnation=incarnation, endpoint=f"at-{incarnation}", host=""
-    )
+    entry = PeerEntry(name=SHARD, incarnation=incarnation, endpoint=f"at-{incarnation}", host="")
     return Peers(entries=(entry,))
 
 
@@ -57,9 +55,7 @@ def worker() -> Worker:
     return made
 
 
-def test_a_worker_joins_a_server_that_was_killed_and_started_again(
-    worker: Worker,
-) -> None:
+def test_a_worker_joins_a_server_that_was_killed_and_started_again(worker: Worker) -> None:
     """It beat on, and the new server knew of nobody whom it could have answered.
 
     So a loop that could have gone on waited for a minute, and ended.
@@ -73,7 +69,5 @@ def test_a_worker_joins_a_server_that_was_killed_and_started_again(
     assert joins(worker.handle(beat, 7.0))
     assert joins(worker.handle(beat, 8.0))
     connects = [a for a in tell(worker, peers(2), 8.5) if isinstance(a, Connect)]
-    assert [(c.peer, c.incarnation, c.endpoint) for c in connects] == [
-        (SHARD, 2, "at-2")
-    ]
+    assert [(c.peer, c.incarnation, c.endpoint) for c in connects] == [(SHARD, 2, "at-2")]
     assert not joins(worker.handle(beat, 9.0))

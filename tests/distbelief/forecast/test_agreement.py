@@ -17,13 +17,7 @@ RATES = Rates(
     work={"replica replica:step by times": Rate(unit="times", seconds=0.02, n=10)},
     handling={"replica": 1e-4, "shard": 1e-4},
     exchange=Exchange(
-        message=1e-4,
-        work=1e-4,
-        timer=1e-4,
-        latency=1e-4,
-        wake=1e-4,
-        begins=1e-4,
-        answers=1e-4,
+        message=1e-4, work=1e-4, timer=1e-4, latency=1e-4, wake=1e-4, begins=1e-4, answers=1e-4
     ),
 )
 

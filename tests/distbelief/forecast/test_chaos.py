@@ -83,9 +83,7 @@ def test_blows_are_faults_of_the_simulation_over_the_jobs_length() -> None:
 
     assert fault(kind="kill") == Kill(at=30.0, role=shard)
     assert fault(kind="pause") == Pause(at=30.0, role=shard, seconds=6.0)
-    assert fault(kind="slow", factor=3.0) == Slow(
-        at=30.0, role=shard, factor=3.0, seconds=6.0
-    )
+    assert fault(kind="slow", factor=3.0) == Slow(at=30.0, role=shard, factor=3.0, seconds=6.0)
     assert fault(kind="cut off") == CutOff(at=30.0, a=shard, seconds=6.0)
     ends = (shard, Address("replica-0"))
     assert fault(kind="drop", probability=0.2) == Drop(
@@ -101,9 +99,7 @@ def printed(story: Story) -> str:
 
 
 @pytest.mark.untraced
-def test_a_job_broken_twice_by_one_seed_breaks_alike(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_job_broken_twice_by_one_seed_breaks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distbelief.forecast.chaos.virtual.LENGTH_SECONDS", 15.0)
     with Staging() as staging:
         staged = staging.stage(small())
@@ -133,9 +129,7 @@ def test_a_job_broken_twice_by_one_seed_breaks_alike(
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize(
-    "text", [pytest.param(TEXT, marks=pytest.mark.soak), SANDBLASTER]
-)
+@pytest.mark.parametrize("text", [pytest.param(TEXT, marks=pytest.mark.soak), SANDBLASTER])
 def test_a_job_of_any_size_is_about_a_minute_long(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,9 +175,7 @@ def test_a_job_that_ends_by_the_clock_is_as_long_as_it_says(
 
 
 @pytest.mark.untraced
-def test_steps_that_met_an_update_are_not_steps_done_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_that_met_an_update_are_not_steps_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody but an evaluator was killed in a job of 898 steps: "Done again: 4,275".
 
     A step whose parameters are being written meanwhile is tried once more, in a moment.
@@ -244,9 +236,7 @@ def test_iterations_told_of_before_are_done_again_or_lost() -> None:
 
 
 def _progress(sender: Address, step: int) -> Received:
-    message = Progress(
-        step=step, samples=1, loss=1.0, seconds_computing=0.0, seconds_waiting=0.0
-    )
+    message = Progress(step=step, samples=1, loss=1.0, seconds_computing=0.0, seconds_waiting=0.0)
     return Received(sender=sender, incarnation=1, message=message)
 
 

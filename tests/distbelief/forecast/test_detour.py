@@ -61,9 +61,7 @@ class Talk:
     """Says things from one transport to another, through a detour."""
 
     def __init__(self, stack: ExitStack, seed: int, folder: Path) -> None:
-        self.one, self.two = (
-            stack.enter_context(link(name, folder)) for name in ("one", "two")
-        )
+        self.one, self.two = (stack.enter_context(link(name, folder)) for name in ("one", "two"))
         self.now = 0.0  # by which blows end
         self.detour = Detour(seed, clock=lambda: self.now)
         stack.enter_context(self.detour.turns)
@@ -226,9 +224,7 @@ def test_what_fails_in_a_turn_does_not_hide_what_fails_beside_it() -> None:
         interrupt()
 
 
-def test_a_turn_that_never_ends_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_turn_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distbelief.forecast.chaos.turns.AWAITED_SECONDS_MAX", 0.01)
     with pytest.raises(TimeoutError, match=r"within 0.01 s"):
         Turns(lambda: None).await_next()

@@ -43,13 +43,7 @@ RATES = Rates(
         "shard": 3e-5,
     },
     exchange=Exchange(
-        message=5e-5,
-        work=6e-5,
-        timer=7e-5,
-        latency=8e-5,
-        wake=9e-5,
-        begins=1e-4,
-        answers=2e-4,
+        message=5e-5, work=6e-5, timer=7e-5, latency=8e-5, wake=9e-5, begins=1e-4, answers=2e-4
     ),
 )
 
@@ -79,10 +73,7 @@ def test_work_in_vain_is_not_counted_and_half_of_it_by_half() -> None:
     parts = iter([0.5, 0.0])
     watch = Stopwatch(lambda: next(times))
     work = Compute(
-        name="install",
-        work=lambda: None,
-        cost=Cost(n_bytes=8.0),
-        remaining=lambda: next(parts),
+        name="install", work=lambda: None, cost=Cost(n_bytes=8.0), remaining=lambda: next(parts)
     )
     for _ in range(2):
         watch.adapt("replica", work).work()
@@ -163,11 +154,7 @@ def test_the_first_pieces_are_not_counted_if_there_are_others() -> None:
 def test_an_event_takes_what_its_role_does_and_what_its_process_does() -> None:
     replica = RATES.handling_of("replica")
     assert replica.seconds == pytest.approx(
-        {
-            "Computed replica:step": 7e-5,
-            "TimerFired retry": 9e-5,
-            "Welcome": 9e-5,
-        }
+        {"Computed replica:step": 7e-5, "TimerFired retry": 9e-5, "Welcome": 9e-5}
     )
     assert replica.other == pytest.approx(7e-5)
     assert (replica.begins, replica.answers) == (1e-4, 2e-4)
@@ -235,9 +222,7 @@ def test_what_another_net_of_the_same_name_takes_is_measured_anew(
     assert kept(job) is None
 
 
-def test_variants_whose_work_differs_are_not_priced_alike(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_variants_whose_work_differs_are_not_priced_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep of [cluster] threads took the first one's times for all of them."""
     asked: list[int] = []
 
@@ -298,9 +283,7 @@ def test_two_measurements_are_one_of_all_pieces() -> None:
     assert both.work[step].seconds == pytest.approx(3e-6)
     assert both.work[step].n == 30
     assert both.work[push] == Rate(unit="bytes", seconds=1e-9, n=5)
-    assert both.handling == pytest.approx(
-        {**RATES.handling, "replica": 3e-5, "machine": 1e-5}
-    )
+    assert both.handling == pytest.approx({**RATES.handling, "replica": 3e-5, "machine": 1e-5})
     assert (both.exchange.wake, both.exchange.work) == pytest.approx((5e-5, 6e-5))
     assert both.date == "later"
 
@@ -342,9 +325,7 @@ def test_roles_that_nobody_looks_at_do_as_they_always_did() -> None:
             staged = staging.stage(small())
             builders = staged.builders()
             if wrapped:
-                builders = adapted(
-                    builders, staged.kinds, adapt=lambda _kind, asked: asked
-                )
+                builders = adapted(builders, staged.kinds, adapt=lambda _kind, asked: asked)
             options = ClusterOptions(start=(SUPERVISOR,))
             simulation = SimulatedCluster(builders, seed=0, options=options)
             simulation.run(until=0.52)
@@ -368,11 +349,7 @@ def test_a_trace_of_outages_is_among_the_constants() -> None:
     trace = OutageTrace(outages=(lost, lost), covers=86400.0)
     origins = {"trace": "our rack in May"}
     cluster = Cluster(name="lab", machines=(MACHINE,), trace=trace, origins=origins)
-    assert constants_of(cluster)[-1] == (
-        "trace",
-        "2 outages within 86400 s",
-        "our rack in May",
-    )
+    assert constants_of(cluster)[-1] == ("trace", "2 outages within 86400 s", "our rack in May")
 
 
 def test_a_cluster_that_is_not_there_is_told_by_its_option() -> None:

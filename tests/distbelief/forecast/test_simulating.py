@@ -45,9 +45,7 @@ def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     Path("four.toml").write_text(RACK.replace("count = 6", "count = 4"))
 
 
-def forecast(
-    job: Job | Path, *, sweep: tuple[str, ...] = (), **wish: object
-) -> Forecast:
+def forecast(job: Job | Path, *, sweep: tuple[str, ...] = (), **wish: object) -> Forecast:
     asked = Wish(
         job=job,
         axes=tuple(axes_of(sweep)),
@@ -140,8 +138,7 @@ def test_a_priced_job_builds_its_own_net_and_reads_its_own_samples(
     )
     for cluster in (None, "rack-1g"):
         priced, learnt = (
-            simulate(job, cluster=cluster, priced=p).variants[0].outcomes[0]
-            for p in (True, False)
+            simulate(job, cluster=cluster, priced=p).variants[0].outcomes[0] for p in (True, False)
         )
         for name in ("step_seconds", "seconds"):
             value = getattr(learnt, name)
@@ -200,9 +197,7 @@ def test_a_target_met_by_the_last_measurement_was_reached() -> None:
 
 
 def test_a_sweep_runs_every_combination_with_every_seed(tmp_path: Path) -> None:
-    found = forecast(
-        written(tmp_path), sweep=("replicas=1,2", "shards=1,2"), seeds=(0, 1)
-    )
+    found = forecast(written(tmp_path), sweep=("replicas=1,2", "shards=1,2"), seeds=(0, 1))
     assert [variant.n_machines for variant in found.variants] == [3, 4, 4, 5]
     assert all(len(variant.outcomes) == 2 for variant in found.variants)
     assert found.variants[3].spreads["samples_per_second"].n == 2
@@ -247,9 +242,7 @@ def test_a_sweep_that_does_not_fit_says_so_before_it_runs(
 
 @pytest.mark.untraced
 def test_on_machines_that_are_lost_now_and_then_roles_are_restarted() -> None:
-    Path("spot.toml").write_text(
-        RACK + '[failures]\nmean_time = "10 s"\naway = "1 s"\n'
-    )
+    Path("spot.toml").write_text(RACK + '[failures]\nmean_time = "10 s"\naway = "1 s"\n')
     job = small("stop.seconds=6", "stop.samples=100000000", "algorithm.batch_size=24")
     (variant,) = forecast(job, cluster="spot.toml").variants
     assert variant.outcomes[0].restarts > 0
@@ -325,10 +318,7 @@ TRACE = '[trace]\nfile = "spot.csv"\n'
         (RACK.replace("1 GiB", "1 kB"), "of cluster 'bad' cannot hold"),
         (RACK.replace("count = 6", "count = 2"), "has 2 machines, and the job takes 5"),
         (RACK + SWITCH, "a switch for machines 0 to 9; there are 6, counted from 0"),
-        (
-            RACK.replace('"10 MB/s"', '"-10 MB/s"'),
-            '"-10 MB/s" is no quantity',
-        ),
+        (RACK.replace('"10 MB/s"', '"-10 MB/s"'), '"-10 MB/s" is no quantity'),
         (RACK.replace('latency = "60 us"', "latency = -1.0"), "latency = -1.0"),
         (RACK.replace('bandwidth = "1 Gbit/s"\n', ""), "lacks the key 'bandwidth'"),
         (RACK + TRACE, "ends early: it covers 0.01 s"),
@@ -402,9 +392,7 @@ def test_from_python_a_key_is_swept_once_as_well(tmp_path: Path) -> None:
 
 def test_the_command_prints_a_table_and_where_figures_are_from(tmp_path: Path) -> None:
     job = str(written(tmp_path))
-    result = command(
-        "simulate", job, "--cluster", "rack.toml", "--counted", "--trace", "t.json"
-    )
+    result = command("simulate", job, "--cluster", "rack.toml", "--counted", "--trace", "t.json")
     assert result.exit_code == 0, result.output
     assert "small on rack" in result.output
     assert "samples/s" in result.output
@@ -440,9 +428,7 @@ def test_a_timeline_that_cannot_be_written_costs_no_result(tmp_path: Path) -> No
     assert "--resume" not in result.stderr
 
 
-def test_a_full_disk_is_found_out_before_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_full_disk_is_found_out_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def write_nothing(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -458,9 +444,7 @@ def test_in_a_pipe_a_line_ends_where_its_text_does(
 ) -> None:
     """Of a split replica that of messages was broken within a figure: "5.1", "kB"."""
     monkeypatch.setattr("distbelief.forecast.command.WIDTH", 80)
-    result = command(
-        "simulate", str(written(tmp_path)), "--cluster", "rack.toml", "--counted"
-    )
+    result = command("simulate", str(written(tmp_path)), "--cluster", "rack.toml", "--counted")
     lines = result.output.splitlines()
     (messages,) = [line for line in lines if line.startswith("messages: ")]
     assert len(messages) > 80

@@ -7,14 +7,7 @@ from rich.console import Console
 from distbelief.errors import JobError
 from distbelief.forecast.outcome import Outcome, Spread
 from distbelief.forecast.report import remarks_on, table_of
-from distbelief.forecast.sweeping import (
-    Axis,
-    Variant,
-    axes_of,
-    best_of,
-    combinations,
-    usual_axes,
-)
+from distbelief.forecast.sweeping import Axis, Variant, axes_of, best_of, combinations, usual_axes
 from tests.distbelief.forecast.jobs import small
 
 
@@ -55,15 +48,10 @@ def an_outcome(
     )
 
 
-def a_variant(
-    name: str, *outcomes: Outcome, n_machines: int = 3, target: bool = False
-) -> Variant:
+def a_variant(name: str, *outcomes: Outcome, n_machines: int = 3, target: bool = False) -> Variant:
     job = small("stop.accuracy=0.5") if target else small()
     return Variant(
-        settings={"cluster.replicas": name},
-        job=job,
-        n_machines=n_machines,
-        outcomes=outcomes,
+        settings={"cluster.replicas": name}, job=job, n_machines=n_machines, outcomes=outcomes
     )
 
 
@@ -181,9 +169,7 @@ def test_a_configuration_that_fails_is_not_suggested_however_fast_it_was() -> No
 
 
 def test_a_suggestion_that_nothing_holds_says_why() -> None:
-    lacking = Variant(
-        settings={}, job=small(), n_machines=3, left_out="machine-0 cannot hold it"
-    )
+    lacking = Variant(settings={}, job=small(), n_machines=3, left_out="machine-0 cannot hold it")
     with pytest.raises(JobError, match=r"none of 1 .* fits; machine-0 cannot hold it"):
         best_of([lacking], n_machines=3)
 
@@ -191,9 +177,7 @@ def test_a_suggestion_that_nothing_holds_says_why() -> None:
 def test_what_failed_or_was_left_out_is_told_with_its_reason() -> None:
     """A sweep that ended with exit code 1 showed a table without a blemish."""
     fails = a_variant("8", an_outcome(), an_outcome(error="no shard left", seed=1))
-    large = [
-        Variant(settings={}, job=small(), n_machines=9, left_out="takes 9 machines")
-    ]
+    large = [Variant(settings={}, job=small(), n_machines=9, left_out="takes 9 machines")]
     assert remarks_on([fails, *2 * large]) == [
         "replicas 8, seed 1 failed: no shard left",
         "2 configurations left out: takes 9 machines",
@@ -201,8 +185,7 @@ def test_what_failed_or_was_left_out_is_told_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(0.0332, "33.2 ms"), (0.719, "719 ms"), (1.76, "1.76 s"), (12.0, "12 s")],
+    ("seconds", "shown"), [(0.0332, "33.2 ms"), (0.719, "719 ms"), (1.76, "1.76 s"), (12.0, "12 s")]
 )
 def test_a_step_is_told_in_its_usual_unit(seconds: float, shown: str) -> None:
     """One of Sandblaster's took "1.76e+03 ms"."""

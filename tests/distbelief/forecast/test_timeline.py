@@ -21,11 +21,7 @@ def test_pieces_of_one_lane_never_overlap() -> None:
     step = Span(role=R, lane=Lane.COMPUTE, name="step", ends=4.0, seconds=3.0)
     other = Span(role=S, lane=Lane.COMPUTE, name="apply", ends=4.0, seconds=4.0)
     trace = chrome_trace(Ledger(spans=[copy, read, step, other]))
-    found = {
-        event["name"]: (event["ts"], event["dur"])
-        for event in trace
-        if event["ph"] == "X"
-    }
+    found = {event["name"]: (event["ts"], event["dur"]) for event in trace if event["ph"] == "X"}
     assert found == {
         "copy": (0.0, 1e6),
         "read": (1.5e6, 2e6),

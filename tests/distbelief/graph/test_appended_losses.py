@@ -23,9 +23,7 @@ def model(*shape: int) -> tuple[nn.Module, LayerGraph]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = nn.Sequential(
-            nn.Linear(3, torch.Size(shape).numel()),
-            nn.Sigmoid(),
-            nn.Unflatten(1, shape),
+            nn.Linear(3, torch.Size(shape).numel()), nn.Sigmoid(), nn.Unflatten(1, shape)
         ).double()
     return module, capture(module, [InputSpec(shape=(3,))])
 
@@ -33,9 +31,7 @@ def model(*shape: int) -> tuple[nn.Module, LayerGraph]:
 def one_vs_all(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Logistic regression for each class, summed over classes."""
     targets = functional.one_hot(labels, scores.shape[1]).to(scores.dtype)
-    losses = functional.binary_cross_entropy_with_logits(
-        scores, targets, reduction="none"
-    )
+    losses = functional.binary_cross_entropy_with_logits(scores, targets, reduction="none")
     return losses.sum(1).mean()
 
 
@@ -65,11 +61,7 @@ PLACES: dict[str, Loss] = {
 
 
 def compare(
-    module: nn.Module,
-    graph: LayerGraph,
-    loss: str | Loss,
-    function: Loss,
-    targets: torch.Tensor,
+    module: nn.Module, graph: LayerGraph, loss: str | Loss, function: Loss, targets: torch.Tensor
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(4, 3, generator=generator, dtype=torch.float64)

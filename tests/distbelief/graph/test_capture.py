@@ -82,9 +82,7 @@ class Attending(nn.Module):
 class Padded(nn.Module):
     """Attention or an encoder that does not see some keys."""
 
-    def __init__(
-        self, part: nn.Module, *, added: bool = False, made: bool = False
-    ) -> None:
+    def __init__(self, part: nn.Module, *, added: bool = False, made: bool = False) -> None:
         super().__init__()
         self.part = part
         self.added = added
@@ -126,10 +124,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "layer norm, plain": (lambda: nn.LayerNorm(4, elementwise_affine=False), (3, 4)),
     "rms norm": (lambda: nn.RMSNorm(4), (3, 4)),
     "batch norm 1d": (lambda: nn.BatchNorm1d(4), (4,)),
-    "batch norm, untracked": (
-        lambda: nn.BatchNorm1d(4, track_running_stats=False),
-        (4, 3),
-    ),
+    "batch norm, untracked": (lambda: nn.BatchNorm1d(4, track_running_stats=False), (4, 3)),
     "convolution 1d": (lambda: nn.Conv1d(4, 6, 3, groups=2, dilation=2), (4, 9)),
     "convolution 3d": (lambda: nn.Conv3d(2, 3, 2, padding=1), (2, 3, 4, 3)),
     "convolution, reflected": (
@@ -143,40 +138,27 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
         (3, 4),
     ),
     "attention": (Attending, (3, 4)),
-    "in a row": (
-        lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Identity(), nn.Mish()),
-        (4,),
-    ),
+    "in a row": (lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Identity(), nn.Mish()), (4,)),
     "adaptive": (lambda: nn.AdaptiveMaxPool2d((2, 3)), (2, 5, 5)),
     "bilinear": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 3)),
     "flatten": (nn.Flatten, (2, 3)),
     "own scale": (lambda: Owning(lambda x, w: x * w, (3, 1)), (3, 4)),
     "own positions": (lambda: Owning(lambda x, w: x + w, (1, 3, 4)), (3, 4)),
-    "own positions, cut": (
-        lambda: Owning(lambda x, w: x + w[:, :3], (1, 5, 4)),
-        (3, 4),
-    ),
+    "own positions, cut": (lambda: Owning(lambda x, w: x + w[:, :3], (1, 5, 4)), (3, 4)),
     "own exponents": (
         lambda: Owning(lambda x, w: x * w.exp().transpose(0, 1).sum(0), (4, 3)),
         (4,),
     ),
     "own token": (
-        lambda: Owning(
-            lambda x, w: torch.cat([w.expand(x.size(0), -1, -1), x], 1), (1, 1, 4)
-        ),
+        lambda: Owning(lambda x, w: torch.cat([w.expand(x.size(0), -1, -1), x], 1), (1, 1, 4)),
         (3, 4),
     ),
     "own token, raised": (
-        lambda: Owning(
-            lambda x, w: torch.cat([w[None, None].expand(len(x), 2, 4), x], 1), (4,)
-        ),
+        lambda: Owning(lambda x, w: torch.cat([w[None, None].expand(len(x), 2, 4), x], 1), (4,)),
         (3, 4),
     ),
     "own weight": (lambda: Owning(functional.linear, (2, 4)), (4,)),
-    "own weight of one": (
-        lambda: Owning(functional.linear, (1, 4)),
-        (4,),
-    ),
+    "own weight of one": (lambda: Owning(functional.linear, (1, 4)), (4,)),
     "own matrix": (lambda: Owning(lambda x, w: x @ w, (4, 2)), (3, 4)),
     "own matrix, turned": (lambda: Owning(lambda x, w: x @ w.T, (2, 4)), (4,)),
     "own matrix, by letters": (
@@ -188,21 +170,16 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
         (4,),
     ),
     "own filters": (
-        lambda: Owning(
-            lambda x, w: functional.conv2d(x, w, stride=2, padding=1), (3, 2, 3, 3)
-        ),
+        lambda: Owning(lambda x, w: functional.conv2d(x, w, stride=2, padding=1), (3, 2, 3, 3)),
         (2, 5, 5),
     ),
     "own filters, same": (
-        lambda: Owning(
-            lambda x, w: functional.conv1d(x, w, padding="same", groups=2), (4, 1, 3)
-        ),
+        lambda: Owning(lambda x, w: functional.conv1d(x, w, padding="same", groups=2), (4, 1, 3)),
         (2, 5),
     ),
     "own additive mask": (
         lambda: Owning(
-            lambda x, w: functional.scaled_dot_product_attention(x, x, x, w),
-            (1, 1, 3, 3),
+            lambda x, w: functional.scaled_dot_product_attention(x, x, x, w), (1, 1, 3, 3)
         ),
         (2, 3, 4),
     ),
@@ -210,18 +187,13 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
         lambda: Attending(mask=lambda n: torch.arange(float(n * n)).view(n, n)),
         (3, 4),
     ),
-    "padded module": (
-        lambda: Padded(nn.MultiheadAttention(4, 2, batch_first=True)),
-        (3, 4),
-    ),
+    "padded module": (lambda: Padded(nn.MultiheadAttention(4, 2, batch_first=True)), (3, 4)),
     "padded module, by numbers": (
         lambda: Padded(nn.MultiheadAttention(4, 2, batch_first=True), added=True),
         (3, 4),
     ),
     "padded encoder": (
-        lambda: Padded(
-            nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
-        ),
+        lambda: Padded(nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)),
         (3, 4),
     ),
     "causal module": (
@@ -260,38 +232,23 @@ FUNCTIONS: dict[str, tuple[Function, Shape]] = {
         (3, 4),
     ),
     "variance": (lambda x: x.var(dim=(1, 2), correction=0), (3, 4)),
-    "adaptive pooling": (
-        lambda x: functional.adaptive_avg_pool2d(x, (2, 1)),
-        (2, 5, 4),
-    ),
+    "adaptive pooling": (lambda x: functional.adaptive_avg_pool2d(x, (2, 1)), (2, 5, 4)),
     "average over windows": (
         lambda x: functional.avg_pool1d(x, 2, padding=1, count_include_pad=False),
         (2, 5),
     ),
     "broadcasting": (lambda x: x * torch.softmax(x, -1).sum(1, keepdim=True), (3, 4)),
-    "statistics": (
-        lambda x: (x - x.mean(-1, keepdim=True)) / x.std(dim=-1, keepdim=True),
-        (3, 4),
-    ),
-    "several dimensions": (
-        lambda x: x.mean([2, 3]) + torch.amax(x, (-1, -2)),
-        (2, 3, 4),
-    ),
+    "statistics": (lambda x: (x - x.mean(-1, keepdim=True)) / x.std(dim=-1, keepdim=True), (3, 4)),
+    "several dimensions": (lambda x: x.mean([2, 3]) + torch.amax(x, (-1, -2)), (2, 3, 4)),
     "permuted": (lambda x: x.permute(0, 2, 3, 1).transpose(1, 2), (2, 3, 4)),
-    "reshaped": (
-        lambda x: x.unsqueeze(1).flatten(2).squeeze(1).view(len(x), 4, -1),
-        (2, 6),
-    ),
+    "reshaped": (lambda x: x.unsqueeze(1).flatten(2).squeeze(1).view(len(x), 4, -1), (2, 6)),
     "indices": (lambda x: x[:, 1, ..., ::2] + x[..., -1, -2:], (4, 4, 4)),
     "new dimensions": (lambda x: x[:, None, 1:] * x[:, :, None, :1], (3, 4)),
     "stacked": (lambda x: torch.stack([x, 2 * x], dim=-1), (3, 4)),
     "unbound": (lambda x: sum(part * i for i, part in enumerate(x.unbind(1))), (3, 4)),
     "looped": (lambda x: sum(x[:, i] for i in range(x.size(1))), (3, 4)),
     "split": (lambda x: torch.cat(x.split([1, 3], dim=1)[::-1], 1), (4, 2)),
-    "narrowed": (
-        lambda x: x.narrow(1, 1, 2) + x.select(2, 1).unsqueeze(2)[:, :2],
-        (4, 2),
-    ),
+    "narrowed": (lambda x: x.narrow(1, 1, 2) + x.select(2, 1).unsqueeze(2)[:, :2], (4, 2)),
     "padded": (lambda x: functional.pad(x, (1, 2, 0, 1), value=3.0), (2, 3)),
     "enlarged": (lambda x: functional.interpolate(x, scale_factor=3), (2, 3, 2)),
     "pooled": (
@@ -345,8 +302,7 @@ WORDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "positions": (
         lambda: Owning(
             lambda x, w: (
-                functional.embedding(x, w)
-                + functional.embedding(torch.arange(1, 1 + x.size(1)), w)
+                functional.embedding(x, w) + functional.embedding(torch.arange(1, 1 + x.size(1)), w)
             ),
             (7, 3),
         ),
@@ -354,8 +310,7 @@ WORDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     ),
     "whole numbers at other places": (
         lambda: Owning(
-            lambda x, w: functional.embedding(x[:, 1:].unsqueeze(1).transpose(1, 2), w),
-            (7, 3),
+            lambda x, w: functional.embedding(x[:, 1:].unsqueeze(1).transpose(1, 2), w), (7, 3)
         ),
         0,
     ),
@@ -370,9 +325,7 @@ def test_words_become_rows_of_a_table(name: str) -> None:
 
 def test_words_that_are_counted_must_follow_each_other() -> None:
     model = Owning(
-        lambda x, w: (
-            functional.embedding(x, w) + functional.embedding(torch.arange(6, 0, -2), w)
-        ),
+        lambda x, w: functional.embedding(x, w) + functional.embedding(torch.arange(6, 0, -2), w),
         (7, 3),
     )
     with pytest.raises(GraphError, match="must be consecutive"):
@@ -441,9 +394,7 @@ def test_several_inputs_and_defaults_are_taken_in_order() -> None:
     graph = capture(Two(), [InputSpec(shape=(3, 4)), shapes[1]])
     assert [layer.name for layer in graph.layers] == ["x", "y", "mul"]
     graph = capture(Two(), [shapes[1]] * 3)
-    assert [layer.name for layer in graph.layers if layer.kind == INPUT] == [
-        *("x", "y", "mask")
-    ]
+    assert [layer.name for layer in graph.layers if layer.kind == INPUT] == [*("x", "y", "mask")]
     with pytest.raises(GraphError, match=r"takes 2 inputs \(x, y\), but 1 shapes"):
         capture(Two(), shapes[:1])
     with pytest.raises(GraphError, match=r"takes 3 inputs .* but 4 shapes are given"):
@@ -452,9 +403,7 @@ def test_several_inputs_and_defaults_are_taken_in_order() -> None:
 
 def test_a_model_without_memory_is_captured_whatever_its_size() -> None:
     with torch.device("meta"):
-        model = LocalNet(
-            size=100, maps=(8, 8, 17), window=10, n_classes=21_000, device="meta"
-        )
+        model = LocalNet(size=100, maps=(8, 8, 17), window=10, n_classes=21_000, device="meta")
     graph = capture(model, [InputSpec(shape=(3, 100, 100))])
     assert graph.n_parameters > 1_700_000_000
     assert graph["stages.8"].shape == (17, 69, 69)

@@ -91,10 +91,7 @@ def test_what_writes_into_parts_of_tensors_is_captured() -> None:
 
 FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor, nn.Module], object], int]] = {
     "glu": (lambda x, _: functional.glu(x, dim=1), 4),
-    "checkpointed": (
-        lambda x, layer: checkpoint(layer, x * 2, use_reentrant=False) + x,
-        4,
-    ),
+    "checkpointed": (lambda x, layer: checkpoint(layer, x * 2, use_reentrant=False) + x, 4),
     "several": (lambda x, layer: {"a": layer(x), "b": (x - 1).chunk(2, dim=1)[1]}, 4),
     "products": (lambda x, _: torch.bmm(x[:, :, None], x[:, None, :]), 4),
     "constants": (lambda x, _: x * torch.arange(4.0)[2] + torch.ones(2, 4).sum(), 4),
@@ -116,9 +113,7 @@ def test_a_part_is_captured_where_it_stands() -> None:
         return Applying(lambda x, f: f(x).tanh(), lambda: nn.Linear(4, 3))
 
     graph = graph_of(lambda: nn.Sequential(nn.Linear(4, 4), part(), nn.ReLU()), 4)
-    assert [layer.name for layer in graph.layers] == [
-        *("input", "0", "1.layer", "1.tanh", "2"),
-    ]
+    assert [layer.name for layer in graph.layers] == [*("input", "0", "1.layer", "1.tanh", "2")]
 
 
 def test_layers_of_several_results_stay_layers() -> None:

@@ -8,9 +8,7 @@ from hypothesis import given, strategies as st
 from distbelief.graph.region import Region, cuts, tile
 
 
-intervals = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(
-    lambda pair: (min(pair), max(pair))
-)
+intervals = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda pair: (min(pair), max(pair)))
 boxes = st.tuples(intervals, intervals).map(Region)
 
 

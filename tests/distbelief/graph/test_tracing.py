@@ -179,9 +179,7 @@ def test_the_gradient_of_a_custom_function_at_the_root_is_not_lost() -> None:
 
 def test_a_whole_module_on_the_meta_device_has_to_be_given_a_shape() -> None:
     model = nn.Sequential(Branching().to("meta"))
-    with pytest.raises(
-        GraphError, match=r"0 .Branching. .*meta device\..*torch\.where"
-    ):
+    with pytest.raises(GraphError, match=r"0 .Branching. .*meta device\..*torch\.where"):
         whole_of(model)
 
 
@@ -229,9 +227,7 @@ def test_functions_that_take_a_number_for_a_tensor_do_not_end_the_process() -> N
         "from tests.distbelief.graph.test_tracing import Cubed\n"
         "print(capture(Cubed(), [InputSpec(shape=(4,))]).layers[-1].name)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "where\n"), done.stderr
 
 

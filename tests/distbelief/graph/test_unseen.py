@@ -220,10 +220,7 @@ def test_the_forward_of_an_instance_cannot_be_kept_whole() -> None:
         (lambda m: m.random.random(), "its 'random'|its 'part.random'"),
         (lambda m: float(m.numbers.random()), "its '(part.)?numbers'"),
         (lambda m: float(m.older.rand()), "its '(part.)?older'"),
-        (
-            lambda m: float(torch.rand((), generator=m.torchs)),
-            "its '(part.)?torchs'",
-        ),
+        (lambda m: float(torch.rand((), generator=m.torchs)), "its '(part.)?torchs'"),
     ],
 )
 @pytest.mark.parametrize("make", [Two, Inner])
@@ -294,9 +291,7 @@ def test_results_by_name_are_followed() -> None:
 
 def test_parameters_in_a_list_are_not_taken_for_constants() -> None:
     def forward(m: Two, x: torch.Tensor) -> object:
-        (weight,) = (
-            each for name, each in vars(m.b)["_parameters"].items() if name == "weight"
-        )
+        (weight,) = (each for name, each in vars(m.b)["_parameters"].items() if name == "weight")
         return x @ (weight * 2).sum(0)[:, None]
 
     assert "nn.ParameterList" in wholes(graph_of(lambda: Two(forward)))["two"]
@@ -332,7 +327,5 @@ def dropping(model: Two, x: torch.Tensor) -> object:
         lambda: nn.Linear(4, 4),
     ],
 )
-def test_what_layers_know_of_evaluation_is_no_difference(
-    make: Callable[[], nn.Module],
-) -> None:
+def test_what_layers_know_of_evaluation_is_no_difference(make: Callable[[], nn.Module]) -> None:
     assert evaluation_difference(make(), [InputSpec(shape=(4,))]) is None

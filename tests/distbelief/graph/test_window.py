@@ -51,10 +51,7 @@ def test_a_padded_tile_gives_exactly_these_outputs(
     window: Window, extent: int, data: st.DataObject
 ) -> None:
     window = Window(
-        size=window.size,
-        stride=window.stride,
-        dilation=window.dilation,
-        padding=window.padding,
+        size=window.size, stride=window.stride, dilation=window.dilation, padding=window.padding
     )
     n_outputs = window.n_outputs(extent)
     assume(n_outputs > 0)
@@ -63,20 +60,12 @@ def test_a_padded_tile_gives_exactly_these_outputs(
     values = torch.arange(1.0, extent + 1).view(1, 1, -1)
     weight = torch.arange(1.0, window.size + 1).view(1, 1, -1) ** 2
     whole = functional.conv1d(
-        values,
-        weight,
-        stride=window.stride,
-        padding=window.padding,
-        dilation=window.dilation,
+        values, weight, stride=window.stride, padding=window.padding, dilation=window.dilation
     )
     assert whole.shape[-1] == n_outputs
     low, high = window.reads((start, stop), extent=extent)
-    tile = functional.pad(
-        values[..., low:high], window.pads((start, stop), extent=extent)
-    )
-    part = functional.conv1d(
-        tile, weight, stride=window.stride, dilation=window.dilation
-    )
+    tile = functional.pad(values[..., low:high], window.pads((start, stop), extent=extent))
+    part = functional.conv1d(tile, weight, stride=window.stride, dilation=window.dilation)
     assert torch.equal(part, whole[..., start:stop])
 
 

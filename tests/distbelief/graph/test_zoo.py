@@ -31,9 +31,7 @@ def test_a_captured_model_cut_at_random_computes_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_layers_are_kept_whole_with_a_reason_and_only_where_they_must(
-    name: str,
-) -> None:
+def test_layers_are_kept_whole_with_a_reason_and_only_where_they_must(name: str) -> None:
     case = ZOO[name]
     graph = capture(case.model(), case.specs)
     whole = {layer.name: layer.whole for layer in graph.layers if layer.whole}
@@ -51,9 +49,7 @@ def test_dropout_is_a_layer_that_is_idle_outside_of_training(name: str) -> None:
     model = case.model(dropping=True)
     graph = capture(model, case.specs)
     drops = [
-        layer
-        for layer in graph.layers
-        if layer.kind == "dropout" or layer.options.get("dropout")
+        layer for layer in graph.layers if layer.kind == "dropout" or layer.options.get("dropout")
     ]
     assert len(drops) == (8 if name == "encoder" else 2)
     assert_same(graph, model, case, training=False)

@@ -23,16 +23,7 @@ from distbelief.job.voice import Voice
 from distbelief.job.watching import Watching
 from distbelief.messages import Alive
 from distbelief.node import Node
-from distbelief.roles import (
-    SUPERVISOR,
-    Action,
-    Event,
-    Halt,
-    Received,
-    Report,
-    Seconds,
-    Send,
-)
+from distbelief.roles import SUPERVISOR, Action, Event, Halt, Received, Report, Seconds, Send
 from tests.links import link
 
 
@@ -82,9 +73,7 @@ class Desk:
         self.voice = Voice(console, run)
         metrics = stack.enter_context(MetricsFile(run.metrics_file))
         stop = StopRules(StopTable(epochs=1), n_train=1)
-        supervisor = Supervisor(
-            SupervisorConfig(roster=(("shard-0", "shard"),), stop=stop)
-        )
+        supervisor = Supervisor(SupervisorConfig(roster=(("shard-0", "shard"),), stop=stop))
         supervisor._records.append(supervisor.view(0.0))
         self._watching = Watching(
             supervisor,

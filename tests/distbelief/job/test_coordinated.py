@@ -18,16 +18,7 @@ from distbelief.job.resuming.legacy import read_legacy
 from distbelief.job.supervision.membership import Kind
 from distbelief.job.supervision.stop_rules import StopRules
 from distbelief.job.supervision.supervisor_config import SupervisorConfig
-from distbelief.messages import (
-    Begin,
-    Evaluate,
-    Finished,
-    Peers,
-    Progress,
-    Save,
-    Saved,
-    Stop,
-)
+from distbelief.messages import Begin, Evaluate, Finished, Peers, Progress, Save, Saved, Stop
 from distbelief.roles import Action, Halt, Send, Snapshot
 from tests.distbelief.job.supervision.test_supervisor import Desk, sent
 
@@ -46,9 +37,7 @@ def verdict(counters: Mapping[str, float]) -> Verdict:
     return Verdict(reason="no step is better", failed=counters["reason"] > 0)
 
 
-def config(
-    *, stop: StopTable | None = None, shard_restarts_max: int = 5
-) -> SupervisorConfig:
+def config(*, stop: StopTable | None = None, shard_restarts_max: int = 5) -> SupervisorConfig:
     return SupervisorConfig(
         roster=ROSTER,
         stop=StopRules(stop or StopTable(), n_train=100, has_test=False),
@@ -67,11 +56,7 @@ def desk() -> Desk:
 
 def iterate(desk: Desk, step: int, *, loss: float = 1.0) -> list[Action]:
     progress = Progress(
-        step=step,
-        samples=100 * step,
-        loss=loss,
-        seconds_computing=0.0,
-        seconds_waiting=0.0,
+        step=step, samples=100 * step, loss=loss, seconds_computing=0.0, seconds_waiting=0.0
     )
     return desk.hear("coordinator", progress)
 
@@ -194,9 +179,7 @@ def test_without_it_there_is_no_job() -> None:
     desk.join("coordinator")
     actions = desk.die("coordinator")
     assert desk.supervisor.error is not None
-    assert "the coordinator cannot be kept alive after 1 restart" in (
-        desk.supervisor.error
-    )
+    assert "the coordinator cannot be kept alive after 1 restart" in (desk.supervisor.error)
     assert not [action for action in actions if isinstance(action, Halt)]
 
 
@@ -238,9 +221,7 @@ def test_only_snapshots_of_one_round_fit_together(tmp_path: Path) -> None:
     assert set_aside(store, shards) == ()
 
 
-def test_without_one_shards_snapshots_those_of_the_others_are_not_put_away(
-    tmp_path: Path,
-) -> None:
+def test_without_one_shards_snapshots_those_of_the_others_are_not_put_away(tmp_path: Path) -> None:
     """A directory was deleted: the run began anew, and put the others' away."""
     store = SnapshotStore(tmp_path, report=print)
     for label in ("00001", "00002"):

@@ -66,9 +66,7 @@ class Desk:
         stack.callback(launcher.close)
         self.console = Console(file=io.StringIO(), record=True, width=400)
         self.layout = Layout.of(LocalModel(net()).specs(), n_shards=2)
-        self.life = Life(
-            self.job, self.run, memory=memory, launcher=launcher, console=self.console
-        )
+        self.life = Life(self.job, self.run, memory=memory, launcher=launcher, console=self.console)
         self.life._layout = self.layout
 
     def save(self, *shards: int) -> None:

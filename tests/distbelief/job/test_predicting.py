@@ -84,16 +84,12 @@ def test_outputs_are_those_of_the_plain_module(
     assert '"shape":[300,3]' in predicting.as_json(done)
 
 
-def test_the_inputs_may_be_of_another_precision(
-    run: RunDirectory, tmp_path: Path
-) -> None:
+def test_the_inputs_may_be_of_another_precision(run: RunDirectory, tmp_path: Path) -> None:
     np.save(tmp_path / "in.npy", np.ones((2, 5)))
     assert predict(run.path, tmp_path / "in.npy", out=tmp_path / "o.npy").out.is_file()
 
 
-def test_a_run_without_a_model_is_told_how_to_go_on(
-    run: RunDirectory, tmp_path: Path
-) -> None:
+def test_a_run_without_a_model_is_told_how_to_go_on(run: RunDirectory, tmp_path: Path) -> None:
     run.model_file.unlink()
     inputs_at(tmp_path / "in.npy")
     with pytest.raises(JobError, match=r"does not exist: .*still under way .*Ctrl"):
@@ -121,15 +117,11 @@ def words() -> nn.Module:
     return nn.Embedding(50, 3)
 
 
-def test_words_that_the_model_does_not_know_are_refused(
-    run: RunDirectory, tmp_path: Path
-) -> None:
+def test_words_that_the_model_does_not_know_are_refused(run: RunDirectory, tmp_path: Path) -> None:
     run.write(run.job_file, JOB.replace(f"{HERE}:net", f"{HERE}:words"))
     save_file(words().state_dict(), run.model_file)
     np.save(tmp_path / "in.npy", np.full((2, 4), 50))
-    with pytest.raises(
-        JobError, match=r"of shape \[2, 4\] and int64: index out of range"
-    ):
+    with pytest.raises(JobError, match=r"of shape \[2, 4\] and int64: index out of range"):
         predict(run.path, tmp_path / "in.npy")
 
 
@@ -162,9 +154,7 @@ def test_what_is_no_input_is_refused(run: RunDirectory, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [">f4", "f2", "f8"])
-def test_numbers_of_any_make_are_inputs(
-    dtype: str, run: RunDirectory, tmp_path: Path
-) -> None:
+def test_numbers_of_any_make_are_inputs(dtype: str, run: RunDirectory, tmp_path: Path) -> None:
     """Those of another byte order ended in a ValueError of torch's."""
     inputs = inputs_at(tmp_path / "in.npy", n=4)
     predict(run.path, tmp_path / "in.npy", out=tmp_path / "usual.npy")
@@ -174,9 +164,7 @@ def test_numbers_of_any_make_are_inputs(
     np.testing.assert_allclose(other, usual, atol=1e-2)
 
 
-def test_numbers_that_no_model_takes_are_refused(
-    run: RunDirectory, tmp_path: Path
-) -> None:
+def test_numbers_that_no_model_takes_are_refused(run: RunDirectory, tmp_path: Path) -> None:
     """By a plan complex ones were taken for whole numbers, and lost what they had."""
     for odd, shown in (("c8", "complex64"), ("U3", "<U3"), ("M8[s]", "datetime64")):
         np.save(tmp_path / "in.npy", np.zeros((2, 5), odd))
@@ -191,15 +179,11 @@ def wider() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
 
 
-def test_a_model_of_another_source_is_refused(
-    run: RunDirectory, tmp_path: Path
-) -> None:
+def test_a_model_of_another_source_is_refused(run: RunDirectory, tmp_path: Path) -> None:
     """It was a RuntimeError of torch's, or with a plan one of some machine."""
     inputs_at(tmp_path / "in.npy")
     run.write(run.job_file, JOB.replace(f"{HERE}:net", f"{HERE}:wider"))
-    claim = (
-        r"another model than .*:wider makes today: '0.bias' is \[3\] there, and \[4\]"
-    )
+    claim = r"another model than .*:wider makes today: '0.bias' is \[3\] there, and \[4\]"
     with pytest.raises(JobError, match=claim):
         predict(run.path, tmp_path / "in.npy")
     run.write(run.job_file, JOB.replace(f"{HERE}:net", f"{HERE}:words"))
@@ -214,17 +198,13 @@ def test_a_damaged_model_is_told(run: RunDirectory, tmp_path: Path) -> None:
         predict(run.path, tmp_path / "in.npy")
 
 
-def test_an_array_of_objects_is_not_unpickled(
-    run: RunDirectory, tmp_path: Path
-) -> None:
+def test_an_array_of_objects_is_not_unpickled(run: RunDirectory, tmp_path: Path) -> None:
     np.save(tmp_path / "in.npy", np.array([{}], object), allow_pickle=True)
     with pytest.raises(JobError, match="holds no plain array"):
         predict(run.path, tmp_path / "in.npy")
 
 
-def test_the_command_line_tells_a_mistake_in_a_sentence(
-    run: RunDirectory, tmp_path: Path
-) -> None:
+def test_the_command_line_tells_a_mistake_in_a_sentence(run: RunDirectory, tmp_path: Path) -> None:
     inputs_at(tmp_path / "in.npy", n=2)
     words = ["predict", str(run.path), str(tmp_path / "in.npy")]
     done = CliRunner().invoke(app, [*words, "--json"])
@@ -236,9 +216,7 @@ def test_the_command_line_tells_a_mistake_in_a_sentence(
 
 
 def save_plan(run: RunDirectory) -> None:
-    outlook = distbelief.plan(
-        net(), torch.zeros(8, 5), loss="cross_entropy", machines=(2,)
-    )
+    outlook = distbelief.plan(net(), torch.zeros(8, 5), loss="cross_entropy", machines=(2,))
     outlook.save(run.plan_file)
 
 

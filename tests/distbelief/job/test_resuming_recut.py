@@ -64,13 +64,7 @@ class Run:
         self.directory = RunDirectory.create(path)
         self.reports: list[str] = []
 
-    def take_up(
-        self,
-        job: Job,
-        *,
-        train: DataFacts = TRAIN,
-        plan: Plan | None = None,
-    ) -> Resumed:
+    def take_up(self, job: Job, *, train: DataFacts = TRAIN, plan: Plan | None = None) -> Resumed:
         """Begin a life, as far as the training does before it begins."""
         resumed = take_up(
             job,
@@ -89,17 +83,11 @@ class Run:
             self.save(resumed, k, *samples, cut=layout(n_shards))
 
     def save(
-        self,
-        resumed: Resumed,
-        k: int,
-        *samples: int,
-        cut: Layout,
-        names: Sequence[str] = (),
+        self, resumed: Resumed, k: int, *samples: int, cut: Layout, names: Sequence[str] = ()
     ) -> None:
         stream = np.random.default_rng(k)
         tensors = [
-            torch.arange(1.0, spec.n_elements + 1.0) * (i + 1)
-            for i, spec in enumerate(cut.tensors)
+            torch.arange(1.0, spec.n_elements + 1.0) * (i + 1) for i, spec in enumerate(cut.tensors)
         ]
         values = np.zeros(cut.shard_size(k), np.float32)
         cut.gather(k, tensors, values)
@@ -193,9 +181,7 @@ def test_a_replica_goes_on_where_it_was_when_it_is_split_otherwise(run: Run) -> 
     assert whole.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
 
 
-def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(
-    run: Run,
-) -> None:
+def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(run: Run) -> None:
     """Another plan for as many machines began at sample 0, without a word.
 
     All had been computed on machine 0. What machine 1 holds now it has never pushed, so
@@ -266,9 +252,7 @@ def test_another_order_of_the_samples_is_told(run: Run) -> None:
     assert run.take_up(job(3, 2, seed)).told[1:] == (line,)
 
 
-def test_a_seed_that_has_changed_before_anything_was_trained_is_not_told(
-    run: Run,
-) -> None:
+def test_a_seed_that_has_changed_before_anything_was_trained_is_not_told(run: Run) -> None:
     run.train(run.take_up(job()))  # saved at once
     assert run.take_up(job(2, 2, "algorithm.seed=7")).told == ()
     assert len(run.take_up(job(3, 2)).told) == 1
@@ -283,9 +267,7 @@ def test_other_shards_hold_the_same_and_replicas_keep_their_places(run: Run) -> 
     assert resumed.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
     assert set(before) < set(run.files())  # nothing saved is lost
     assert resumed.store.directory == run.directory.snapshots / "cut-00002"
-    assert resumed.legacy.restored == dict.fromkeys(
-        ("shard-0", "shard-1", "shard-2"), "00002"
-    )
+    assert resumed.legacy.restored == dict.fromkeys(("shard-0", "shard-1", "shard-2"), "00002")
     assert resumed.legacy.label == 3
     assert resumed.legacy.incarnation > first.legacy.incarnation + 1
     (line,) = resumed.told

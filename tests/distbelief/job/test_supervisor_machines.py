@@ -63,9 +63,7 @@ def peers_of(desk: Desk, name: str) -> set[str]:
         ("shard-0", set(EVERYBODY) - {"shard-0"}),
     ],
 )
-def test_machines_need_their_group_and_the_shards(
-    desk: Desk, name: str, peers: set[str]
-) -> None:
+def test_machines_need_their_group_and_the_shards(desk: Desk, name: str, peers: set[str]) -> None:
     assert peers_of(desk, name) == peers
 
 
@@ -87,9 +85,7 @@ def gone(actions: Sequence[Action]) -> dict[str, tuple[str, ...]]:
     }
 
 
-def test_a_machine_that_is_silent_at_the_end_is_named_and_ended_and_others_told(
-    desk: Desk,
-) -> None:
+def test_a_machine_that_is_silent_at_the_end_is_named_and_ended_and_others_told(desk: Desk) -> None:
     """It was said to be restarted, and the others of its replica waited on: 40 s."""
     desk.join()
     desk.progress("replica-0.0")
@@ -114,9 +110,7 @@ def test_a_machine_that_has_finished_is_gone_for_its_leader_alone(desk: Desk) ->
     assert told["replica-0.0"] == ("replica-0.1",)
 
 
-def test_an_evaluator_that_is_silent_at_the_very_end_is_named_and_ended(
-    desk: Desk,
-) -> None:
+def test_an_evaluator_that_is_silent_at_the_very_end_is_named_and_ended(desk: Desk) -> None:
     """In the last stage nobody was named before 15 s were over."""
     desk.join()
     desk.progress("replica-0.0")
@@ -164,9 +158,7 @@ def test_a_replica_without_one_of_its_machines_is_left_out_whole(desk: Desk) -> 
         desk.join("replica-0.1")
         ended = [action.name for action in actions if isinstance(action, Terminate)]
     assert ended == ["replica-0.1", "replica-0.0"]
-    assert desk.told[-1] == (
-        "replica 0.0 left out with replica 0.1: they are of one model"
-    )
+    assert desk.told[-1] == ("replica 0.0 left out with replica 0.1: they are of one model")
     view = desk.supervisor.view(desk.now)
     states = {role.name: role.state for role in view.roles}
     assert states["replica-0.0"] == states["replica-0.1"] == "lost, left out"
@@ -255,8 +247,6 @@ def test_groups(
 
 def test_progress_is_of_the_whole_replica(desk: Desk) -> None:
     desk.join()
-    message = Progress(
-        step=3, samples=96, loss=0.5, seconds_computing=0.0, seconds_waiting=0.0
-    )
+    message = Progress(step=3, samples=96, loss=0.5, seconds_computing=0.0, seconds_waiting=0.0)
     desk.hear("replica-1.0", message)
     assert desk.supervisor.view(desk.now).samples == 96

@@ -9,9 +9,7 @@ from distbelief.job.directory.run_directory import RunDirectory
 from distbelief.job.voice import HEEDED_MAX, Voice
 
 
-def test_a_warning_of_the_links_is_said_once_and_a_flood_of_them_not_at_all(
-    tmp_path: Path,
-) -> None:
+def test_a_warning_of_the_links_is_said_once_and_a_flood_of_them_not_at_all(tmp_path: Path) -> None:
     """Machines were not let in, and the screen said "waiting for 1 machine"."""
     screen = StringIO()
     with RunDirectory.create(tmp_path / "run") as run:

@@ -66,18 +66,14 @@ def layout_of(
     """Return a layout in float64; the last `n_buffers` tensors given are buffers."""
     n_parameters = len(tensors) - n_buffers
     specs = [
-        TensorSpec(name=t.name, shape=t.shape, kind="buffer")
-        if i >= n_parameters
-        else t
+        TensorSpec(name=t.name, shape=t.shape, kind="buffer") if i >= n_parameters else t
         for i, t in enumerate(tensors)
     ]
     return Layout.of(specs, n_shards=n_shards, dtype="float64")
 
 
 def zeros_of(layout: Layout) -> list[torch.Tensor]:
-    return [
-        torch.zeros(spec.n_elements, dtype=torch.float64) for spec in layout.tensors
-    ]
+    return [torch.zeros(spec.n_elements, dtype=torch.float64) for spec in layout.tensors]
 
 
 def full_of(layout: Layout, value: float) -> list[torch.Tensor]:
@@ -145,9 +141,7 @@ class Bench:
 
     # -------------------------------------------------------------------- roles
 
-    def start(
-        self, name: Address, role: Role, *, restored: Snapshot | None = None
-    ) -> None:
+    def start(self, name: Address, role: Role, *, restored: Snapshot | None = None) -> None:
         """Begin a life of `name`; whatever its last one had under way is gone."""
         self.kill(name)
         self.roles[name] = role
@@ -219,16 +213,12 @@ class Bench:
             return
         self.perform(name, actions)
 
-    def send(
-        self, sender: Address, receiver: Address, message: Message, *, life: int = 0
-    ) -> None:
+    def send(self, sender: Address, receiver: Address, message: Message, *, life: int = 0) -> None:
         """Put a message on its way, through the wire."""
         incarnation = life or self.incarnations.get(sender, 1)
         frames = self.wire.encode(message, sender=sender, incarnation=incarnation)
         envelope = self.wire.decode([bytes(frame) for frame in frames])
-        received = Received(
-            sender=sender, incarnation=incarnation, message=envelope.message
-        )
+        received = Received(sender=sender, incarnation=incarnation, message=envelope.message)
         if receiver == TEST:
             self.to_test.append(received)
         elif not self.lose(receiver, message):
@@ -304,9 +294,7 @@ class Bench:
     def begin_fetch(self, name: Address = CLIENT) -> None:
         self.perform(name, self.client(name).begin_fetch(self.now))
 
-    def install(
-        self, tensors: Sequence[torch.Tensor], name: Address = CLIENT
-    ) -> Installed:
+    def install(self, tensors: Sequence[torch.Tensor], name: Address = CLIENT) -> Installed:
         client = self.client(name)
         outcome = client.install(tensors)()
         self.perform(name, client.installed(outcome, self.now))
@@ -323,18 +311,11 @@ class Bench:
         return tensors
 
     def push(
-        self,
-        value: float = -1.0,
-        name: Address = CLIENT,
-        *,
-        buffers: float = 0.0,
-        samples: int = 0,
+        self, value: float = -1.0, name: Address = CLIENT, *, buffers: float = 0.0, samples: int = 0
     ) -> Staged:
         """Stage and send a gradient of `value` everywhere; do not wait."""
         client = self.client(name)
-        outcome = client.stage(
-            full_of(self.layout, value), full_of(self.layout, buffers)
-        )()
+        outcome = client.stage(full_of(self.layout, value), full_of(self.layout, buffers))()
         actions = client.staged(outcome, n_gradients=1, samples=samples, now=self.now)
         self.perform(name, actions)
         return outcome

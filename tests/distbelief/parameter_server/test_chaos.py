@@ -25,14 +25,7 @@ from distbelief.parameter_server.layout.layout import TensorSpec
 from distbelief.parameter_server.layout.selection import Selection
 from distbelief.parameter_server.shard import ParameterServerShard
 from distbelief.roles import Address, PeerJoined, Received, Snapshot
-from tests.distbelief.parameter_server.pair import (
-    CLIENT,
-    OTHER,
-    SHARD,
-    TEST,
-    Bench,
-    layout_of,
-)
+from tests.distbelief.parameter_server.pair import CLIENT, OTHER, SHARD, TEST, Bench, layout_of
 
 
 N_MARKS = 640  # pushes of one run at most
@@ -130,9 +123,7 @@ class Chaos:
             if not links:
                 return
             link = links[int(self.stream.integers(len(links)))]
-            index = next(
-                i for i, (r, e) in enumerate(messages) if (r, e.sender) == link
-            )
+            index = next(i for i, (r, e) in enumerate(messages) if (r, e.sender) == link)
             receiver, event = messages[index]
             del messages[index]
             if self.stream.random() < 0.07:
@@ -284,9 +275,7 @@ def test_every_push_is_applied_once_or_counted_as_lost_and_no_fetch_is_a_mixture
 @pytest.mark.untraced
 @given(seed=st.integers(0, 2**32), kills=st.booleans())
 @settings(max_examples=5)
-def test_so_it_is_with_pushes_and_fetches_of_many_blocks(
-    seed: int, *, kills: bool
-) -> None:
+def test_so_it_is_with_pushes_and_fetches_of_many_blocks(seed: int, *, kills: bool) -> None:
     chaos = Chaos(seed, shared=False, n_blocks=3)
     for _ in range(80):
         chaos.step(kills=kills)
@@ -297,9 +286,7 @@ def test_so_it_is_with_pushes_and_fetches_of_many_blocks(
 @pytest.mark.parametrize("shared", [True, False])
 @given(seed=st.integers(0, 2**32), kills=st.booleans())
 @settings(max_examples=20)
-def test_so_it_is_if_one_client_holds_a_part_only(
-    *, shared: bool, seed: int, kills: bool
-) -> None:
+def test_so_it_is_if_one_client_holds_a_part_only(*, shared: bool, seed: int, kills: bool) -> None:
     chaos = Chaos(seed, shared=shared, partial=True)
     for _ in range(150):
         chaos.step(kills=kills)

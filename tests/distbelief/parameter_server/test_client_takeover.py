@@ -41,13 +41,7 @@ from distbelief.roles import (
 )
 from distbelief.simulation.memory import HostMemory, LentMemory
 from distbelief.vectors import Vector
-from tests.distbelief.parameter_server.client.test_client import (
-    FIRST,
-    LAYOUT,
-    Alone,
-    N,
-    sent,
-)
+from tests.distbelief.parameter_server.client.test_client import FIRST, LAYOUT, Alone, N, sent
 from tests.distbelief.parameter_server.pair import SHARD, full_of, zeros_of
 
 
@@ -87,12 +81,8 @@ def welcomed(
     return alone.receive(message, life=life, sender=sender)
 
 
-def acknowledge(
-    alone: Alone, sequence: int, number: int, *, sender: Address = SHARD
-) -> None:
-    message = Acknowledge(
-        sequence=sequence, shard_incarnation=number, clock=1, staleness=0
-    )
+def acknowledge(alone: Alone, sequence: int, number: int, *, sender: Address = SHARD) -> None:
+    message = Acknowledge(sequence=sequence, shard_incarnation=number, clock=1, staleness=0)
     assert alone.receive(message, sender=sender) == []
 
 
@@ -390,9 +380,7 @@ class Pair:
 
     def take_block(self, block: PushBlock) -> Message:
         self.values[block.sequence % 2] = block.values.copy()
-        return PushCredit(
-            sequence=block.sequence, shard_incarnation=self.number, received=1
-        )
+        return PushCredit(sequence=block.sequence, shard_incarnation=self.number, received=1)
 
     def take(self, sequence: int) -> Message | None:
         if sequence % 2 in self.values:  # else its block was lost
@@ -536,9 +524,7 @@ class Run:
         outcome = outcome or work()
         self.issued[FIRST + len(self.issued)] = value
         assert outcome.finite, "it read memory that nobody may read"
-        actions = self.client.staged(
-            outcome, n_gradients=1, samples=int(value), now=self.now
-        )
+        actions = self.client.staged(outcome, n_gradients=1, samples=int(value), now=self.now)
         self.perform(actions)
 
     def finish(self) -> None:

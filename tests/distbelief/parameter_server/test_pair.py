@@ -13,14 +13,7 @@ from torch import nn
 
 from distbelief.errors import MemoryGoneError
 from distbelief.memory import PrivateMemory
-from distbelief.messages import (
-    Acknowledge,
-    Message,
-    ParameterBlock,
-    Push,
-    Save,
-    Stop,
-)
+from distbelief.messages import Acknowledge, Message, ParameterBlock, Push, Save, Stop
 from distbelief.parameter_server.client.client import ClientConfig
 from distbelief.parameter_server.layout.layout import Layout, TensorSpec
 from distbelief.parameter_server.rules.update_rules import SGD
@@ -43,9 +36,7 @@ def memory_of(*, shared: bool) -> PrivateMemory:
     return PrivateMemory(host="here" if shared else "", poison=True)
 
 
-def bench_of(
-    layout: Layout, *, shared: bool, clients: Sequence[Address] = (CLIENT,)
-) -> Bench:
+def bench_of(layout: Layout, *, shared: bool, clients: Sequence[Address] = (CLIENT,)) -> Bench:
     bench = Bench(layout=layout, memory=memory_of(shared=shared))
     for k in range(layout.n_shards):
         bench.add_shard(Address(f"shard-{k}"))
@@ -121,9 +112,7 @@ def test_one_client_and_one_shard_are_sequential_sgd(*, shared: bool) -> None:
     bench = Bench(layout=layout, memory=memory_of(shared=shared))
     for k in range(2):
         bench.add_shard(
-            Address(f"shard-{k}"),
-            rule=SGD(learning_rate=0.1),
-            initialise=partial(initial, k),
+            Address(f"shard-{k}"), rule=SGD(learning_rate=0.1), initialise=partial(initial, k)
         )
     bench.add_client()
     bench.settle()
@@ -299,9 +288,7 @@ def test_a_lease_that_runs_out_does_not_end_the_fetch() -> None:
     """All blocks but the first are lost for longer than a lease lasts."""
     bench = Bench(layout=layout_of(LARGE), memory=memory_of(shared=False))
     bench.lose = lambda _, message: (
-        isinstance(message, ParameterBlock)
-        and message.block_index > 0
-        and bench.now < 14.0
+        isinstance(message, ParameterBlock) and message.block_index > 0 and bench.now < 14.0
     )
     bench.add_shard(n_copies=1)
     bench.add_client()
@@ -369,9 +356,7 @@ def test_a_push_that_is_not_whole_dies_with_its_client(*, shared: bool) -> None:
 
 
 @both
-def test_a_shard_that_restarts_loses_what_its_snapshot_lacks_and_says_so(
-    *, shared: bool
-) -> None:
+def test_a_shard_that_restarts_loses_what_its_snapshot_lacks_and_says_so(*, shared: bool) -> None:
     bench = bench_of(layout_of(), shared=shared)
     for _ in range(2):
         bench.push(samples=10)
@@ -396,15 +381,11 @@ def test_a_shard_that_restarts_loses_what_its_snapshot_lacks_and_says_so(
 
 
 @both
-def test_a_restart_between_two_acknowledgements_of_shards_loses_nothing(
-    *, shared: bool
-) -> None:
+def test_a_restart_between_two_acknowledgements_of_shards_loses_nothing(*, shared: bool) -> None:
     """Shards do not wait for each other: one has the push, the other will have it."""
     bench = bench_of(layout_of(LARGE, n_shards=2), shared=shared)
     other = Address("shard-1")
-    bench.lose = lambda receiver, message: (
-        receiver == other and isinstance(message, Push)
-    )
+    bench.lose = lambda receiver, message: receiver == other and isinstance(message, Push)
     bench.push()
     bench.settle()
     bench.lose = lambda *_: False
@@ -450,9 +431,7 @@ def test_a_shard_that_is_stopped_leaves_its_memory_clean() -> None:
 
 
 @both
-def test_who_was_gone_until_its_slots_were_taken_back_loses_no_push(
-    *, shared: bool
-) -> None:
+def test_who_was_gone_until_its_slots_were_taken_back_loses_no_push(*, shared: bool) -> None:
     """A guest that died kept its slots for ever; one that returns needs others."""
     bench = bench_of(layout_of(LARGE), shared=shared, clients=())
     patient = ClientConfig(

@@ -33,14 +33,7 @@ from distbelief.parameter_server.shard import ParameterServerShard
 from distbelief.parameter_server.state import application
 from distbelief.roles import Address, PeerJoined
 from distbelief.vectors import Vector
-from tests.distbelief.parameter_server.pair import (
-    CLIENT,
-    READER,
-    SHARD,
-    TEST,
-    Bench,
-    layout_of,
-)
+from tests.distbelief.parameter_server.pair import CLIENT, READER, SHARD, TEST, Bench, layout_of
 
 
 Items = list[tuple[str, Region]]
@@ -52,11 +45,7 @@ SPECS = (
     TensorSpec(name="w", shape=(70, 50)),
 )
 ITEMS: dict[Address, Items] = {
-    LEFT: [
-        ("w", Region(((0, 70), (0, 20)))),
-        ("b", Region(((0, 10),))),
-        ("m", Region(((0, 2),))),
-    ],
+    LEFT: [("w", Region(((0, 70), (0, 20)))), ("b", Region(((0, 10),))), ("m", Region(((0, 2),)))],
     RIGHT: [
         ("m", Region(((2, 5),))),
         ("w", Region(((0, 70), (20, 50)))),
@@ -117,10 +106,7 @@ class Machines:
 
     def noise(self, seed: int) -> Tensors:
         stream = torch.Generator().manual_seed(seed)
-        return [
-            torch.randn(spec.n_elements, generator=stream)
-            for spec in self.layout.tensors
-        ]
+        return [torch.randn(spec.n_elements, generator=stream) for spec in self.layout.tensors]
 
     def cut(self, name: Address, tensors: Tensors) -> Tensors:
         """Return what this client holds of whole tensors."""
@@ -131,17 +117,14 @@ class Machines:
             for spec, tensor in zip(self.layout.tensors, tensors, strict=True)
         }
         return [
-            whole[tensor][region.slices].reshape(-1).clone()
-            for tensor, region in self.items[name]
+            whole[tensor][region.slices].reshape(-1).clone() for tensor, region in self.items[name]
         ]
 
     def push(self, name: Address, tensors: Tensors) -> None:
         client, bench = self.bench.client(name), self.bench
         part = self.cut(name, tensors)
         outcome = client.stage(part, part)()
-        bench.perform(
-            name, client.staged(outcome, n_gradients=1, samples=1, now=bench.now)
-        )
+        bench.perform(name, client.staged(outcome, n_gradients=1, samples=1, now=bench.now))
         bench.settle()
         assert client.unacknowledged == 0
 
@@ -205,9 +188,7 @@ def test_clients_that_push_a_part_each_give_the_bits_of_one_that_pushes_everythi
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_what_a_client_does_not_hold_stays_to_the_bit(
-    rule: UpdateRule, *, shared: bool
-) -> None:
+def test_what_a_client_does_not_hold_stays_to_the_bit(rule: UpdateRule, *, shared: bool) -> None:
     machines = Machines(rule, shared=shared)
     for step in range(2):
         for name in (LEFT, RIGHT):
@@ -258,10 +239,7 @@ def test_without_a_clock_elements_of_any_count_are_updated_together() -> None:
     machines.push(CLIENT, machines.noise(1))
     left, whole = machines.cut(LEFT, machines.noise(0)), machines.fetch(CLIENT)
     for tensor, first, second in zip(
-        machines.cut(LEFT, whole)[:2],
-        left,
-        machines.cut(LEFT, machines.noise(1)),
-        strict=False,
+        machines.cut(LEFT, whole)[:2], left, machines.cut(LEFT, machines.noise(1)), strict=False
     ):
         assert torch.equal(tensor, -first - second)
 
@@ -340,9 +318,7 @@ def hello_of(machines: Machines, words: list[int]) -> Hello:
         ([0, 9, 9, 1, 8, 1, 1, 1], "stripes that overlap"),
     ],
 )
-def test_ranges_that_cannot_be_are_refused_for_good(
-    words: list[int], what: str
-) -> None:
+def test_ranges_that_cannot_be_are_refused_for_good(words: list[int], what: str) -> None:
     machines = Machines(SGD(learning_rate=1.0), shared=False, pushers=[])
     machines.bench.add_client(LEFT)
     machines.bench.messages.clear()
@@ -468,9 +444,7 @@ def test_buffers_are_averaged_over_the_clients_that_hold_them() -> None:
 def test_a_draft_is_filled_piece_by_piece_and_pushes_what_stage_does(
     name: Address, *, shared: bool
 ) -> None:
-    one, two = (
-        Machines(RULES[3], shared=shared, n_shards=2, pushers=[name]) for _ in range(2)
-    )
+    one, two = (Machines(RULES[3], shared=shared, n_shards=2, pushers=[name]) for _ in range(2))
     for step in range(3):
         tensors = one.noise(step)
         one.push(name, tensors)

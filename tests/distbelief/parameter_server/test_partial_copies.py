@@ -32,9 +32,7 @@ from tests.distbelief.parameter_server.twins import A, B, N, OneCopy, only
 LAYOUT = layout_of((TensorSpec(name="w", shape=(2048, 200)),))  # 4 blocks
 RULE = Adam(learning_rate=0.1)
 HELD: dict[Address, Vector | None] = {
-    name: Selection.of(LAYOUT, [("w", Region(((0, 2048), columns)))])
-    .part(0)
-    .holding.stripes
+    name: Selection.of(LAYOUT, [("w", Region(((0, 2048), columns)))]).part(0).holding.stripes
     for name, columns in {
         Address("left"): (0, 90),
         Address("middle"): (50, 120),
@@ -50,9 +48,7 @@ class Pair:
     def __init__(self, *, shared: bool) -> None:
         memory = PrivateMemory(host="here" if shared else "")
         self.shared = shared
-        self.a, self.b = (
-            OneCopy(name, memory=memory, layout=LAYOUT, rule=RULE) for name in (A, B)
-        )
+        self.a, self.b = (OneCopy(name, memory=memory, layout=LAYOUT, rule=RULE) for name in (A, B))
         self.pump(self.a.lead(1))
         self.sequences = dict.fromkeys(HELD, 0)
         self.regions: dict[Address, str] = {}
@@ -79,9 +75,7 @@ class Pair:
         """Let the second become the leader's copy."""
         self.pump(self.a.lead(2, B))
 
-    def push(
-        self, name: Address, seed: int, *, touches: Vector | None = None
-    ) -> list[Action]:
+    def push(self, name: Address, seed: int, *, touches: Vector | None = None) -> list[Action]:
         self.sequences[name] += 1
         sequence = self.sequences[name]
         number = self.a.shard._service.incarnation
@@ -124,9 +118,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_second_counts_what_each_element_has_met_as_its_leader_does(
-    *, shared: bool
-) -> None:
+def test_a_second_counts_what_each_element_has_met_as_its_leader_does(*, shared: bool) -> None:
     pair = Pair(shared=shared)
     order = [Address(n) for n in ("left", "whole", "left", "middle", "right")]
     for seed, name in enumerate(order[:3]):
@@ -141,9 +133,7 @@ def test_a_second_counts_what_each_element_has_met_as_its_leader_does(
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_push_that_changes_some_of_it_changes_both_copies_alike(
-    *, shared: bool
-) -> None:
+def test_a_push_that_changes_some_of_it_changes_both_copies_alike(*, shared: bool) -> None:
     """Of tensors without a gradient neither values nor the rule's state may move."""
     pair = Pair(shared=shared)
     whole, size = Address("whole"), LAYOUT.shard_size(0)
@@ -215,10 +205,7 @@ def forward(holds: list[int]) -> Forward:
 
 def block(n_elements: int, index: int = 0) -> PushBlock:
     return PushBlock(
-        sequence=6,
-        shard_incarnation=2,
-        block_index=index,
-        values=np.full(n_elements, -1.0),
+        sequence=6, shard_incarnation=2, block_index=index, values=np.full(n_elements, -1.0)
     )
 
 
@@ -271,9 +258,7 @@ def test_parts_that_cannot_be_are_refused() -> None:
         second().receive(block(N + 1), A)
 
 
-def test_a_second_writes_no_more_down_than_a_leader_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_writes_no_more_down_than_a_leader_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "N_STRIPES_MAX", 1)
     copy = second()
     copy.receive(block(3), A)

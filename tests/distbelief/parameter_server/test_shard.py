@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
-from distbelief.errors import (
-    LocalProtocolError,
-    RemoteProtocolError,
-    StorageError,
-)
+from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
 from distbelief.memory import PrivateMemory, Region
 from distbelief.messages import (
     Acknowledge,
@@ -105,9 +101,7 @@ class Alone:
             initialise=initialise,
         )
         self.incarnation = incarnation
-        self.started = self.shard.handle(
-            Started(incarnation=incarnation, restored=restored), 0.0
-        )
+        self.started = self.shard.handle(Started(incarnation=incarnation, restored=restored), 0.0)
         if ready:
             self.work(self.started)
 
@@ -143,10 +137,7 @@ class Alone:
         next_sequence: int = 1,
     ) -> Sequence[Action]:
         message = Hello(
-            layout=self.layout.fingerprint,
-            pushes=pushes,
-            host=host,
-            next_sequence=next_sequence,
+            layout=self.layout.fingerprint, pushes=pushes, host=host, next_sequence=next_sequence
         )
         return self.receive(message, sender, life=life)
 
@@ -166,9 +157,7 @@ class Alone:
         bounds = block_bounds(n, itemsize=dtype.itemsize)
         for index, (start, stop) in enumerate(bounds):
             self.receive(
-                block(sequence, index, np.full(stop - start, value, dtype)),
-                sender,
-                life=life,
+                block(sequence, index, np.full(stop - start, value, dtype)), sender, life=life
             )
         return self.receive(
             said(
@@ -185,23 +174,14 @@ class Alone:
         return dict(self.shard.status()[1])
 
 
-def block(
-    sequence: int, index: int, values: Vector, *, shard_incarnation: int = 1
-) -> PushBlock:
+def block(sequence: int, index: int, values: Vector, *, shard_incarnation: int = 1) -> PushBlock:
     return PushBlock(
-        sequence=sequence,
-        shard_incarnation=shard_incarnation,
-        block_index=index,
-        values=values,
+        sequence=sequence, shard_incarnation=shard_incarnation, block_index=index, values=values
     )
 
 
 def said(
-    sequence: int,
-    *,
-    samples: int = 0,
-    fetched_clock: int = 0,
-    shard_incarnation: int = 1,
+    sequence: int, *, samples: int = 0, fetched_clock: int = 0, shard_incarnation: int = 1
 ) -> Push:
     return Push(
         sequence=sequence,
@@ -216,16 +196,8 @@ def fetch(request: int = 1, *, credit: int = 16) -> Fetch:
     return Fetch(request=request, shard_incarnation=1, credit=credit)
 
 
-def credit(
-    received: int, *, request: int = 1, limit: int = 64, again: bool = False
-) -> Credit:
-    return Credit(
-        request=request,
-        shard_incarnation=1,
-        received=received,
-        limit=limit,
-        again=again,
-    )
+def credit(received: int, *, request: int = 1, limit: int = 64, again: bool = False) -> Credit:
+    return Credit(request=request, shard_incarnation=1, received=received, limit=limit, again=again)
 
 
 def sent(actions: Sequence[Action], kind: type[M]) -> list[M]:
@@ -262,9 +234,7 @@ def indices(actions: Sequence[Action]) -> list[int]:
         ({"n_clients_max": 0}, "n_clients_max is 0"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_refused(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_a_configuration_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
     usual = ShardConfig(index=0, layout=LAYOUT, rule=PLUS_ONE)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(usual, **changes)
@@ -306,9 +276,7 @@ def test_initial_values_of_the_wrong_size_name_both_sizes() -> None:
         alone.work(alone.started)
 
 
-def test_where_all_snapshots_are_damaged_a_restarted_shard_does_not_begin_anew() -> (
-    None
-):
+def test_where_all_snapshots_are_damaged_a_restarted_shard_does_not_begin_anew() -> None:
     """It came back with its initial values, and the job went on training those."""
     shard = shard_of(LAYOUT, PrivateMemory())
     started = Started(incarnation=2, unrestored="no snapshot of shard-0 is whole")
@@ -565,11 +533,7 @@ def test_clients_take_turns() -> None:
     applying = alone.push(1)
     alone.push(2)
     alone.push(1, sender=OTHER)
-    receivers = [
-        action.receiver
-        for action in alone.work_all(applying)
-        if isinstance(action, Send)
-    ]
+    receivers = [action.receiver for action in alone.work_all(applying) if isinstance(action, Send)]
     assert receivers == [CLIENT, OTHER, CLIENT]
 
 
@@ -601,9 +565,7 @@ def test_nobody_fetched_at_a_clock_to_come() -> None:
         (block(1, 0, np.ones(N, np.float32)), f"{N} elements of float32"),
     ],
 )
-def test_blocks_that_cannot_be_name_what_was_expected(
-    message: PushBlock, complaint: str
-) -> None:
+def test_blocks_that_cannot_be_name_what_was_expected(message: PushBlock, complaint: str) -> None:
     alone = Alone()
     alone.hello()
     with pytest.raises(RemoteProtocolError, match=complaint):
@@ -821,9 +783,7 @@ def test_an_idle_lease_ends_and_the_client_is_told_to_begin_anew() -> None:
     alone.receive(credit(1, limit=1))
     alone.now = 10.0
     timer = TimerFired(name="lease:replica-0")
-    assert alone.shard.handle(timer, 10.0) == [
-        SetTimer(name="lease:replica-0", at=16.0)
-    ]
+    assert alone.shard.handle(timer, 10.0) == [SetTimer(name="lease:replica-0", at=16.0)]
     assert alone.receive(credit(1, limit=1)) == []  # words without progress
     assert alone.shard.handle(timer, 16.0) == []
     # The client may still take what is on its way to it: nobody writes there any more.
@@ -1090,9 +1050,7 @@ def test_sgd_is_what_the_shard_was_told_to_do() -> None:
 
 # ------------------------------------------------------------- without a supervisor
 
-GONE = PeerLost(
-    peer=SUPERVISOR, incarnation=0, reason="no word for 600.1 s", for_good=True
-)
+GONE = PeerLost(peer=SUPERVISOR, incarnation=0, reason="no word for 600.1 s", for_good=True)
 
 
 def labels(actions: Sequence[Action]) -> list[str]:

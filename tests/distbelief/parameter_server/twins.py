@@ -63,9 +63,7 @@ class OneCopy:
         self.timers: dict[str, Seconds] = {}
         self.lane: deque[Compute | Persist] = deque()
         self.snapshots: list[Snapshot] = []
-        config = ShardConfig(
-            index=0, layout=layout, rule=rule, name=name, waits_for_lead=True
-        )
+        config = ShardConfig(index=0, layout=layout, rule=rule, name=name, waits_for_lead=True)
         zeros = partial(np.zeros, layout.shard_size(0))
         self.shard = ParameterServerShard(config, memory=self.memory, initialise=zeros)
         started = Started(incarnation=life, restored=restored, unrestored=unrestored)
@@ -117,9 +115,7 @@ class OneCopy:
 
     # -------------------------------------------------------------- what others say
 
-    def lead(
-        self, pairing: int, second: str = "", *, life: int | None = None
-    ) -> list[Action]:
+    def lead(self, pairing: int, second: str = "", *, life: int | None = None) -> list[Action]:
         """Say it to this life, or to another one; the second is in its first."""
         lead = Lead(
             pairing=pairing,
@@ -186,11 +182,7 @@ class OneCopy:
 
 def sent(actions: Sequence[Action], kind: type[M]) -> list[M]:
     """Return the messages of this kind, in order."""
-    return [
-        a.message
-        for a in actions
-        if isinstance(a, Send) and isinstance(a.message, kind)
-    ]
+    return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
 
 
 def only(actions: Sequence[Action], kind: type[M]) -> M:
@@ -201,7 +193,5 @@ def only(actions: Sequence[Action], kind: type[M]) -> M:
 def kinds(actions: Sequence[Action], receiver: Address) -> list[str]:
     """Return the kinds of messages to this receiver, in order."""
     return [
-        type(a.message).__name__
-        for a in actions
-        if isinstance(a, Send) and a.receiver == receiver
+        type(a.message).__name__ for a in actions if isinstance(a, Send) and a.receiver == receiver
     ]

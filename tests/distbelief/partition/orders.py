@@ -23,9 +23,7 @@ def planned(*counts: int, memory: float | None = None) -> tuple[Planned, ...]:
     return tuple(plan(order(graph, equal(max(counts), memory=memory)), counts))
 
 
-def permuted(
-    placements: Mapping[str, Placement], to: Mapping[int, int]
-) -> dict[str, Placement]:
+def permuted(placements: Mapping[str, Placement], to: Mapping[int, int]) -> dict[str, Placement]:
     """The same plan, its machines numbered otherwise."""
     return {name: _permuted(placement, to) for name, placement in placements.items()}
 

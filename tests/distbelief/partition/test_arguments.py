@@ -46,9 +46,7 @@ def test_of_whole_numbers_the_largest_counts() -> None:
     assert spec_of(no_values) == InputSpec(shape=(6,), n_values=1)
 
 
-@pytest.mark.parametrize(
-    "machines", ["4", 4.5, True, None, [2, "3"], [1, True], {1, 2}, b"12"]
-)
+@pytest.mark.parametrize("machines", ["4", 4.5, True, None, [2, "3"], [1, True], {1, 2}, b"12"])
 def test_machines_are_numbers(machines: object) -> None:
     with pytest.raises(GraphError, match=r"machines is .*: give a number, such as 8"):
         counts_of(machines)

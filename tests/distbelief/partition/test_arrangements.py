@@ -27,10 +27,7 @@ def test_equal_machines_have_one_order() -> None:
 
 
 def test_a_machine_behind_slow_links_comes_last() -> None:
-    assert arrangements(far_away(4, machine=1, rate=1e6)) == [
-        (0, 1, 2, 3),
-        (0, 2, 3, 1),
-    ]
+    assert arrangements(far_away(4, machine=1, rate=1e6)) == [(0, 1, 2, 3), (0, 2, 3, 1)]
 
 
 def test_so_does_one_that_can_send_little() -> None:

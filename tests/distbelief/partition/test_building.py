@@ -38,13 +38,9 @@ def sent_between_nodes(
     """Seconds of the messages of a compiled plan, each layer's in its own phase."""
     compiled = compile_plan(graph, decode(choice), batch=8, n_machines=len(cluster))
     whose = {
-        layer.name: index
-        for index, node in enumerate(decode.nodes)
-        for layer in node.group.members
+        layer.name: index for index, node in enumerate(decode.nodes) for layer in node.group.members
     }
-    phases: defaultdict[tuple[str, str], Floats] = defaultdict(
-        lambda: np.zeros((2, len(cluster)))
-    )
+    phases: defaultdict[tuple[str, str], Floats] = defaultdict(lambda: np.zeros((2, len(cluster))))
     for message in compiled.messages:
         if message.kind not in {"state", "gradient"}:
             continue
@@ -60,9 +56,7 @@ def sent_between_nodes(
 
 @pytest.mark.parametrize("cluster", [equal(4, latency=1e-3), unequal()])
 @pytest.mark.parametrize("graph", [fully_connected(40, 24, 16, 12), convolutional()])
-def test_edges_are_the_messages_of_the_plan(
-    graph: LayerGraph, cluster: Cluster
-) -> None:
+def test_edges_are_the_messages_of_the_plan(graph: LayerGraph, cluster: Cluster) -> None:
     problem, decode = build(graph, cluster, batch=8)
     generator = np.random.default_rng(5)
     for _ in range(10):
@@ -146,9 +140,7 @@ def test_memory_is_told_where_it_is_short() -> None:
 
 def test_pins_leave_one_candidate() -> None:
     graph = fully_connected(40, 24, 16, 12)
-    problem, decode = build(
-        graph, equal(4), batch=8, pins={"2": "inputs:3", "1": "units:2"}
-    )
+    problem, decode = build(graph, equal(4), batch=8, pins={"2": "inputs:3", "1": "units:2"})
     labels = decode.labels([0] * len(problem.sizes))
     assert labels["1"] == "units 2"
     assert labels["2"] == "inputs 3"

@@ -4,12 +4,7 @@ import pytest
 
 from distbelief.graph.layer import INPUT, GraphError, Layer
 from distbelief.graph.region import Region, tile
-from distbelief.partition.candidates import (
-    N_CANDIDATES_MAX,
-    candidates,
-    sizes,
-    summed_dims,
-)
+from distbelief.partition.candidates import N_CANDIDATES_MAX, candidates, sizes, summed_dims
 from distbelief.partition.grouping import groups
 from distbelief.partition.pins import check_pins, pinned
 from distbelief.program.cluster import Cluster
@@ -25,14 +20,10 @@ from tests.distbelief.partition.plans import (
 
 @pytest.mark.parametrize("cluster", [equal(4), unequal()], ids=["equal", "unequal"])
 @pytest.mark.parametrize("name", NETS)
-def test_candidates_and_what_follows_them_tile_their_layers(
-    name: str, cluster: Cluster
-) -> None:
+def test_candidates_and_what_follows_them_tile_their_layers(name: str, cluster: Cluster) -> None:
     seen = set()
     for group in groups(zoo(name)):
-        signature = [
-            (layer.kind, layer.shape, layer.input_shapes) for layer in group.members
-        ]
+        signature = [(layer.kind, layer.shape, layer.input_shapes) for layer in group.members]
         if str(signature) in seen:
             continue
         seen.add(str(signature))
@@ -101,9 +92,7 @@ def test_of_too_many_candidates_those_on_most_machines_stay() -> None:
     )
     labels = [candidate.label for candidate in candidates(layer, equal(144))]
     assert len(labels) <= N_CANDIDATES_MAX
-    assert {"whole", "units 144", "rows 144", "columns 144", "grid 12x12"} <= set(
-        labels
-    )
+    assert {"whole", "units 144", "rows 144", "columns 144", "grid 12x12"} <= set(labels)
 
 
 def test_slow_machines_get_less() -> None:
@@ -127,8 +116,7 @@ def test_whole_layers_may_be_anywhere_if_machines_differ_or_memory_is_short() ->
 
 
 @pytest.mark.parametrize(
-    "pin",
-    ["units:9", "rows:2", "grid:2x2", "whole@8", "inputs:0", "by hand", "units:99"],
+    "pin", ["units:9", "rows:2", "grid:2x2", "whole@8", "inputs:0", "by hand", "units:99"]
 )
 def test_an_impossible_pin_lists_what_is_possible(pin: str) -> None:
     dense = fully_connected(440, 8, 32, 10)["0"]

@@ -13,12 +13,7 @@ from distbelief.cli.app import app
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
 from distbelief.partition.profiling import probing
-from distbelief.partition.profiling.profile import (
-    Figures,
-    add,
-    load as load_profile,
-    this_host,
-)
+from distbelief.partition.profiling.profile import Figures, add, load as load_profile, this_host
 from distbelief.program.cluster_file import load_cluster
 from distbelief.program.plan import load
 
@@ -111,9 +106,7 @@ def test_the_table_has_a_row_for_each_number_of_machines() -> None:
     result = call(*ARGUMENTS, "--machines", "1,2,4")
     assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.stdout.splitlines()]
-    rows = [
-        row for row in rows if len(row) > 2 and row[0].isdigit() and row[1].isdigit()
-    ]
+    rows = [row for row in rows if len(row) > 2 and row[0].isdigit() and row[1].isdigit()]
     assert [row[0] for row in rows] == ["1", "2", "4"]
     assert "assumed figures of cluster 'rack-10g'" in result.stdout
 
@@ -141,9 +134,7 @@ def test_machines_like_this_one_are_measured_once() -> None:
 
 
 def test_layers_are_measured_for_other_machines_too() -> None:
-    result = call(
-        *("--input", "6:50", "--machines", "1,2", "--profile", "--json"), name="words"
-    )
+    result = call(*("--input", "6:50", "--machines", "1,2", "--profile", "--json"), name="words")
     content = json.loads(result.stdout)
     said = content["remarks"][-1]
     assert said.startswith("Costs: layer efficiency from profile of ")
@@ -255,9 +246,7 @@ def test_what_does_not_fit_is_shown_and_is_a_failure(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_mistake_is_one_message(
-    arguments: tuple[str, ...], name: str, message: str
-) -> None:
+def test_a_mistake_is_one_message(arguments: tuple[str, ...], name: str, message: str) -> None:
     result = call(*arguments, name=name)
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.stderr.split())
@@ -268,8 +257,7 @@ def test_a_mistake_is_one_message(
 def test_a_cluster_nobody_can_talk_in_is_refused(tmp_path: Path) -> None:
     cluster = tmp_path / "mute.toml"
     cluster.write_text(
-        '[[machines]]\nflops = "1 GFLOP/s"\nmemory_rate = "1 GB/s"\n'
-        'bandwidth = "0 Gbit/s"\n'
+        '[[machines]]\nflops = "1 GFLOP/s"\nmemory_rate = "1 GB/s"\nbandwidth = "0 Gbit/s"\n'
     )
     result = call(*ARGUMENTS, "--cluster", str(cluster))
     assert result.exit_code == 2

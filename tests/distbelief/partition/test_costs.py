@@ -10,13 +10,7 @@ from distbelief.graph.layer import Layer
 from distbelief.graph.region import Region
 from distbelief.partition.costs import AnalyticCosts, signature, single_sample
 from distbelief.partition.sync import ranges, sync_seconds
-from tests.distbelief.partition.plans import (
-    convolutional,
-    equal,
-    fully_connected,
-    unequal,
-    zoo,
-)
+from tests.distbelief.partition.plans import convolutional, equal, fully_connected, unequal, zoo
 
 
 DENSE = fully_connected(440, 64, 32, 10)["0"]
@@ -38,9 +32,7 @@ def test_a_large_product_takes_its_operations_and_a_small_one_its_bytes() -> Non
     dense = fully_connected(440, 2560, 2560, 8192)["2"]
     costs = AnalyticCosts(equal(1), batch=1000)
     operations = 2 * 2560 * 2560 * 1000
-    assert costs.forward(dense, dense.region, 0) == pytest.approx(
-        operations / 1e10 + 1e-5
-    )
+    assert costs.forward(dense, dense.region, 0) == pytest.approx(operations / 1e10 + 1e-5)
     one = AnalyticCosts(equal(1), batch=1)
     n_bytes = 4 * (2560 * 2560 + 2560 + 2560 + 2560)
     assert one.forward(dense, dense.region, 0) == pytest.approx(n_bytes / 1e10 + 1e-5)
@@ -61,9 +53,7 @@ def test_what_reads_statistics_only_is_computed_for_one_sample() -> None:
     single = single_sample(graph)
     assert {graph[name].kind for name in single} == {"running_average"}
     layer = graph[min(single)]
-    few, many = (
-        AnalyticCosts(equal(1), batch=batch, single=single) for batch in (1, 100)
-    )
+    few, many = (AnalyticCosts(equal(1), batch=batch, single=single) for batch in (1, 100))
     assert few.forward(layer, layer.region, 0) == many.forward(layer, layer.region, 0)
 
 

@@ -21,12 +21,8 @@ _, DECODER = build(GRAPH, CLUSTER, batch=32)
 def test_its_figures_are_those_of_the_step() -> None:
     for forecast in FORECASTS:
         assert forecast.seconds == tuple(sorted(forecast.seconds))
-        assert forecast.speed_up * forecast.median == pytest.approx(
-            forecast.one_machine_seconds
-        )
-        assert forecast.efficiency * len(forecast.used) == pytest.approx(
-            forecast.speed_up
-        )
+        assert forecast.speed_up * forecast.median == pytest.approx(forecast.one_machine_seconds)
+        assert forecast.efficiency * len(forecast.used) == pytest.approx(forecast.speed_up)
         assert forecast.lower_bound <= forecast.median
         assert len(forecast.memory) == forecast.n_machines
         assert {p for pair in forecast.link_bytes for p in pair} <= set(forecast.used)
@@ -47,12 +43,8 @@ def test_it_fits_unless_somebody_offends() -> None:
 
 @settings(max_examples=15)
 @given(data=st.data(), to=st.permutations(range(4)))
-def test_equal_machines_may_be_numbered_otherwise(
-    data: st.DataObject, to: list[int]
-) -> None:
-    choice = [
-        data.draw(st.integers(0, len(node.candidates) - 1)) for node in DECODER.nodes
-    ]
+def test_equal_machines_may_be_numbered_otherwise(data: st.DataObject, to: list[int]) -> None:
+    choice = [data.draw(st.integers(0, len(node.candidates) - 1)) for node in DECODER.nodes]
     placements = DECODER(choice)
     asked = order(GRAPH, CLUSTER)
     one = played(asked, placements, n_machines=4)

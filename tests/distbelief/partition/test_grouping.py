@@ -10,9 +10,7 @@ from distbelief.program.placement import Placement
 from tests.distbelief.partition.plans import NETS, equal, fully_connected, zoo
 
 
-def reads_of_leader(
-    follower: Follower, placement: Placement
-) -> list[tuple[int, Region]]:
+def reads_of_leader(follower: Follower, placement: Placement) -> list[tuple[int, Region]]:
     """What each machine reads of the layer that is followed."""
     layer, kind = follower.layer, kind_of(follower.layer)
     index = layer.inputs.index(follower.leader.name)
@@ -33,9 +31,7 @@ def test_followers_read_what_their_machine_has(name: str) -> None:
                 if follower.layer.kind == "maximum":
                     continue  # with a gradient it may have to be whole
                 owned = dict(placed[follower.leader.name].owners(follower.leader))
-                for machine, read in reads_of_leader(
-                    follower, placed[follower.layer.name]
-                ):
+                for machine, read in reads_of_leader(follower, placed[follower.layer.name]):
                     assert read in owned[machine]
 
 
@@ -43,9 +39,7 @@ def test_followers_read_what_their_machine_has(name: str) -> None:
 def test_every_layer_is_in_one_group(name: str) -> None:
     graph = zoo(name)
     members = [layer.name for group in groups(graph) for layer in group.members]
-    assert sorted(members) == sorted(
-        layer.name for layer in graph.layers if layer.kind != "input"
-    )
+    assert sorted(members) == sorted(layer.name for layer in graph.layers if layer.kind != "input")
 
 
 def test_few_nodes_are_left_of_a_residual_net() -> None:

@@ -15,9 +15,7 @@ from tests.distbelief.partition.plans import MACHINE, equal, unequal, zoo
 
 GRAPH = zoo("alexnet")
 CLUSTERS = {"equal": equal(4), "unequal": unequal()}
-DECODERS = {
-    name: build(GRAPH, cluster, batch=32)[1] for name, cluster in CLUSTERS.items()
-}
+DECODERS = {name: build(GRAPH, cluster, batch=32)[1] for name, cluster in CLUSTERS.items()}
 
 
 def bound(cluster: Cluster) -> float:
@@ -30,9 +28,7 @@ def bound(cluster: Cluster) -> float:
 @given(data=st.data())
 def test_no_plan_of_the_candidates_is_faster(name: str, data: st.DataObject) -> None:
     cluster, decoder = CLUSTERS[name], DECODERS[name]
-    choice = [
-        data.draw(st.integers(0, len(node.candidates) - 1)) for node in decoder.nodes
-    ]
+    choice = [data.draw(st.integers(0, len(node.candidates) - 1)) for node in decoder.nodes]
     done = played(order(GRAPH, cluster), decoder(choice), n_machines=len(cluster))
     assert done.step_seconds >= bound(cluster) * (1 - 1e-9)
 

@@ -139,9 +139,7 @@ def test_on_a_busy_machine_nothing_is_measured_again_but_that_is_said(
     assert f"delete {this_host().path}." in outlook.origin
 
 
-def test_a_little_slower_or_faster_is_no_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_little_slower_or_faster_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     order()
     content = this_host().path.read_bytes()
     for now in (0.85e-3, 1.2e-3):
@@ -151,10 +149,7 @@ def test_a_little_slower_or_faster_is_no_reason(
 
 
 def test_other_machines_are_as_much_slower_as_layers_are_here() -> None:
-    plain, profiled_order = (
-        order(cluster="rack-1g"),
-        order(cluster="rack-1g", profile=True),
-    )
+    plain, profiled_order = (order(cluster="rack-1g"), order(cluster="rack-1g", profile=True))
     same = order(cluster=here(2), profile=True)
     measured = order()
     assert isinstance(profiled_order.costs, ProfiledCosts)
@@ -215,9 +210,7 @@ def test_a_busy_host_is_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert busy not in distbelief.plan(net(), EXAMPLE, cluster="here").origin
 
 
-def test_where_nobody_knows_the_load_none_is_remarked_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_nobody_knows_the_load_none_is_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown() -> None:
         raise OSError
 
@@ -236,14 +229,10 @@ def test_layers_too_large_to_be_measured_are_counted() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(12, 20_000), nn.Linear(20_000, 20_000))
     outlook = distbelief.plan(model, EXAMPLE, cluster="here")
-    assert (
-        "; 1 of 2 layers by arithmetic: 1 too large to be measured here."
-    ) in outlook.origin
+    assert ("; 1 of 2 layers by arithmetic: 1 too large to be measured here.") in outlook.origin
 
 
-def test_layers_that_were_not_measured_in_time_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layers_that_were_not_measured_in_time_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = order(cluster="rack-1g").graph
     few = profiled(graph, batch=4)
     key, *_ = few.layers
@@ -306,9 +295,7 @@ def test_no_machines_are_a_mistake(machines: int | tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("example", [torch.zeros(()), (EXAMPLE, EXAMPLE[:1])])
-def test_an_example_is_a_batch(
-    example: torch.Tensor | tuple[torch.Tensor, ...],
-) -> None:
+def test_an_example_is_a_batch(example: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
     with pytest.raises(GraphError, match="the example is no batch"):
         distbelief.plan(net(), example)
 

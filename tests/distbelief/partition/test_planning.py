@@ -17,9 +17,7 @@ from distbelief.program.cluster import Cluster, Machine, uniform
 pytestmark = pytest.mark.untraced
 
 
-MACHINE = Machine(
-    flops=2e10, memory_rate=1e10, overhead=1e-5, jitter=0.2, bandwidth=1.25e8
-)
+MACHINE = Machine(flops=2e10, memory_rate=1e10, overhead=1e-5, jitter=0.2, bandwidth=1.25e8)
 CLUSTER = uniform("tests", MACHINE, 16, latency=1e-4)
 
 
@@ -102,10 +100,7 @@ def test_a_network_that_is_far_too_slow_leaves_machines_idle_unless_told() -> No
 def test_a_slow_machine_gets_less() -> None:
     half = msgspec.structs.replace(MACHINE, flops=1e10, memory_rate=5e9, jitter=0.0)
     fast = msgspec.structs.replace(MACHINE, bandwidth=1e12, jitter=0.0)
-    cluster = Cluster(
-        name="mixed",
-        machines=(fast, msgspec.structs.replace(half, bandwidth=1e12)),
-    )
+    cluster = Cluster(name="mixed", machines=(fast, msgspec.structs.replace(half, bandwidth=1e12)))
     (done,) = plan(order(cluster), [2])
     busy = [seconds.compute for seconds in done.price.seconds]
     assert busy[1] == pytest.approx(busy[0], rel=0.2)
@@ -162,12 +157,7 @@ def test_stages_take_over_where_layers_cannot_be_split_well() -> None:
         return AnalyticCosts(cluster, batch=n_samples)
 
     asked = Order(
-        graph=graph,
-        cluster=cluster,
-        batch=64,
-        costs=costs_for(64),
-        costs_for=costs_for,
-        pins={},
+        graph=graph, cluster=cluster, batch=64, costs=costs_for(64), costs_for=costs_for, pins={}
     )
     without, with_stages = (
         plan(dataclasses.replace(asked, costs_for=costs_or_none), [4])[0].forecast
@@ -182,9 +172,7 @@ def test_search_begins_from_the_fastest_way_and_may_be_a_baseline() -> None:
     # It once began from the solver's choice only, and `even` stayed as it was.
     asked = order(solver_seconds=1.0)
     for done, plain in zip(
-        plan(asked, [2, 3]),
-        plan(dataclasses.replace(asked, search=False), [2, 3]),
-        strict=True,
+        plan(asked, [2, 3]), plan(dataclasses.replace(asked, search=False), [2, 3]), strict=True
     ):
         assert done.forecast.median <= plain.forecast.median
         assert done.forecast.median <= min(done.baselines.values())

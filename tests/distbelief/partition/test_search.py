@@ -52,7 +52,6 @@ def test_what_does_not_fit_is_never_chosen() -> None:
 
 def test_equal_problems_end_equal() -> None:
     one, other = (
-        improve(p, (0,) * 8, p.cost, tries=20)
-        for p in (chain(8, 5, seed=3), chain(8, 5, seed=3))
+        improve(p, (0,) * 8, p.cost, tries=20) for p in (chain(8, 5, seed=3), chain(8, 5, seed=3))
     )
     assert one == other

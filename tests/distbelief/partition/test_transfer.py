@@ -8,12 +8,7 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from distbelief.graph.region import Region, Shape
-from distbelief.partition.transfer import (
-    Boxes,
-    Network,
-    own_seconds,
-    transfer_seconds,
-)
+from distbelief.partition.transfer import Boxes, Network, own_seconds, transfer_seconds
 from tests.distbelief.partition.plans import equal, unequal
 
 
@@ -123,9 +118,7 @@ def test_links_of_machines_that_are_not_there_are_nobodys() -> None:
 def test_fifty_candidates_on_144_machines_take_a_fraction_of_a_second() -> None:
     shape = (16, 96, 96)
     sizes = np.linspace(2, 144, 50).astype(int)
-    rows = [
-        list(enumerate(Region.of(*shape).cut(1 + k % 2, [1.0] * int(k)))) for k in sizes
-    ]
+    rows = [list(enumerate(Region.of(*shape).cut(1 + k % 2, [1.0] * int(k)))) for k in sizes]
     boxes = Boxes.of(rows, n_dims=3)
     began = time.process_time()  # other processes are at work too
     transfer_seconds(boxes, boxes, network=Network.of(equal(144)), bytes_each=4.0)

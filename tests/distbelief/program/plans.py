@@ -43,26 +43,20 @@ def random_plan(
     }
 
 
-def random_placement(
-    layer: Layer, generator: np.random.Generator, *, n_machines: int
-) -> Placement:
+def random_placement(layer: Layer, generator: np.random.Generator, *, n_machines: int) -> Placement:
     """Anything that is legal; cells may be empty, machines have several or none."""
     kind = kind_of(layer)
     if kind.partial is not None and generator.random() < 0.4:
         shape = layer.input_shapes[0]
         cuts = _cuts(shape, dict(kind.partial.cuts(layer)), generator)
         everywhere = dict.fromkeys(range(len(layer.shape)), 1)
-        combine = _placed(
-            _cuts(layer.shape, everywhere, generator), generator, n_machines
-        )
+        combine = _placed(_cuts(layer.shape, everywhere, generator), generator, n_machines)
         return _placed(cuts, generator, n_machines, combine)
     cuts = _cuts(layer.shape, dict(kind.cuts(layer)), generator)
     return _placed(cuts, generator, n_machines)
 
 
-def _cuts(
-    shape: Shape, units: Mapping[int, int], generator: np.random.Generator
-) -> Cuts:
+def _cuts(shape: Shape, units: Mapping[int, int], generator: np.random.Generator) -> Cuts:
     cuts: list[tuple[int, ...]] = []
     for dim, extent in enumerate(shape):
         unit = units.get(dim)
@@ -73,10 +67,7 @@ def _cuts(
 
 
 def _placed(
-    cuts: Cuts,
-    generator: np.random.Generator,
-    n_machines: int,
-    combine: Placement | None = None,
+    cuts: Cuts, generator: np.random.Generator, n_machines: int, combine: Placement | None = None
 ) -> Placement:
     n_cells = int(np.prod([len(places) + 1 for places in cuts]))
     machines = generator.integers(n_machines, size=n_cells)
@@ -96,9 +87,7 @@ def chain(widths: Sequence[int]) -> LayerGraph:
                 input_shapes=(before.shape,),
                 shape=(width,),
                 tensors={
-                    "weight": TensorUse(
-                        name=f"fc{index}.weight", shape=(width, *before.shape)
-                    ),
+                    "weight": TensorUse(name=f"fc{index}.weight", shape=(width, *before.shape)),
                     "bias": TensorUse(name=f"fc{index}.bias", shape=(width,)),
                 },
             )

@@ -43,16 +43,10 @@ def test_joining_neighbours_keeps_every_index(several: list[Region]) -> None:
 
 
 @given(st.lists(regions(), max_size=5), st.lists(regions(), max_size=5))
-def test_overlaps_are_what_pairs_have_in_common(
-    ours: list[Region], theirs: list[Region]
-) -> None:
+def test_overlaps_are_what_pairs_have_in_common(ours: list[Region], theirs: list[Region]) -> None:
     first, second, boxes = overlaps(to_array(ours, 2), to_array(theirs, 2))
     found = dict(
-        zip(
-            zip(first.tolist(), second.tolist(), strict=True),
-            to_regions(boxes),
-            strict=True,
-        )
+        zip(zip(first.tolist(), second.tolist(), strict=True), to_regions(boxes), strict=True)
     )
     common = {
         (i, j): a & b

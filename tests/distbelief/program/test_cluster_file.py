@@ -74,11 +74,7 @@ def test_a_cluster_is_called_like_its_file_unless_it_says_so(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("name", "n_machines", "bandwidth"),
-    [
-        ("commodity-2012", 144, 125e6),
-        ("rack-1g", 32, 125e6),
-        ("rack-10g", 32, 1.25e9),
-    ],
+    [("commodity-2012", 144, 125e6), ("rack-1g", 32, 125e6), ("rack-10g", 32, 1.25e9)],
 )
 def test_clusters_that_come_along(name: str, n_machines: int, bandwidth: float) -> None:
     assert name in names()
@@ -132,11 +128,7 @@ def test_a_mistake_names_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (
-            "flops =",
-            "flop =",
-            "[[machines]] 1 has no key 'flop'. Did you mean 'flops'?",
-        ),
+        ("flops =", "flop =", "[[machines]] 1 has no key 'flop'. Did you mean 'flops'?"),
         ("latency", "latencies", "has no key 'latencies'. Did you mean 'latency'?"),
         (
             "latency",
@@ -161,11 +153,7 @@ def test_a_mistake_names_the_file(tmp_path: Path) -> None:
             'flops = "0 GFLOP/s"',
             "[[machines]] 2: a machine's flops is 0.0; use a number above 0",
         ),
-        (
-            'flops = "100 GFLOP/s"',
-            'flops = "9 TFLOP/s"',
-            "write the fastest first",
-        ),
+        ('flops = "100 GFLOP/s"', 'flops = "9 TFLOP/s"', "write the fastest first"),
         ("count = 2", "count = 0", "count = 0: wants a whole number, at least 1"),
         ("count = 2", "count = 2.5", "count = 2.5: wants a whole number"),
         ("count = 2", "count = true", "count = True: wants a whole number"),
@@ -186,11 +174,7 @@ def test_a_mistake_names_the_file(tmp_path: Path) -> None:
         ('"lab"', "7", 'name = 7: wants text in quotes: "..."'),
         ('"measured"', '"guessed"', 'origin = "guessed": unknown. It knows measured,'),
         ('"measured"', "[]", "origin = []: unknown"),
-        (
-            "[[machines]]",
-            "[[machine]]",
-            "has no key 'machine'. Did you mean 'machines'?",
-        ),
+        ("[[machines]]", "[[machine]]", "has no key 'machine'. Did you mean 'machines'?"),
         ('"lab"', '"lab', "is no TOML"),
     ],
 )
@@ -215,9 +199,7 @@ def test_a_mistake_names_the_key_and_the_mend(old: str, new: str, message: str) 
         (b"#" * (1 << 20) + b"#", "larger than"),
     ],
 )
-def test_documents_that_are_no_cluster_are_refused(
-    content: bytes, message: str
-) -> None:
+def test_documents_that_are_no_cluster_are_refused(content: bytes, message: str) -> None:
     with pytest.raises(GraphError, match=re.escape(message)):
         read_cluster(content, name="file")
 
@@ -231,22 +213,17 @@ def test_any_bytes_are_a_cluster_or_refused(content: bytes) -> None:
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
     ),
     max_leaves=6,
 )
 
 
 @given(
-    st.sampled_from(
-        ["name", "latency", "origin", "note", "machines", "links", "count", "flops"]
-    ),
+    st.sampled_from(["name", "latency", "origin", "note", "machines", "links", "count", "flops"]),
     _VALUES,
 )
-def test_any_value_of_a_key_is_taken_or_refused_in_words(
-    key: str, value: object
-) -> None:
+def test_any_value_of_a_key_is_taken_or_refused_in_words(key: str, value: object) -> None:
     text = f"{key} = {_toml(value)}\n" + (MACHINE if key != "machines" else "")
     if key in ("count", "flops"):
         text = MACHINE.replace('flops = "100 GFLOP/s"', f"{key} = {_toml(value)}")
@@ -379,11 +356,7 @@ def test_a_trace_lies_beside_its_cluster(tmp_path: Path) -> None:
         ('"0-7"', '"2-7"', "switches for machines 0 to 3 and 2 to 7: let one contain"),
         ('"2 Gbit/s"', '"0 Gbit/s"', "has bandwidth 0.0; use a number above 0"),
         ("[[switches]]", "[switches]", "switches: begin each of them with"),
-        (
-            '"30 d"',
-            '"0 d"',
-            "[failures]: mean_time of outages is 0.0; use a time above",
-        ),
+        ('"30 d"', '"0 d"', "[failures]: mean_time of outages is 0.0; use a time above"),
         ('away = "10 min"', "", "[failures] lacks the key 'away'"),
         ("group = 4", "group = 0", "[preemptions] group = 0: wants a whole number"),
         ("group = 4", "grop = 4", "[preemptions] has no key 'grop'. Did you mean 'gr"),
@@ -392,9 +365,7 @@ def test_a_trace_lies_beside_its_cluster(tmp_path: Path) -> None:
         ("[origins]", '[trace]\nfile = "a.csv"\n[origins]', "lies beside this one"),
     ],
 )
-def test_a_mistake_in_those_names_the_key_and_the_mend(
-    old: str, new: str, message: str
-) -> None:
+def test_a_mistake_in_those_names_the_key_and_the_mend(old: str, new: str, message: str) -> None:
     text = SIMULATED.replace(old, new, 1)
     if old == "[[switches]]":  # both, or it is no TOML
         text = SIMULATED.split(old, maxsplit=1)[0] + '[switches]\nmachines = "0-1"\n'

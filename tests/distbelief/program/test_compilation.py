@@ -66,9 +66,7 @@ MODELS = ("inception", "unet", "encoder", "vision transformer", "local", "mobile
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", MODELS)
-def test_each_index_that_is_needed_and_not_owned_comes_once(
-    name: str, seed: int
-) -> None:
+def test_each_index_that_is_needed_and_not_owned_comes_once(name: str, seed: int) -> None:
     graph, plan, compiled = drawn(name, seed)
     once = joined(graph)
     for layer in graph.layers:
@@ -83,9 +81,7 @@ def test_each_index_that_is_needed_and_not_owned_comes_once(
             n_bytes = 4 * (1 if layer.name in once else BATCH) * int(wanted.sum())
             assert sum(message.n_bytes for message in messages) == n_bytes
             for message in messages:
-                theirs = counted(
-                    layer.shape, [r for m, r in owners if m == message.sender]
-                )
+                theirs = counted(layer.shape, [r for m, r in owners if m == message.sender])
                 assert all(theirs[region.slices].all() for region in message.regions)
 
 
@@ -102,9 +98,7 @@ def test_between_two_machines_goes_one_message_of_a_kind_and_name(name: str) -> 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_go_the_way_that_states_came(name: str) -> None:
     _, _, compiled = drawn(name, 3)
-    ways = {
-        (m.kind, m.name, m.sender, m.receiver): m.regions for m in compiled.messages
-    }
+    ways = {(m.kind, m.name, m.sender, m.receiver): m.regions for m in compiled.messages}
     for (kind, layer, sender, receiver), regions in ways.items():
         if kind == "gradient":
             assert layer in compiled.gradients
@@ -164,17 +158,13 @@ def test_a_weight_that_three_bands_share_is_cut_in_three() -> None:
         if layer.kind != INPUT
     }
     shape = convolution.shape
-    plan[convolution.name] = grid(
-        shape, [[1.0], [1.0] * 3, *[[1.0]] * (len(shape) - 2)], [2, 0, 1]
-    )
+    plan[convolution.name] = grid(shape, [[1.0], [1.0] * 3, *[[1.0]] * (len(shape) - 2)], [2, 0, 1])
     compiled = compile_plan(graph, plan, batch=1, n_machines=3)
     weight = convolution.tensors["weight"]
     rows = weight.shape[0]
     bounds = [0, round(rows / 3), round(2 * rows / 3), rows]
     assert [m for m, _ in compiled.kept[weight.name]] == [2, 0, 1]
-    assert [r.intervals[0] for _, r in compiled.kept[weight.name]] == list(
-        pairwise(bounds)
-    )
+    assert [r.intervals[0] for _, r in compiled.kept[weight.name]] == list(pairwise(bounds))
     kinds = [m.kind for m in compiled.messages if m.name == weight.name]
     assert kinds.count("parameter") == kinds.count("parameter_gradient") == 6
     for machine in range(3):

@@ -14,21 +14,14 @@ from distbelief.runtime.together import Crew, Together
 from tests.distbelief.graph.zoo.catalogue import ZOO
 from tests.distbelief.graph.zoo.comparison import tensors_of, whole_modules
 from tests.distbelief.program.plans import captured, random_plan
-from tests.distbelief.program.test_execution import (
-    BATCH,
-    SEED,
-    inputs_of,
-    slope,
-)
+from tests.distbelief.program.test_execution import BATCH, SEED, inputs_of, slope
 
 
 pytestmark = pytest.mark.untraced
 
 VARIED = ["mobilenet", "lstm", "encoder", "vision transformer", "local"]
 
-has_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no GPU that torch can use"
-)
+has_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 
 
 def found_on(name: str, device: str, *, n_machines: int = 3) -> Together:

@@ -32,9 +32,7 @@ CASES = [(name, seed) for name in ZOO for seed in range(1 if name in LARGE else 
 
 
 @pytest.mark.parametrize(("name", "seed"), CASES)
-def test_programs_of_random_plans_compute_what_the_graph_computes(
-    name: str, seed: int
-) -> None:
+def test_programs_of_random_plans_compute_what_the_graph_computes(name: str, seed: int) -> None:
     generator = np.random.default_rng([seed, *name.encode()])
     check(name, generator, n_machines=int(generator.integers(1, 9)))
 
@@ -64,10 +62,7 @@ def test_float32_is_as_near_to_float64_as_one_process_is(name: str) -> None:
     generator = np.random.default_rng(list(name.encode()))
     crew = Crew(
         compiled=compile_plan(
-            graph,
-            random_plan(graph, generator, n_machines=4),
-            batch=BATCH,
-            n_machines=4,
+            graph, random_plan(graph, generator, n_machines=4), batch=BATCH, n_machines=4
         ),
         dtype=torch.float32,
         modules=modules,
@@ -105,9 +100,7 @@ def gradients_of(
     return {name: gradient for name, gradient in pairs if gradient is not None}
 
 
-def distance(
-    found: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]
-) -> float:
+def distance(found: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:
     """Return the largest relative error of a tensor; of those that are not rounding.
 
     A bias before BatchNorm has a gradient of zero: what is left of its summands is all
@@ -149,11 +142,7 @@ def test_one_sample_for_the_whole_batch_stays_one_in_micro_batches() -> None:
 
 
 def check(
-    name: str,
-    generator: np.random.Generator,
-    *,
-    n_machines: int,
-    micro_batches: int = 1,
+    name: str, generator: np.random.Generator, *, n_machines: int, micro_batches: int = 1
 ) -> None:
     """Check all outputs, gradients and running statistics of one random plan."""
     model, graph = captured(name)
@@ -180,10 +169,7 @@ def check(
     found = crew.step(inputs, tensors, seed=SEED)
     for layer in names:
         torch.testing.assert_close(
-            found.outputs[layer],
-            expected[layer].detach(),
-            rtol=TOLERANCE,
-            atol=TOLERANCE,
+            found.outputs[layer], expected[layer].detach(), rtol=TOLERANCE, atol=TOLERANCE
         )
     assert_gradients(compiled, found, tensors, expected)
     for tensor, layer in running_averages(graph).items():
@@ -202,9 +188,7 @@ def slope(output: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-def inputs_of(
-    graph: LayerGraph, name: str, *, batch: int = BATCH
-) -> dict[str, torch.Tensor]:
+def inputs_of(graph: LayerGraph, name: str, *, batch: int = BATCH) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(11)
     found = {}
     for layer in graph.layers:

@@ -17,9 +17,7 @@ def test_a_layer_that_no_output_depends_on_has_none() -> None:
 
 def test_a_layer_before_all_that_trains_has_none() -> None:
     x = Layer(name="x", kind=INPUT, shape=(3,))
-    relu = Layer(
-        name="relu", kind="relu", inputs=("x",), input_shapes=((3,),), shape=(3,)
-    )
+    relu = Layer(name="relu", kind="relu", inputs=("x",), input_shapes=((3,),), shape=(3,))
     assert with_gradient(LayerGraph((x, relu), ("relu",))) == frozenset()
 
 

@@ -17,15 +17,7 @@ from distbelief.graph.layer import INPUT, GraphError, LayerGraph
 from distbelief.graph.losses import append_loss
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.placement import Placement, grid
-from distbelief.program.plan import (
-    N_BYTES_MAX,
-    Plan,
-    Prediction,
-    decode,
-    encode,
-    load,
-    plan_for,
-)
+from distbelief.program.plan import N_BYTES_MAX, Plan, Prediction, decode, encode, load, plan_for
 
 
 MACHINE = Machine(flops=1e11, memory_rate=3e10, bandwidth=1.25e8)
@@ -45,9 +37,7 @@ PREDICTION = Prediction(
 def graph_of(*, channels: int = 4, size: int = 6, loss: str = "mse") -> LayerGraph:
     with torch.device("meta"):
         module = nn.Sequential(
-            nn.Conv2d(2, channels, 3, padding=1),
-            nn.Flatten(),
-            nn.Linear(channels * size**2, 8),
+            nn.Conv2d(2, channels, 3, padding=1), nn.Flatten(), nn.Linear(channels * size**2, 8)
         )
     return append_loss(capture(module, [InputSpec(shape=(2, size, size))]), loss)
 
@@ -57,18 +47,14 @@ PLACEMENTS = {
     "0": Placement(cuts=((), (3,), (2,)), machines=(0, 1, 2, 3)),
     "1": Placement(cuts=((),), machines=(0,)),
     "2": Placement(
-        cuts=((72,),),
-        machines=(1, 2),
-        combine=Placement(cuts=((4,),), machines=(2, 3)),
+        cuts=((72,),), machines=(1, 2), combine=Placement(cuts=((4,),), machines=(2, 3))
     ),
     "loss": Placement(cuts=(), machines=(3,)),
 }
 
 
 def plan_of(**changes: object) -> Plan:
-    plan = plan_for(
-        GRAPH, PLACEMENTS, batch=32, loss="mse", cluster=CLUSTER, predicted=PREDICTION
-    )
+    plan = plan_for(GRAPH, PLACEMENTS, batch=32, loss="mse", cluster=CLUSTER, predicted=PREDICTION)
     changed: Plan = msgspec.structs.replace(plan, **changes)
     return changed
 
@@ -110,9 +96,7 @@ def test_each_layer_has_a_line_of_its_own_in_the_graphs_order() -> None:
 
 
 def test_a_plan_knows_which_machines_work() -> None:
-    everything = {
-        name: Placement.whole(len(GRAPH[name].shape), 1) for name in PLACEMENTS
-    }
+    everything = {name: Placement.whole(len(GRAPH[name].shape), 1) for name in PLACEMENTS}
     plan = plan_for(GRAPH, everything, batch=32, loss="mse", cluster=CLUSTER)
     assert plan.machines == [1]
     assert plan_of().machines == [0, 1, 2, 3]
@@ -163,13 +147,7 @@ def test_saving_replaces_whole_files_only(tmp_path: Path) -> None:
             CLUSTER,
             f"the layer graph's fingerprint is '{GRAPH.fingerprint}' in the plan and '",
         ),
-        (
-            32,
-            "mse",
-            GRAPH,
-            CLUSTER.first(3),
-            "it is for 4 machines, and cluster 'lab' has 3",
-        ),
+        (32, "mse", GRAPH, CLUSTER.first(3), "it is for 4 machines, and cluster 'lab' has 3"),
         (
             32,
             "mse",
@@ -231,9 +209,7 @@ def test_statistics_of_the_batch_are_not_cut_into_micro_batches() -> None:
 def test_missing_and_unknown_layers_are_named() -> None:
     placements = {**PLACEMENTS, "conv9": PLACEMENTS["loss"]}
     del placements["2"]
-    with pytest.raises(
-        GraphError, match=r"places no layer '2'; it places 'conv9', not among"
-    ):
+    with pytest.raises(GraphError, match=r"places no layer '2'; it places 'conv9', not among"):
         plan_for(GRAPH, placements, batch=32, loss="mse", cluster=CLUSTER)
     with pytest.raises(GraphError, match="places no layer '0', '1', '2', 'loss'"):
         plan_for(GRAPH, {}, batch=32, loss="mse", cluster=CLUSTER)
@@ -264,9 +240,7 @@ def test_of_many_missing_layers_some_are_named() -> None:
         ),
     ],
 )
-def test_a_layer_that_cannot_be_computed_so_is_named(
-    placement: Placement, message: str
-) -> None:
+def test_a_layer_that_cannot_be_computed_so_is_named(placement: Placement, message: str) -> None:
     placements = {**PLACEMENTS, "0": placement}
     with pytest.raises(GraphError, match=f"'0' .*{message}"):
         plan_for(GRAPH, placements, batch=32, loss="mse", cluster=CLUSTER)
@@ -311,9 +285,7 @@ def test_combining_within_combining_is_refused(depth: int) -> None:
         ("micro_batches", 33, "micro_batches is 33 in the plan, for a batch of 32"),
     ],
 )
-def test_counts_that_make_no_sense_are_refused(
-    name: str, value: int, message: str
-) -> None:
+def test_counts_that_make_no_sense_are_refused(name: str, value: int, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         plan_of(**{name: value})
 
@@ -374,11 +346,7 @@ def test_a_plan_of_another_version_says_which() -> None:
         (b'"machines":[3]', b'"machines":[true]', "Expected `int`, got `bool`"),
         (b'"machines":[3]', b'"machines":[3.5]', "Expected `int`, got `float`"),
         (b'"machines":[3]', b'"machines":null', "Expected `array`, got `null`"),
-        (
-            b'"machines":[3]',
-            b'"machines":[%d]' % 10**30,
-            "is no plan|placed on machine",
-        ),
+        (b'"machines":[3]', b'"machines":[%d]' % 10**30, "is no plan|placed on machine"),
         (b'"cuts":[[72]]', b'"cuts":[72]', "Expected `array`, got `int`"),
         (b'"n_machines":4', b'"n_machines":0', "n_machines is 0"),
         (b'"step_seconds":0.5', b'"step_seconds":null', "Expected `float`"),
@@ -387,9 +355,7 @@ def test_a_plan_of_another_version_says_which() -> None:
         (b'"placements": {', b'"placements": {"a": 3,', "Expected `object`, got `int`"),
     ],
 )
-def test_forged_plans_are_refused_in_words(
-    old: bytes, new: bytes, message: str
-) -> None:
+def test_forged_plans_are_refused_in_words(old: bytes, new: bytes, message: str) -> None:
     with pytest.raises(GraphError, match=message):
         decode(forged(old, new))
 

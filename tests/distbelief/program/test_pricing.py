@@ -49,10 +49,7 @@ def drawn(name: str, seed: int, *, n_machines: int) -> dict[str, Placement]:
 
 
 def priced(
-    graph: LayerGraph,
-    plan: Mapping[str, Placement],
-    on: Cluster,
-    costs: PerElement | None = None,
+    graph: LayerGraph, plan: Mapping[str, Placement], on: Cluster, costs: PerElement | None = None
 ) -> Price:
     compiled = compile_plan(graph, plan, batch=1, n_machines=len(on))
     return price(compiled, on, costs or PerElement())
@@ -125,14 +122,11 @@ def test_one_machine_takes_the_sum_of_its_tasks(name: str) -> None:
 def test_without_a_network_each_layer_takes_as_long_as_its_slowest_machine() -> None:
     graph = chain([5, 24, 12, 24])
     names = [layer.name for layer in graph.layers if layer.kind != INPUT]
-    plan = {
-        name: grid(graph[name].shape, [[1.0, 2.0, 1.0]], range(3)) for name in names
-    }
+    plan = {name: grid(graph[name].shape, [[1.0, 2.0, 1.0]], range(3)) for name in names}
     speeds = (1.0, 3.0, 0.5)
     found = priced(graph, plan, cluster(3), PerElement(speeds))
     slowest = [
-        max(r.n_elements / speeds[m] for m, r in plan[name].owners(graph[name]))
-        for name in names
+        max(r.n_elements / speeds[m] for m, r in plan[name].owners(graph[name])) for name in names
     ]
     assert found.step_seconds == pytest.approx(3 * sum(slowest))
 
@@ -242,10 +236,7 @@ def test_stages_that_send_while_they_compute_take_longer(micro_batches: int) -> 
     compiled = compile_plan(graph, plan, batch=1, n_machines=2)
     free = cluster(2, bandwidth=8.0)
     busy = handling(free, 16.0)
-    took = [
-        price(compiled, on, PerElement(), micro_batches=micro_batches)
-        for on in (free, busy)
-    ]
+    took = [price(compiled, on, PerElement(), micro_batches=micro_batches) for on in (free, busy)]
     computing = [sum(each.compute for each in found.seconds) for found in took]
     # At most each end of each message: 4 bytes, at 1/16 s each.
     assert 0.0 < computing[1] - computing[0] <= 2 * 2 * micro_batches * 4 / 16.0
@@ -305,9 +296,7 @@ def test_adding_up_partial_outputs_takes_its_share_of_memory() -> None:
 
 
 def handling(on: Cluster, rate: float) -> Cluster:
-    machines = tuple(
-        msgspec.structs.replace(machine, message_rate=rate) for machine in on.machines
-    )
+    machines = tuple(msgspec.structs.replace(machine, message_rate=rate) for machine in on.machines)
     return msgspec.structs.replace(on, machines=machines)
 
 
@@ -345,8 +334,6 @@ def test_a_trace_is_json_with_a_process_per_machine() -> None:
 
 def test_a_plan_for_more_machines_than_there_are_is_refused() -> None:
     graph = chain([3, 2])
-    compiled = compile_plan(
-        graph, {"fc0": Placement.whole(1, 2)}, batch=1, n_machines=3
-    )
+    compiled = compile_plan(graph, {"fc0": Placement.whole(1, 2)}, batch=1, n_machines=3)
     with pytest.raises(GraphError, match="for 3 machines; cluster 'test' has 2"):
         price(compiled, cluster(2), PerElement())

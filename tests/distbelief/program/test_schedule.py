@@ -36,18 +36,14 @@ def test_stages_are_idle_only_while_the_pipeline_fills_and_empties(
 
 def test_states_travel_with_every_micro_batch_and_are_all_kept() -> None:
     once, thrice = stages(3, 1), stages(3, 3)
-    assert thrice.link_bytes == {
-        pair: 3 * n_bytes for pair, n_bytes in once.link_bytes.items()
-    }
+    assert thrice.link_bytes == {pair: 3 * n_bytes for pair, n_bytes in once.link_bytes.items()}
     for one, three in zip(once.memory_bytes, thrice.memory_bytes, strict=True):
         assert one < three < 3 * one  # parameters are there once
 
 
 @pytest.mark.parametrize("name", ["vision transformer", "local"])
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_the_plan_everything_happens_as_often_as_it_must(
-    name: str, seed: int
-) -> None:
+def test_whatever_the_plan_everything_happens_as_often_as_it_must(name: str, seed: int) -> None:
     _, graph = captured(name)
     plan = random_plan(graph, np.random.default_rng(seed), n_machines=3)
     compiled = compile_plan(graph, plan, batch=2, n_machines=3)
@@ -59,9 +55,7 @@ def test_whatever_the_plan_everything_happens_as_often_as_it_must(
     assert twice.step_seconds > once.step_seconds
     shared = {"parameter", "parameter_gradient"}
     for way in once.traffic:
-        count = sum(
-            (other.kind, other.name) == (way.kind, way.name) for other in twice.traffic
-        )
+        count = sum((other.kind, other.name) == (way.kind, way.name) for other in twice.traffic)
         assert count == (1 if way.kind in shared else 2)
 
 

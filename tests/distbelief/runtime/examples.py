@@ -43,9 +43,7 @@ def frames(*, n_samples: int = 64, width: int = 4) -> Frames:
     return Frames(n_samples=n_samples, width=width)
 
 
-def net(
-    *, width: int = 4, hidden: Sequence[int] = (8,), n_classes: int = 2
-) -> nn.Module:
+def net(*, width: int = 4, hidden: Sequence[int] = (8,), n_classes: int = 2) -> nn.Module:
     layers: list[nn.Module] = []
     for size in hidden:
         layers += [nn.Linear(width, size), nn.Tanh()]

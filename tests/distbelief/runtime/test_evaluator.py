@@ -19,11 +19,7 @@ from distbelief.messages import (
     Stop,
     Welcome,
 )
-from distbelief.parameter_server.client.client import (
-    ClientConfig,
-    Installed,
-    ParameterClient,
-)
+from distbelief.parameter_server.client.client import ClientConfig, Installed, ParameterClient
 from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import (
     SUPERVISOR,
@@ -50,9 +46,7 @@ SHARD = Address("shard-0")
 class Bench:
     """An evaluator, and one shard played by the test."""
 
-    def __init__(
-        self, config: EvaluatorConfig, *, metric: Metric = METRICS["accuracy"]
-    ) -> None:
+    def __init__(self, config: EvaluatorConfig, *, metric: Metric = METRICS["accuracy"]) -> None:
         torch.manual_seed(0)
         model = LocalModel(net())
         self.layout = Layout.of(model.specs(), n_shards=1)
@@ -154,10 +148,7 @@ def expected(bench: Bench, indices: list[int]) -> tuple[float, float]:
     bench.layout.scatter(0, bench.values, model.values)
     inputs, targets = bench.dataset.inputs[indices], bench.dataset.targets[indices]
     return model.measure(
-        inputs,
-        targets,
-        loss=nn.functional.cross_entropy,
-        metric=METRICS["accuracy"],
+        inputs, targets, loss=nn.functional.cross_entropy, metric=METRICS["accuracy"]
     )
 
 

@@ -63,15 +63,8 @@ def step(
     n_machines: int = 4,
 ) -> Together:
     n = len(next(iter(batch.values())))
-    compiled = compile_plan(
-        graph, placements, batch=n // micro_batches, n_machines=n_machines
-    )
-    crew = Crew(
-        compiled=compiled,
-        dtype=dtype,
-        micro_batches=micro_batches,
-        loss=graph.outputs[-1],
-    )
+    compiled = compile_plan(graph, placements, batch=n // micro_batches, n_machines=n_machines)
+    crew = Crew(compiled=compiled, dtype=dtype, micro_batches=micro_batches, loss=graph.outputs[-1])
     tensors = {name: value.to(dtype) for name, value in module.named_parameters()}
     given = {
         name: value.to(dtype) if value.is_floating_point() else value
@@ -94,9 +87,7 @@ def plain(
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_loss_and_gradients_are_those_of_one_process(
-    seed: int, micro_batches: int
-) -> None:
+def test_loss_and_gradients_are_those_of_one_process(seed: int, micro_batches: int) -> None:
     module = net()
     graph, batch = captured(module), batch_of(captured(module), 7)
     placements = random_plan(graph, np.random.default_rng(seed), n_machines=4)
@@ -104,9 +95,7 @@ def test_loss_and_gradients_are_those_of_one_process(
     loss, gradients = plain(module, batch, dtype=torch.float64)
     assert found.loss == pytest.approx(loss, rel=1e-10)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(
-            found.gradients[name], gradient, rtol=1e-10, atol=1e-12
-        )
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -120,8 +109,7 @@ def test_float32_is_as_near_to_float64_as_one_process_is(seed: int) -> None:
 
     def distance(gradients: Mapping[str, torch.Tensor]) -> float:
         return max(
-            float((gradients[name] - value).norm() / value.norm())
-            for name, value in exact.items()
+            float((gradients[name] - value).norm() / value.norm()) for name, value in exact.items()
         )
 
     assert distance(found.gradients) <= 3 * distance(rounded)
@@ -184,9 +172,7 @@ def test_dropout_does_not_depend_on_plan_or_micro_batches() -> None:
     ]
     for one in found[1:]:
         assert one.loss == pytest.approx(found[0].loss, rel=1e-12)
-        torch.testing.assert_close(
-            one.gradients["0.weight"], found[0].gradients["0.weight"]
-        )
+        torch.testing.assert_close(one.gradients["0.weight"], found[0].gradients["0.weight"])
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -194,14 +180,7 @@ def test_links_carry_the_bytes_that_the_plan_says(micro_batches: int) -> None:
     module = net()
     graph, batch = captured(module), batch_of(captured(module), 8)
     placements = random_plan(graph, np.random.default_rng(0), n_machines=4)
-    found = step(
-        graph,
-        placements,
-        module,
-        batch,
-        dtype=torch.float32,
-        micro_batches=micro_batches,
-    )
+    found = step(graph, placements, module, batch, dtype=torch.float32, micro_batches=micro_batches)
     compiled = compile_plan(graph, placements, batch=8 // micro_batches, n_machines=4)
     predicted: dict[tuple[int, int], int] = {}
     for message in compiled.messages:
@@ -219,18 +198,11 @@ def test_inference_leaves_out_the_loss_and_ends_on_machine_0(seed: int) -> None:
     graph = captured(module.train())
     batch = batch_of(graph, 5)
     placements = random_plan(graph, np.random.default_rng(seed), n_machines=4)
-    compiled = inference_of(
-        graph, placements, outputs=[model_output(graph)], batch=5, n_machines=4
-    )
+    compiled = inference_of(graph, placements, outputs=[model_output(graph)], batch=5, n_machines=4)
     (end,) = compiled.graph.outputs
     assert compiled.placements[end].computing == {0}
     assert len([layer for layer in compiled.graph.layers if layer.kind == INPUT]) == 1
-    crew = Crew(
-        compiled=compiled,
-        dtype=torch.float64,
-        training=False,
-        outputs=frozenset({end}),
-    )
+    crew = Crew(compiled=compiled, dtype=torch.float64, training=False, outputs=frozenset({end}))
     inputs, _ = batch.values()
     tensors = {name: value.double() for name, value in module.named_parameters()}
     found = crew.step({input_names(graph)[0]: inputs}, tensors)
@@ -259,9 +231,7 @@ def test_no_micro_batch_is_empty() -> None:
 def test_what_fails_in_a_layer_is_told_with_its_name() -> None:
     """Machines said "step 3 failed: IndexError: index out of range in self"."""
     module = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 5))
-    graph = append_loss(
-        capture(module, [InputSpec(shape=(2,), n_values=5)]), "cross_entropy"
-    )
+    graph = append_loss(capture(module, [InputSpec(shape=(2,), n_values=5)]), "cross_entropy")
     inputs, targets = input_names(graph)
     batch = {inputs: torch.tensor([[0, 4], [1, 5]]), targets: torch.tensor([0, 1])}
     placements = random_plan(graph, np.random.default_rng(0), n_machines=2)

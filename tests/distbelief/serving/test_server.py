@@ -69,10 +69,7 @@ def test_what_is_no_address_is_shown_with_what_is_one(text: str) -> None:
 
 def test_parameters_are_called_by_their_position() -> None:
     specs = parameter_specs(nn.Linear(3, 2).parameters())
-    assert [(spec.name, spec.shape) for spec in specs] == [
-        ("000000", (2, 3)),
-        ("000001", (2,)),
-    ]
+    assert [(spec.name, spec.shape) for spec in specs] == [("000000", (2, 3)), ("000001", (2,))]
 
 
 def test_no_parameters_and_doubles_are_refused() -> None:
@@ -92,9 +89,7 @@ def test_a_directory_with_snapshots_is_refused_before_anything_starts(
     kept.parent.mkdir(parents=True)
     kept.touch()
     net = nn.Linear(3, 2)
-    server = ParameterServer(
-        net.parameters(), rule=SGD(learning_rate=0.1), directory=tmp_path
-    )
+    server = ParameterServer(net.parameters(), rule=SGD(learning_rate=0.1), directory=tmp_path)
     with pytest.raises(JobError) as caught:
         server.start()
     assert f"directory {tmp_path} holds the snapshots" in str(caught.value)
@@ -115,9 +110,7 @@ def test_a_directory_without_snapshots_is_taken(
     (tmp_path / "snapshots" / "shard-0").mkdir(parents=True)
     (tmp_path / "shard-0.log").touch()
     net = nn.Linear(3, 2)
-    server = ParameterServer(
-        net.parameters(), rule=SGD(learning_rate=0.1), directory=tmp_path
-    )
+    server = ParameterServer(net.parameters(), rule=SGD(learning_rate=0.1), directory=tmp_path)
     with pytest.raises(Started):
         server.start()
 

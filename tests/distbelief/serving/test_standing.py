@@ -59,9 +59,7 @@ def wanted(
     )
 
 
-def test_the_same_directory_means_to_go_on(
-    tmp_path: Path, served: list[Request]
-) -> None:
+def test_the_same_directory_means_to_go_on(tmp_path: Path, served: list[Request]) -> None:
     said: list[str] = []
     directory = tmp_path / "runs" / "server"
     stand(wanted(), directory, tell=said.append)
@@ -168,9 +166,7 @@ def test_another_thing_is_not_gone_on_with(
     assert len(served) == 1
 
 
-def test_what_is_not_its_own_is_left_alone(
-    tmp_path: Path, served: list[Request]
-) -> None:
+def test_what_is_not_its_own_is_left_alone(tmp_path: Path, served: list[Request]) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(JobError, match="holds something else"):
         stand(wanted(), tmp_path, tell=pytest.fail)
@@ -234,9 +230,7 @@ def test_a_user_is_told_where_it_is(
             assert bool(address.memory) == ("this machine" in line)
 
 
-def test_a_server_that_could_not_go_on_does_not_say_that_it_has_ended_well(
-    tmp_path: Path,
-) -> None:
+def test_a_server_that_could_not_go_on_does_not_say_that_it_has_ended_well(tmp_path: Path) -> None:
     """It said that its directory holds what was trained, and exited with 0."""
     said: list[str] = []
     supervisor = SimpleNamespace(error=None, interrupted=False)
@@ -244,9 +238,7 @@ def test_a_server_that_could_not_go_on_does_not_say_that_it_has_ended_well(
     terminal = standing._Terminal(cast("Request", None), tell=said.append)
     terminal.watch(cast("Node", node), cast("Supervisor", supervisor), Ready())
     assert said == []
-    outcome = shards._outcome(
-        cast("Node", node), cast("Supervisor", supervisor), tmp_path
-    )
+    outcome = shards._outcome(cast("Node", node), cast("Supervisor", supervisor), tmp_path)
     assert outcome == f"a bug: {tmp_path} is as its last snapshot has it"
 
 

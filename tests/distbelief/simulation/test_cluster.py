@@ -6,12 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from distbelief.errors import (
-    JobError,
-    LocalProtocolError,
-    PeerLostError,
-    RemoteProtocolError,
-)
+from distbelief.errors import JobError, LocalProtocolError, PeerLostError, RemoteProtocolError
 from distbelief.memory import Memory
 from distbelief.messages import Acknowledge, Push, Stop
 from distbelief.roles import (
@@ -198,10 +193,7 @@ def test_a_message_that_had_not_left_dies_with_its_sender() -> None:
     machines = {A: Machine(host="one"), B: Machine(host="two")}
     link = Link(latency_seconds=0.0, bytes_per_second=1e6, jitter=0.0)
     options = ClusterOptions(
-        introduce=True,
-        machines=machines,
-        link=link,
-        faults=(Kill(at=0.5, role=A),),
+        introduce=True, machines=machines, link=link, faults=(Kill(at=0.5, role=A),)
     )
     values = np.zeros(250_000, np.float32)  # a second on its way out
     sends = [Send(receiver=B, message=m) for m in (push(1), block(values))]
@@ -221,8 +213,7 @@ def test_a_message_to_an_earlier_life_reaches_nobody() -> None:
         faults=(Kill(at=0.5, role=B, restart_after=0.1),),
     )
     cluster = cluster_of(
-        {A: Scripted(on_start(Send(receiver=B, message=push(1)))), B: receiver},
-        options=options,
+        {A: Scripted(on_start(Send(receiver=B, message=push(1)))), B: receiver}, options=options
     )
     cluster.run()
     assert receiver.sequences == []
@@ -268,16 +259,11 @@ def test_introduced_roles_hear_of_every_new_life_of_the_others() -> None:
     assert b.seen[3][1] == PeerJoined(peer=A, incarnation=1)
 
 
-def test_without_introduction_only_connected_roles_and_the_supervisor_are_reached() -> (
-    None
-):
+def test_without_introduction_only_connected_roles_and_the_supervisor_are_reached() -> None:
     supervisor, b, c = Scripted(), Scripted(), Scripted()
     connect = Connect(peer=B, incarnation=1, endpoint="", host="host-0")
     a = Scripted(
-        on_start(
-            connect,
-            *(Send(receiver=peer, message=push(1)) for peer in (SUPERVISOR, B, C)),
-        )
+        on_start(connect, *(Send(receiver=peer, message=push(1)) for peer in (SUPERVISOR, B, C)))
     )
     roles = {SUPERVISOR: supervisor, A: a, B: b, C: c}
     cluster = cluster_of(roles, options=ClusterOptions())
@@ -301,9 +287,7 @@ def test_connecting_anew_to_the_same_life_keeps_the_order() -> None:
 # ------------------------------------------------------------ launch, terminate
 
 
-def supervising(
-    *actions: Action, launch_seconds: float = 0.5
-) -> tuple[SimulatedCluster, Scripted]:
+def supervising(*actions: Action, launch_seconds: float = 0.5) -> tuple[SimulatedCluster, Scripted]:
     supervisor = Scripted(on_start(*actions))
     cluster = SimulatedCluster(
         {SUPERVISOR: lambda _: supervisor, A: lambda _: Counter()},
@@ -370,9 +354,7 @@ def test_terminate_ends_a_role_and_its_zombies() -> None:
 
 
 def test_an_incarnation_that_does_not_rise_ends_the_run() -> None:
-    cluster, _ = supervising(
-        Launch(name=A, incarnation=2), Launch(name=A, incarnation=2)
-    )
+    cluster, _ = supervising(Launch(name=A, incarnation=2), Launch(name=A, incarnation=2))
     with pytest.raises(SimulationFailed, match="each start needs a higher one"):
         cluster.run()
 
@@ -423,8 +405,7 @@ def test_a_new_life_begins_with_nothing_of_the_old_one() -> None:
 def test_a_killed_role_gets_no_answer_and_no_timer() -> None:
     role = Scripted(
         on_start(
-            SetTimer(name="t", at=2.0),
-            Compute(name="c", work=lambda: None, cost=Cost(flops=2.0)),
+            SetTimer(name="t", at=2.0), Compute(name="c", work=lambda: None, cost=Cost(flops=2.0))
         )
     )
     cluster = cluster_of({A: role})
@@ -533,10 +514,7 @@ def test_what_arrives_at_the_end_of_a_pause_comes_after_what_waited() -> None:
 
     def answer(event: Event, now: Seconds) -> list[Action]:
         if isinstance(event, (Started, TimerFired)) and now < 5:
-            return [
-                Send(receiver=B, message=push(int(now) + 1)),
-                SetTimer(name="t", at=now + 1),
-            ]
+            return [Send(receiver=B, message=push(int(now) + 1)), SetTimer(name="t", at=now + 1)]
         return []
 
     receiver = Scripted()
@@ -557,9 +535,7 @@ def test_work_under_way_stands_still_during_a_pause() -> None:
 def test_a_pause_within_a_pause_changes_nothing() -> None:
     role = Scripted(on_start(SetTimer(name="t", at=2.0)))
     faults = (Pause(at=1.0, role=A, seconds=3.0), Pause(at=2.0, role=A, seconds=1.0))
-    options = ClusterOptions(
-        faults=(*faults, Pause(at=1.0, role=B, seconds=1.0)), start=(A,)
-    )
+    options = ClusterOptions(faults=(*faults, Pause(at=1.0, role=B, seconds=1.0)), start=(A,))
     cluster_of({A: role, B: Scripted()}, options=options).run()
     assert role.seen[-1] == (4.0, TimerFired(name="t"))
 
@@ -570,10 +546,7 @@ def test_a_zombie_wakes_beside_its_successor_and_still_speaks() -> None:
     def supervise(event: Event, _: Seconds) -> list[Action]:
         match event:
             case Started():
-                return [
-                    Launch(name=A, incarnation=1),
-                    SetTimer(name="impatience", at=3.0),
-                ]
+                return [Launch(name=A, incarnation=1), SetTimer(name="impatience", at=3.0)]
             case TimerFired():
                 return [Launch(name=A, incarnation=2)]
             case _:
@@ -591,9 +564,7 @@ def test_a_zombie_wakes_beside_its_successor_and_still_speaks() -> None:
     cluster = SimulatedCluster(
         {SUPERVISOR: lambda _: supervisor, A: lambda _: Scripted(live)},
         seed=1,
-        options=ClusterOptions(
-            start=(SUPERVISOR,), faults=(Pause(at=1.0, role=A, seconds=5.0),)
-        ),
+        options=ClusterOptions(start=(SUPERVISOR,), faults=(Pause(at=1.0, role=A, seconds=5.0),)),
     )
     cluster.run(until=6.2)
     heard = [event.incarnation for _, event in supervisor.seen
@@ -752,10 +723,7 @@ def test_an_observer_sees_each_event_and_what_was_done_of_what_was_asked() -> No
     cluster.run(until=2.0)
     cluster.post(A, TimerFired(name="late"))
     cluster.run(until=3.0)
-    assert [(h.name, h.incarnation, len(h.actions)) for h in seen] == [
-        (A, 1, 2),
-        (A, 1, 1),
-    ]
+    assert [(h.name, h.incarnation, len(h.actions)) for h in seen] == [(A, 1, 2), (A, 1, 1)]
     assert seen[0].role is twice
     assert not cluster.is_alive(A)
 

@@ -61,14 +61,10 @@ def run(
     """Return what A has handled, when: a heartbeat takes 1 s, other events 0.5 s."""
     role = Scripted(answer)
     begins, answers = handing
-    handling = Handling(
-        seconds={"Heartbeat": 1.0}, other=0.5, begins=begins, answers=answers
-    )
+    handling = Handling(seconds={"Heartbeat": 1.0}, other=0.5, begins=begins, answers=answers)
     options = ClusterOptions(
         machine=replace(STEADY, host="h", handling=handling),
-        processors={
-            "h": Processor(cores=cores, bytes_per_second=1e9, wake_seconds=wake)
-        },
+        processors={"h": Processor(cores=cores, bytes_per_second=1e9, wake_seconds=wake)},
         faults=faults,
     )
     cluster = cluster_of({A: role}, options=options)
@@ -150,9 +146,7 @@ def test_no_answer_of_a_lane_overtakes_the_one_before_it() -> None:
     in the middle of the first copy, and the forecast of the job ended there.
     """
     short = Compute(name="next-2", work=lambda: None, cost=Cost(flops=0.25))
-    seen = run(
-        (1.6, beat(1)), answer=on_start(WORK, short), handing=(0.0, 0.5), cores=3
-    )
+    seen = run((1.6, beat(1)), answer=on_start(WORK, short), handing=(0.0, 0.5), cores=3)
     assert [(now, label_of(event)) for now, event in seen[1:]] == [
         (2.6, "Heartbeat"),
         (3.1, "Computed work-"),
@@ -164,11 +158,7 @@ def test_that_something_is_saved_is_no_earlier_told_than_the_work_before_it() ->
     """It was told to a process that slept at once, and work when it had woken up."""
     save = Persist(snapshot=counted(1))  # takes less than 0.5 s
     seen = run(answer=on_start(WORK, save), handing=(0.0, 0.5))
-    assert [label_of(event) for _, event in seen] == [
-        "Started",
-        "Computed work-",
-        "Persisted",
-    ]
+    assert [label_of(event) for _, event in seen] == ["Started", "Computed work-", "Persisted"]
 
 
 def test_a_lane_does_not_wake_up_in_a_pause_nor_after_death() -> None:

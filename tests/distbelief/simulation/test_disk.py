@@ -41,9 +41,7 @@ def counting(n_pushes: int, *faults: Fault) -> SimulatedCluster:
 
 
 def labels(cluster: SimulatedCluster) -> list[tuple[str, bool]]:
-    return [
-        (stored.snapshot.label, stored.whole) for stored in cluster.disk.snapshots(A)
-    ]
+    return [(stored.snapshot.label, stored.whole) for stored in cluster.disk.snapshots(A)]
 
 
 def count(cluster: SimulatedCluster) -> float:
@@ -114,9 +112,7 @@ def test_a_role_that_changes_an_array_while_it_is_saved_is_caught() -> None:
         return []
 
     snapshot = counted(1)
-    persist = Persist(
-        snapshot=type(snapshot)(label="1", arrays={"count": values}, facts={})
-    )
+    persist = Persist(snapshot=type(snapshot)(label="1", arrays={"count": values}, facts={}))
 
     def begin_then(event: Event, now: Seconds) -> list[Action]:
         return [*on_start(persist)(event, now), *answer(event, now)]
@@ -139,11 +135,6 @@ def test_only_the_newest_snapshots_are_kept() -> None:
 
 
 def test_each_persist_is_answered_once() -> None:
-    role = Scripted(
-        on_start(Persist(snapshot=counted(1)), Persist(snapshot=counted(2)))
-    )
+    role = Scripted(on_start(Persist(snapshot=counted(1)), Persist(snapshot=counted(2))))
     cluster_of({A: role}).run()
-    assert [e for _, e in role.seen[1:]] == [
-        Persisted(label="00001"),
-        Persisted(label="00002"),
-    ]
+    assert [e for _, e in role.seen[1:]] == [Persisted(label="00001"), Persisted(label="00002")]

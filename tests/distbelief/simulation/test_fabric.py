@@ -15,15 +15,7 @@ from distbelief.simulation.machines import Machine
 from distbelief.simulation.options import ClusterOptions
 from distbelief.simulation.sharing import Processor
 from distbelief.simulation.trace import SimulationFailed
-from tests.distbelief.simulation.toys import (
-    A,
-    B,
-    C,
-    Scripted,
-    cluster_of,
-    heartbeat,
-    on_start,
-)
+from tests.distbelief.simulation.toys import A, B, C, Scripted, cluster_of, heartbeat, on_start
 
 
 D = Address("d")
@@ -96,9 +88,7 @@ def test_flows_into_one_card_share_it() -> None:
 def test_no_rate_is_above_that_of_any_port() -> None:
     """A and B send to C and D through an uplink of half their rate: 4 s."""
     of = fabric()
-    of = replace(
-        of, uplinks=(Uplink(hosts=frozenset("ab"), bytes_per_second=RATE / 2),)
-    )
+    of = replace(of, uplinks=(Uplink(hosts=frozenset("ab"), bytes_per_second=RATE / 2),))
     seen = played({A: to(C, 10), B: to(D, 10)}, options(of))
     assert seen[C][-1][0] == pytest.approx(4.0, rel=0.06)
     assert seen[D][-1][0] == pytest.approx(4.0, rel=0.06)
@@ -142,9 +132,7 @@ def test_a_narrow_link_is_full_of_small_messages_too(narrow: str) -> None:
     assert np.diff(times) == pytest.approx([seconds / n] * (n - 1), rel=0.01)
     assert times[-1] == pytest.approx(seconds, rel=0.06)
     if narrow != "far card":  # what waits elsewhere does not block it
-        (block_at,) = [
-            t for t, e in roles[B].seen if isinstance(e, Received) and e.sender == C
-        ]
+        (block_at,) = [t for t, e in roles[B].seen if isinstance(e, Received) and e.sender == C]
         assert block_at == pytest.approx(BLOCK / RATE, rel=0.1)
 
 

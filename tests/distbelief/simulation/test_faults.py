@@ -43,9 +43,7 @@ def test_a_schedule_is_its_seeds_and_heals_by_its_horizon(seed: int) -> None:
 
 def test_every_kind_of_fault_is_drawn() -> None:
     drawn = {
-        type(fault)
-        for seed in range(20)
-        for fault in random_faults(seed, ROLES, horizon=10.0)
+        type(fault) for seed in range(20) for fault in random_faults(seed, ROLES, horizon=10.0)
     }
     kinds = (Kill, Pause, Slow, Drop, Duplicate, Delay, CutOff, DiskFull, TornSnapshot)
     assert drawn == set(kinds)
@@ -67,15 +65,10 @@ def test_a_schedule_for_nobody_is_refused() -> None:
 def test_whatever_breaks_a_persistent_pinger_gets_through_in_the_end(seed: int) -> None:
     """Liveness: once all has healed, there is progress."""
     cluster = SimulatedCluster(
-        {
-            A: lambda _: Pinger(B, 30),
-            B: lambda _: Echo(),
-            C: lambda _: Counter(),
-        },
+        {A: lambda _: Pinger(B, 30), B: lambda _: Echo(), C: lambda _: Counter()},
         seed=seed,
         options=ClusterOptions(
-            introduce=True,
-            faults=random_faults(seed, ROLES, horizon=5.0, intensity=2.0),
+            introduce=True, faults=random_faults(seed, ROLES, horizon=5.0, intensity=2.0)
         ),
     )
     cluster.run()

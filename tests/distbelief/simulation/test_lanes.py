@@ -2,29 +2,11 @@
 
 import pytest
 
-from distbelief.roles import (
-    Action,
-    Compute,
-    Computed,
-    Cost,
-    Event,
-    Halt,
-    Lane,
-    Seconds,
-    Started,
-)
+from distbelief.roles import Action, Compute, Computed, Cost, Event, Halt, Lane, Seconds, Started
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.machines import Machine
 from distbelief.simulation.options import ClusterOptions
-from tests.distbelief.simulation.toys import (
-    STEADY,
-    A,
-    B,
-    Scripted,
-    Summer,
-    cluster_of,
-    on_start,
-)
+from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, Summer, cluster_of, on_start
 
 
 def work(name: str, seconds: float, lane: Lane = Lane.COMPUTE) -> Compute:
@@ -33,9 +15,7 @@ def work(name: str, seconds: float, lane: Lane = Lane.COMPUTE) -> Compute:
 
 def answers(role: Scripted) -> list[tuple[Seconds, str, Seconds]]:
     return [
-        (now, event.name, event.seconds)
-        for now, event in role.seen
-        if isinstance(event, Computed)
+        (now, event.name, event.seconds) for now, event in role.seen if isinstance(event, Computed)
     ]
 
 
@@ -133,9 +113,7 @@ def test_speeds_of_machines_differ() -> None:
 def test_bytes_cost_time_as_flops_do() -> None:
     cost = Cost(flops=1.0, n_bytes=10.0)
     role = Scripted(on_start(Compute(name="w", work=lambda: None, cost=cost)))
-    machine = Machine(
-        jitter=0.0, overhead_seconds=0.0, flops_per_second=1.0, bytes_per_second=5.0
-    )
+    machine = Machine(jitter=0.0, overhead_seconds=0.0, flops_per_second=1.0, bytes_per_second=5.0)
     cluster_of({A: role}, options=ClusterOptions(machine=machine)).run()
     assert answers(role)[0][0] == 3.0
 

@@ -183,9 +183,7 @@ def test_regions_of_a_zombie_stay_until_it_dies() -> None:
     launches = [Launch(name=A, incarnation=1), Launch(name=A, incarnation=2)]
     boss = Scripted(on_start(*launches))
     cluster = SimulatedCluster(
-        {SUPERVISOR: lambda _: boss, A: Holder},
-        seed=1,
-        options=ClusterOptions(start=(SUPERVISOR,)),
+        {SUPERVISOR: lambda _: boss, A: Holder}, seed=1, options=ClusterOptions(start=(SUPERVISOR,))
     )
     cluster.run()
     reader = cluster.memory(SUPERVISOR).lend()
@@ -203,9 +201,7 @@ def test_a_read_after_the_lease_has_ended_is_caught() -> None:
         def end_lease() -> None:
             memory.retire(values)
 
-        return Scripted(
-            on_start(Compute(name="end", work=end_lease, cost=Cost(flops=1.0)))
-        )
+        return Scripted(on_start(Compute(name="end", work=end_lease, cost=Cost(flops=1.0))))
 
     def read(memory: Memory) -> Role:
         def add() -> float:
@@ -220,8 +216,6 @@ def test_a_read_after_the_lease_has_ended_is_caught() -> None:
 
         return Scripted(answer)
 
-    cluster = SimulatedCluster(
-        {A: lend, B: read}, seed=1, options=ClusterOptions(machine=STEADY)
-    )
+    cluster = SimulatedCluster({A: lend, B: read}, seed=1, options=ClusterOptions(machine=STEADY))
     with pytest.raises(SimulationFailed, match="the sum is nan"):
         cluster.run()

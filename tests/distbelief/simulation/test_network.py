@@ -2,28 +2,12 @@
 
 import pytest
 
-from distbelief.roles import (
-    Action,
-    Event,
-    Seconds,
-    Send,
-    SetTimer,
-    Started,
-    TimerFired,
-)
+from distbelief.roles import Action, Event, Seconds, Send, SetTimer, Started, TimerFired
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import CutOff, Delay, Drop, Duplicate, Fault
 from distbelief.simulation.links import Link
 from distbelief.simulation.options import ClusterOptions
-from tests.distbelief.simulation.toys import (
-    STEADY,
-    A,
-    B,
-    C,
-    Scripted,
-    cluster_of,
-    push,
-)
+from tests.distbelief.simulation.toys import STEADY, A, B, C, Scripted, cluster_of, push
 
 
 def talk(event: Event, now: Seconds) -> list[Action]:
@@ -101,9 +85,7 @@ def _times(cluster: SimulatedCluster) -> list[tuple[Seconds, Event]]:
 
 
 def test_overlapping_cuts_keep_the_order() -> None:
-    _, b, _ = heard(
-        CutOff(at=1.5, a=A, b=B, seconds=3.0), CutOff(at=2.5, a=A, seconds=4.0)
-    )
+    _, b, _ = heard(CutOff(at=1.5, a=A, b=B, seconds=3.0), CutOff(at=2.5, a=A, seconds=4.0))
     assert b == ALL
 
 
@@ -127,10 +109,6 @@ def test_a_fault_that_never_strikes_changes_no_other_chance() -> None:
 
 
 def test_an_impossible_link_is_refused() -> None:
-    for wrong in (
-        {"latency_seconds": -1.0},
-        {"bytes_per_second": 0.0},
-        {"jitter": -1.0},
-    ):
+    for wrong in ({"latency_seconds": -1.0}, {"bytes_per_second": 0.0}, {"jitter": -1.0}):
         with pytest.raises(ValueError, match="may not be below 0"):
             Link(**wrong)

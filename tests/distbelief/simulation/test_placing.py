@@ -15,14 +15,7 @@ from distbelief.simulation.absences import absences
 from distbelief.simulation.faults import Outage
 from distbelief.simulation.options import ClusterOptions
 from distbelief.simulation.placing import Place, options_for, spread
-from tests.distbelief.simulation.toys import (
-    STEADY,
-    A,
-    B,
-    Scripted,
-    cluster_of,
-    on_start,
-)
+from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, cluster_of, on_start
 
 
 S0, R0, R1 = Address("shard-0"), Address("replica-0"), Address("replica-1")
@@ -64,26 +57,18 @@ def test_a_role_on_several_machines_has_all_their_cores_and_cards() -> None:
 
 
 def test_switches_and_links_lie_between_hosts() -> None:
-    switches = (
-        Switch(first=0, last=3, bandwidth=5e6),
-        Switch(first=0, last=1, bandwidth=2e6),
-    )
+    switches = (Switch(first=0, last=3, bandwidth=5e6), Switch(first=0, last=1, bandwidth=2e6))
     lab = cluster(switches=switches, links={"0-2": 1e5, "4-5": 1.0})
     fabric = options_for(lab, {S0: 0, R0: 1, R1: 2}).fabric
     assert fabric is not None
     inner, outer = fabric.uplinks
     assert inner.hosts == {"machine-0", "machine-1"}
     assert outer.hosts == {"machine-0", "machine-1", "machine-2"}
-    assert fabric.links == {
-        ("machine-0", "machine-2"): 1e5,
-        ("machine-2", "machine-0"): 1e5,
-    }
+    assert fabric.links == {("machine-0", "machine-2"): 1e5, ("machine-2", "machine-0"): 1e5}
 
 
 def test_a_cluster_that_cannot_hold_the_job_says_which_machine_and_why() -> None:
-    with pytest.raises(
-        GraphError, match=r"machine-0 of cluster 'lab' cannot hold shar"
-    ):
+    with pytest.raises(GraphError, match=r"machine-0 of cluster 'lab' cannot hold shar"):
         options_for(cluster(), {S0: 0, R0: 0}, memory={S0: 2**29, R0: 2**29 + 1})
     with pytest.raises(GraphError, match=r"replica-0 is put on machine 6 .* has 6"):
         options_for(cluster(), {R0: 6})
@@ -125,10 +110,7 @@ def test_outages_are_drawn_by_seed_and_only_for_machines_in_use() -> None:
 def test_machines_of_a_group_go_together() -> None:
     lab = cluster(preemptions=Outages(mean_time=100.0, away=5.0, group=4))
     drawn = absences(lab, {S0: 0, R0: 3, R1: 4}, horizon=1000.0, seed=1)
-    times = {
-        name: [fault.at for fault in drawn if name in fault.roles]
-        for name in (S0, R0, R1)
-    }
+    times = {name: [fault.at for fault in drawn if name in fault.roles] for name in (S0, R0, R1)}
     assert times[S0] == times[R0] != times[R1]
 
 

@@ -23,14 +23,7 @@ from distbelief.simulation.scales import (
     scales_for,
 )
 from distbelief.vectors import n_blocks
-from tests.distbelief.simulation.toys import (
-    STEADY,
-    A,
-    B,
-    Scripted,
-    cluster_of,
-    on_start,
-)
+from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, cluster_of, on_start
 
 
 def layout(n: int, n_shards: int = 3) -> Layout:
@@ -105,9 +98,7 @@ def test_roles_are_built_with_blocks_of_that_size() -> None:
         seen.append(vectors.BLOCK_BYTES)
         return Scripted()
 
-    cluster = SimulatedCluster(
-        {A: build}, seed=1, options=ClusterOptions(block_bytes=96)
-    )
+    cluster = SimulatedCluster({A: build}, seed=1, options=ClusterOptions(block_bytes=96))
     cluster.run()
     cluster.run_until(lambda: True)
     assert seen == [96]

@@ -13,14 +13,7 @@ from distbelief.simulation.faults import Fault, Kill, Pause
 from distbelief.simulation.machines import Machine
 from distbelief.simulation.options import ClusterOptions
 from distbelief.simulation.sharing import Demand, Processor, Sharing
-from tests.distbelief.simulation.toys import (
-    STEADY,
-    A,
-    B,
-    Scripted,
-    cluster_of,
-    on_start,
-)
+from tests.distbelief.simulation.toys import STEADY, A, B, Scripted, cluster_of, on_start
 
 
 def shared(cores: float, rate: float = 1e9) -> tuple[Agenda, Sharing]:

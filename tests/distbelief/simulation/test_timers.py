@@ -1,22 +1,7 @@
 """Timers by name: set anew they move, cancelled they are forgotten, they fire once."""
 
-from distbelief.roles import (
-    Action,
-    CancelTimer,
-    Event,
-    Received,
-    Seconds,
-    SetTimer,
-    TimerFired,
-)
-from tests.distbelief.simulation.toys import (
-    A,
-    Scripted,
-    cluster_of,
-    from_tester,
-    on_start,
-    push,
-)
+from distbelief.roles import Action, CancelTimer, Event, Received, Seconds, SetTimer, TimerFired
+from tests.distbelief.simulation.toys import A, Scripted, cluster_of, from_tester, on_start, push
 
 
 def fired(*actions: Action) -> list[tuple[Seconds, str]]:
@@ -46,9 +31,9 @@ def test_a_timer_moved_to_and_fro_fires_where_it_was_left() -> None:
 
 def test_a_cancelled_timer_does_not_fire_unless_it_is_set_again() -> None:
     assert fired(SetTimer(name="t", at=1.0), CancelTimer(name="t")) == []
-    assert fired(
-        SetTimer(name="t", at=1.0), CancelTimer(name="t"), SetTimer(name="t", at=2.0)
-    ) == [(2.0, "t")]
+    assert fired(SetTimer(name="t", at=1.0), CancelTimer(name="t"), SetTimer(name="t", at=2.0)) == [
+        (2.0, "t")
+    ]
     assert fired(CancelTimer(name="t")) == []
 
 

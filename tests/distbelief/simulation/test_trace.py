@@ -83,8 +83,7 @@ def digests() -> list[str]:
 def test_the_trace_is_the_same_whatever_the_hash_seed() -> None:
     """FoundationDB's check: same seed, same digest, here and in a fresh process."""
     there = answers(
-        "tests.distbelief.simulation.test_trace",
-        "t.digests() + t.test_fabric.digests()",
+        "tests.distbelief.simulation.test_trace", "t.digests() + t.test_fabric.digests()"
     )
     assert there == digests() + test_fabric.digests()
 

@@ -6,13 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from distbelief.memory import Memory
-from distbelief.messages import (
-    Acknowledge,
-    Heartbeat,
-    ParameterBlock,
-    Push,
-    Stop,
-)
+from distbelief.messages import Acknowledge, Heartbeat, ParameterBlock, Push, Stop
 from distbelief.roles import (
     Action,
     Address,
@@ -190,18 +184,12 @@ class Summer:
 
 def push(sequence: int) -> Push:
     return Push(
-        sequence=sequence,
-        shard_incarnation=1,
-        fetched_clock=0,
-        n_gradients=1,
-        samples=sequence,
+        sequence=sequence, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=sequence
     )
 
 
 def block(values: Vector) -> ParameterBlock:
-    return ParameterBlock(
-        request=1, shard_incarnation=1, block_index=0, clock=0, values=values
-    )
+    return ParameterBlock(request=1, shard_incarnation=1, block_index=0, clock=0, values=values)
 
 
 def heartbeat(state: str) -> Heartbeat:
@@ -218,10 +206,7 @@ def on_start(*actions: Action) -> Handler:
 
 
 def cluster_of(
-    roles: Mapping[Address, Scripted],
-    *,
-    seed: int = 1,
-    options: ClusterOptions | None = None,
+    roles: Mapping[Address, Scripted], *, seed: int = 1, options: ClusterOptions | None = None
 ) -> SimulatedCluster:
     """Return a cluster whose roles are these objects, in every life the same one."""
 

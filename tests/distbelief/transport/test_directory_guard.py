@@ -26,9 +26,7 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be anothe
         (lambda path: path.rmdir(), "not there; whoever made it has ended"),
         (lambda path: (path.rmdir(), path.touch()), "Not a directory"),
         (lambda path: (path.rmdir(), path.symlink_to("/")), "symbolic link"),
-        pytest.param(
-            lambda path: os.chown(path, NOBODY, -1), "another user", marks=AS_ROOT
-        ),
+        pytest.param(lambda path: os.chown(path, NOBODY, -1), "another user", marks=AS_ROOT),
     ],
 )
 def test_a_directory_that_others_could_enter_is_refused(

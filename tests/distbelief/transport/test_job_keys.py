@@ -6,12 +6,7 @@ import pytest
 
 from distbelief.errors import RemoteProtocolError
 from distbelief.messages import Alive, Dismiss
-from distbelief.transport.guard import (
-    NOT_NOW,
-    REFUSED,
-    NotIntroducedError,
-    Source,
-)
+from distbelief.transport.guard import NOT_NOW, REFUSED, NotIntroducedError, Source
 from distbelief.transport.key_files import Allowed, KeyFiles
 from distbelief.transport.key_guard import KeyGuard
 from distbelief.transport.keyring import Keyring
@@ -38,22 +33,15 @@ class Keys:
             directory = str(self.here.directory)
             return Keyring(directory=directory, role="job", believes=believes)
         return Keyring(
-            directory=str(self.there.directory),
-            role="host",
-            server_key=self.key,
-            believes=True,
+            directory=str(self.there.directory), role="host", server_key=self.key, believes=True
         )
 
     def guard(self, role: str, *, believes: bool = False) -> KeyGuard:
         return self.ring(role, believes=believes).guard(log=lambda _level, _text: None)
 
-    def transport(
-        self, name: str, role: str, *, run: str, believes: bool = False
-    ) -> ZmqTransport:
+    def transport(self, name: str, role: str, *, run: str, believes: bool = False) -> ZmqTransport:
         reach = Reach(host="127.0.0.1", keys=self.ring(role, believes=believes))
-        return reach.transport(
-            name=name, incarnation=1, run=run, log=lambda _level, _text: None
-        )
+        return reach.transport(name=name, incarnation=1, run=run, log=lambda _level, _text: None)
 
 
 @pytest.fixture
@@ -61,9 +49,7 @@ def keys(tmp_path: Path) -> Keys:
     return Keys(tmp_path)
 
 
-def test_a_role_speaks_with_the_key_of_the_machine_that_it_was_given_to(
-    keys: Keys,
-) -> None:
+def test_a_role_speaks_with_the_key_of_the_machine_that_it_was_given_to(keys: Keys) -> None:
     guard = keys.guard("job")
     there, here = Source(keys.its_key, 3), Source(keys.key, 4)
     guard.check(there, "host-1")
@@ -79,9 +65,7 @@ def test_a_role_speaks_with_the_key_of_the_machine_that_it_was_given_to(
         guard.check(there, "replica-1")
 
 
-def test_a_machine_that_is_allowed_as_a_worker_only_hears_what_is_missing(
-    keys: Keys,
-) -> None:
+def test_a_machine_that_is_allowed_as_a_worker_only_hears_what_is_missing(keys: Keys) -> None:
     """Who forgot --role host was let in, and then waited for a word in vain."""
     keys.here.allow(Allowed(key=OTHER, roles=("worker",), name="w"))
     guard = keys.guard("job")
@@ -136,9 +120,7 @@ def test_the_word_of_who_joins_opens_no_other_door() -> None:
         Wire(run="run").decode(joining.encode(Alive(), sender="host-1", incarnation=1))
 
 
-def test_a_replica_there_and_a_shard_here_speak_once_they_are_introduced(
-    keys: Keys,
-) -> None:
+def test_a_replica_there_and_a_shard_here_speak_once_they_are_introduced(keys: Keys) -> None:
     """The first message is early: it is dropped, and costs nobody the connection."""
     replica = keys.transport("replica-1", "host", run="run")
     shard = keys.transport("shard-0", "job", run="run", believes=True)

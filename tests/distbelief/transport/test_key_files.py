@@ -172,9 +172,7 @@ def test_a_change_of_the_list_can_be_seen(keys: KeyFiles) -> None:
     ],
     ids=["end", "between", "blank lines", "byte order mark", "and a comment"],
 )
-def test_what_an_editor_adds_to_the_list_says_nothing(
-    keys: KeyFiles, content: str
-) -> None:
+def test_what_an_editor_adds_to_the_list_says_nothing(keys: KeyFiles, content: str) -> None:
     """A blank at the end of one line shut out all others, while a server ran too."""
     path = keys.directory / "allowed"
     path.touch(mode=0o600)

@@ -15,13 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from distbelief.errors import TransportError
 from distbelief.messages import Alive, PushBlock, Save
-from distbelief.transport.connections import (
-    Connection,
-    at,
-    connections,
-    cut,
-    cut_descriptor,
-)
+from distbelief.transport.connections import Connection, at, connections, cut, cut_descriptor
 from distbelief.transport.guard import REFUSED, RunGuard, Source
 from distbelief.transport.key_files import Allowed, KeyFiles
 from distbelief.transport.key_guard import KeyGuard
@@ -108,9 +102,7 @@ class World:
         self.stack.callback(link.disable_monitor)
         return watch
 
-    def lost(
-        self, link: "zmq.Socket[bytes]", server: ZmqTransport
-    ) -> "zmq.Socket[bytes]":
+    def lost(self, link: "zmq.Socket[bytes]", server: ZmqTransport) -> "zmq.Socket[bytes]":
         """Let it be connected, and return what tells of the end of that."""
         wait(server, until=lambda: link.poll(0, zmq.POLLOUT) > 0)
         return self.watch(link, zmq.EVENT_DISCONNECTED)
@@ -168,24 +160,18 @@ def test_peers_with_keys_speak_both_ways(world: World) -> None:
     for start in range(0, values.size, values.size // 4):
         worker.send(
             "supervisor",
-            PushBlock(
-                sequence=1, shard_incarnation=1, block_index=0, values=values[start:]
-            ),
+            PushBlock(sequence=1, shard_incarnation=1, block_index=0, values=values[start:]),
         )
     for envelope in take(server, 4):
         assert isinstance(envelope.message, PushBlock)
-        assert np.array_equal(
-            envelope.message.values, values[-envelope.message.values.size :]
-        )
+        assert np.array_equal(envelope.message.values, values[-envelope.message.values.size :])
         assert envelope.sender == "worker-1"
     server.send("worker-1", Alive())
     take(worker, 1)
     assert world.log == []
 
 
-def test_a_servers_processes_know_each_other_by_the_key_they_share(
-    world: World,
-) -> None:
+def test_a_servers_processes_know_each_other_by_the_key_they_share(world: World) -> None:
     server, shard = world.server(), world.server("shard-0")
     shard.connect("supervisor", 1, server.endpoint)
     server.connect("shard-0", 1, shard.endpoint)
@@ -212,9 +198,7 @@ def test_a_shard_that_starts_after_its_key_was_replaced_is_known(world: World) -
 
 
 @pytest.mark.parametrize("name", ["supervisor", "shard-0"])
-def test_a_loop_on_the_servers_machine_speaks_by_the_servers_key(
-    world: World, name: str
-) -> None:
+def test_a_loop_on_the_servers_machine_speaks_by_the_servers_key(world: World, name: str) -> None:
     """A user has one key on each machine, and cannot allow his own."""
     server = world.server(name)
     directory = str(world.server_files.directory)
@@ -229,9 +213,7 @@ def test_a_loop_on_the_servers_machine_speaks_by_the_servers_key(
     assert world.log == []
 
 
-def test_what_is_bound_everywhere_is_found_where_the_supervisor_was(
-    world: World,
-) -> None:
+def test_what_is_bound_everywhere_is_found_where_the_supervisor_was(world: World) -> None:
     server = world.server(bind="tcp://0.0.0.0:*")
     shard = world.server("shard-0", bind="tcp://0.0.0.0:*")
     assert shard.endpoint.startswith("tcp://0.0.0.0:")
@@ -242,9 +224,7 @@ def test_what_is_bound_everywhere_is_found_where_the_supervisor_was(
     take(shard, 1)
 
 
-def test_bytes_are_counted_as_the_kernel_does(
-    server: ZmqTransport, worker: ZmqTransport
-) -> None:
+def test_bytes_are_counted_as_the_kernel_does(server: ZmqTransport, worker: ZmqTransport) -> None:
     """Else what is forgiven, or charged too much, grows with every message."""
     (before,) = connections(port_of(server))
     n_before = server._guard._books.connections[before.peer].n_bytes  # type: ignore[attr-defined]
@@ -429,10 +409,7 @@ def test_what_it_sent_before_the_cut_is_dropped_unread(
     world.lost(link, server)
     for _ in range(50):
         link.send(words("shard-0"))
-    wait(
-        server,
-        until=lambda: bool(list(server.receive())) or server.counters.malformed > 9,
-    )
+    wait(server, until=lambda: bool(list(server.receive())) or server.counters.malformed > 9)
     assert server.counters.malformed > 9
     assert sum("which its key may not" in text for text in world.log) == 2  # of one
     assert works(server, worker)
@@ -454,18 +431,13 @@ def test_it_may_come_back_after_that_while(world: World) -> None:
     server = world.server(caps=Caps(suspended_seconds=0.2, handshake_seconds_max=0.1))
     link = world.member(server)
     link.send(b"nonsense")
-    wait(
-        server,
-        until=lambda: not list(server.receive()) and server.counters.malformed == 1,
-    )
+    wait(server, until=lambda: not list(server.receive()) and server.counters.malformed == 1)
     link.send(words("worker-2"))  # lost, perhaps, with the connection
     link.send(words("worker-2"))
     wait(server, until=lambda: bool(list(server.receive())))
 
 
-def test_a_message_of_another_run_is_no_offence(
-    world: World, server: ZmqTransport
-) -> None:
+def test_a_message_of_another_run_is_no_offence(world: World, server: ZmqTransport) -> None:
     link = world.member(server)
     link.send(words("worker-2", run="before"))
     link.send(words("worker-2"))
@@ -496,9 +468,7 @@ def test_a_message_of_too_many_parts_is_ended_before_it_is_whole(world: World) -
     assert works(server, worker)
 
 
-def test_what_a_key_sends_by_many_connections_is_counted_together(
-    world: World,
-) -> None:
+def test_what_a_key_sends_by_many_connections_is_counted_together(world: World) -> None:
     """64 connections, each with a little less than one may have: 16 GiB."""
     caps = Caps(unread_bytes_of_key_max=4 * MEBIBYTE, watch_seconds=0.01)
     server, worker = world.server(caps=caps), world.worker()
@@ -537,9 +507,7 @@ def test_who_only_begins_messages_does_not_come_back_at_once(world: World) -> No
     assert works(server, worker)  # from the same address, but here already
 
 
-def test_who_only_begins_messages_is_found_among_those_who_end_them(
-    world: World,
-) -> None:
+def test_who_only_begins_messages_is_found_among_those_who_end_them(world: World) -> None:
     """A server that had something to do never looked: for 3.5 s, or for good."""
     caps = Caps(unfinished_bytes_max=2 * MEBIBYTE, watch_seconds=0.01)
     server, worker = world.server(caps=caps), world.worker()
@@ -635,9 +603,7 @@ def test_one_address_has_a_bounded_number_of_connections(world: World) -> None:
 
 
 @pytest.mark.parametrize("n_max", [20, 5])
-def test_the_roles_of_one_machine_are_counted_by_its_key(
-    world: World, n_max: int
-) -> None:
+def test_the_roles_of_one_machine_are_counted_by_its_key(world: World, n_max: int) -> None:
     """400 came from one address: more than 256 were cut, time and again."""
     caps = Caps(connections_max=5, connections_of_key_max=n_max, watch_seconds=0.01)
     server = world.server(caps=caps)
@@ -738,9 +704,7 @@ def test_a_recorded_conversation_opens_nothing(
     """Somebody in the middle writes down all bytes of a member, and sends them anew."""
     port = port_of(server)
     with socket.create_server(("127.0.0.1", 0)) as middle:
-        place = Place(
-            host="127.0.0.1", port=middle.getsockname()[1], key=world.server_key
-        )
+        place = Place(host="127.0.0.1", port=middle.getsockname()[1], key=world.server_key)
         member = world.worker("worker-3")
         member.connect("supervisor", 1, str(place))
         member.send("supervisor", Save(label="once"))
@@ -771,9 +735,7 @@ def test_a_recorded_conversation_opens_nothing(
 # --------------------------------------------------------------------- connections
 
 
-def test_only_connections_to_the_port_are_cut(
-    server: ZmqTransport, worker: ZmqTransport
-) -> None:
+def test_only_connections_to_the_port_are_cut(server: ZmqTransport, worker: ZmqTransport) -> None:
     port = port_of(server)
     (one,) = connections(port)
     assert one.peer[0] == "127.0.0.1"

@@ -38,9 +38,7 @@ def test_a_public_key_is_taken_as_users_paste_it() -> None:
 
 @given(text=st.text(max_size=70))
 def test_what_is_no_public_key_is_shown(text: str) -> None:
-    is_key = len(text.strip()) == 64 and set(text.strip().lower()) <= set(
-        string.hexdigits.lower()
-    )
+    is_key = len(text.strip()) == 64 and set(text.strip().lower()) <= set(string.hexdigits.lower())
     if is_key:
         assert public_key(text) == text.strip().lower()
         return

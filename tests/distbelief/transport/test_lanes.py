@@ -64,9 +64,7 @@ def test_what_work_raises_is_its_answer(bench: Bench, error: BaseException) -> N
 def test_two_lanes_work_side_by_side(bench: Bench) -> None:
     meeting = threading.Barrier(2)
     for lane in Lane:
-        work = Compute(
-            name=lane.value, work=lambda: meeting.wait(PATIENCE_SECONDS), lane=lane
-        )
+        work = Compute(name=lane.value, work=lambda: meeting.wait(PATIENCE_SECONDS), lane=lane)
         bench.lanes.compute(work)
     names = {bench.next_answer().name for _ in Lane}
     assert names == {"compute", "data"}

@@ -15,11 +15,7 @@ from tests.distbelief.transport.test_zmq_transport import take, wait
 
 def newcomers() -> Newcomers:
     return Newcomers(
-        per_second_max=10.0,
-        burst_max=100.0,
-        silent_max=200.0,
-        ended_max=30.0,
-        own="me",
+        per_second_max=10.0, burst_max=100.0, silent_max=200.0, ended_max=30.0, own="me"
     )
 
 
@@ -86,15 +82,11 @@ def test_whose_connections_end_without_a_word_is_found_sooner() -> None:
 
 
 @pytest.mark.parametrize("is_allowed", [True, False])
-def test_the_roles_of_a_large_job_are_no_siege(
-    tmp_path: Path, *, is_allowed: bool
-) -> None:
+def test_the_roles_of_a_large_job_are_no_siege(tmp_path: Path, *, is_allowed: bool) -> None:
     """More than 300 came at once: the rest waited for half a minute to be let in."""
     world = World(tmp_path)
     with world.stack:
-        caps = Caps(
-            burst_newcomers_max=20.0, newcomers_per_second_max=1.0, watch_seconds=0.01
-        )
+        caps = Caps(burst_newcomers_max=20.0, newcomers_per_second_max=1.0, watch_seconds=0.01)
         server = world.server(caps=caps)
         pairs = [KeyPair.new() for _ in range(5)]
         if is_allowed:

@@ -63,9 +63,7 @@ def test_nothing_but_a_number_and_a_port_or_a_path_is_a_place(text: str) -> None
 
 def test_anywhere_is_where_the_supervisor_was_found() -> None:
     anywhere = Place(host="0.0.0.0", port=7, key="a" * 64)
-    assert anywhere.seen_from("10.0.0.1") == Place(
-        host="10.0.0.1", port=7, key="a" * 64
-    )
+    assert anywhere.seen_from("10.0.0.1") == Place(host="10.0.0.1", port=7, key="a" * 64)
     somewhere = Place(host="10.0.0.2", port=7)
     assert somewhere.seen_from("10.0.0.1") == somewhere
 

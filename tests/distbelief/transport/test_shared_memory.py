@@ -61,9 +61,7 @@ region = memory.create("theirs", n_bytes=4096)
 """
 
 
-def test_a_disowned_region_is_gone_and_whoever_has_it_goes_on_with_it(
-    memory: FileMemory,
-) -> None:
+def test_a_disowned_region_is_gone_and_whoever_has_it_goes_on_with_it(memory: FileMemory) -> None:
     region = memory.create("a", n_bytes=64)
     theirs = FileMemory(memory.directory).attach("a")
     memory.disown("a")
@@ -74,9 +72,7 @@ def test_a_disowned_region_is_gone_and_whoever_has_it_goes_on_with_it(
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 4096, 1 << 20])
-def test_a_new_region_is_zeroed_aligned_and_writable(
-    memory: FileMemory, n_bytes: int
-) -> None:
+def test_a_new_region_is_zeroed_aligned_and_writable(memory: FileMemory, n_bytes: int) -> None:
     region = memory.create("a", n_bytes=n_bytes)
     assert region.shape == (n_bytes,)
     assert region.dtype == np.uint8
@@ -133,9 +129,7 @@ def test_a_name_cannot_be_a_path(memory: FileMemory, name: str) -> None:
     memory.release(name)
 
 
-def test_a_link_out_of_the_directory_is_not_followed(
-    memory: FileMemory, tmp_path: Path
-) -> None:
+def test_a_link_out_of_the_directory_is_not_followed(memory: FileMemory, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.write_bytes(b"secret")
     (memory.directory / "a").symlink_to(outside)
@@ -247,9 +241,7 @@ def test_a_sweep_removes_nothing_of_another_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_process_that_attached_and_ended_leaves_the_region_in_place(
-    memory: FileMemory,
-) -> None:
+def test_a_process_that_attached_and_ended_leaves_the_region_in_place(memory: FileMemory) -> None:
     region = memory.create("mine", n_bytes=8)
     with process(ATTACH, memory.directory) as child:
         child.communicate("")

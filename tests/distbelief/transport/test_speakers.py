@@ -95,18 +95,14 @@ def test_who_is_revoked_is_known_no_more(files: KeyFiles, speakers: Speakers) ->
     assert speakers.may_speak(B, "worker-1")
 
 
-def test_who_believes_the_supervisor_does_not_let_in_who_was_revoked(
-    files: KeyFiles,
-) -> None:
+def test_who_believes_the_supervisor_does_not_let_in_who_was_revoked(files: KeyFiles) -> None:
     """Shards took what a machine pushed whose key was revoked in the midst of a job.
 
     Its supervisor does not hear it any more, and so gives it up after a while; shards
     would have heard it until its replica ran elsewhere.
     """
     files.allow(Allowed(key=A, roles=("host",), name="a"))
-    shard = Speakers(
-        files, trusted={}, warn=lambda _: None, is_of_job=True, believes=True
-    )
+    shard = Speakers(files, trusted={}, warn=lambda _: None, is_of_job=True, believes=True)
     shard.refresh()
     elsewhere = "c" * 64  # on no list of this machine
     assert shard.introduce("replica-1", A)

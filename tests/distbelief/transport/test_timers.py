@@ -59,16 +59,12 @@ def test_a_watchdog_set_forever_takes_no_memory() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from("abc"),
-            st.sampled_from(["set", "cancel", "look"]),
-            st.integers(0, 9),
+            st.sampled_from("abc"), st.sampled_from(["set", "cancel", "look"]), st.integers(0, 9)
         ),
         max_size=200,
     )
 )
-def test_timers_do_what_a_dictionary_of_times_would(
-    steps: list[tuple[str, str, int]],
-) -> None:
+def test_timers_do_what_a_dictionary_of_times_would(steps: list[tuple[str, str, int]]) -> None:
     timers, plain = Timers(), dict[str, int]()
     for name, step, at in steps:
         if step == "set":

@@ -146,10 +146,7 @@ def test_both_directions_are_links_of_their_own(make: Make) -> None:
 @settings(max_examples=20)
 @given(message=messages)
 def test_any_message_survives_the_journey(message: Message) -> None:
-    with (
-        TemporaryDirectory() as folder,
-        link("a", Path(folder), incarnation=7) as transport,
-    ):
+    with TemporaryDirectory() as folder, link("a", Path(folder), incarnation=7) as transport:
         transport.connect("a", 7, transport.endpoint)
         transport.send("a", message)
         (envelope,) = take(transport, 1)
@@ -161,9 +158,7 @@ def test_the_sender_may_change_an_array_as_soon_as_it_is_sent(make: Make) -> Non
     a, b = make("a"), make("b")
     a.connect("b", 1, b.endpoint)
     values = np.ones(BLOCK_BYTES // 4, np.float32)
-    a.send(
-        "b", PushBlock(sequence=1, shard_incarnation=1, block_index=0, values=values)
-    )
+    a.send("b", PushBlock(sequence=1, shard_incarnation=1, block_index=0, values=values))
     values.fill(np.nan)
     (envelope,) = take(b, 1)
     assert isinstance(envelope.message, PushBlock)
@@ -176,9 +171,7 @@ def test_what_is_lent_arrives_as_it_is(make: Make) -> None:
     for n in (BLOCK_BYTES // 4, 0):
         values = np.arange(n, dtype=np.float32)
         values.flags.writeable = False
-        message = PushBlock(
-            sequence=1, shard_incarnation=1, block_index=0, values=values
-        )
+        message = PushBlock(sequence=1, shard_incarnation=1, block_index=0, values=values)
         a.send("b", message, lent=True)
         a.send("b", Save(label="no array"), lent=True)
         envelope, after = take(b, 2)
@@ -292,9 +285,7 @@ def test_a_peer_that_restarts_elsewhere_is_reached_there(make: Make) -> None:
     assert labels(take(new, 1)) == ["to the new"]
 
 
-def test_a_peer_that_restarts_at_the_same_address_gets_no_old_messages(
-    make: Make,
-) -> None:
+def test_a_peer_that_restarts_at_the_same_address_gets_no_old_messages(make: Make) -> None:
     address = make.somewhere()
     a, old = make("a"), make("b", bind=address)
     a.connect("b", 1, old.endpoint)
@@ -362,12 +353,9 @@ def test_an_address_that_cannot_be_had_is_named(make_tcp: Make, address: str) ->
 
 
 @pytest.mark.parametrize(
-    "address",
-    ["tcp://0.0.0.0:*", "tcp://127.0.0.1:*", "tcp://host:5", "udp://x:1"],
+    "address", ["tcp://0.0.0.0:*", "tcp://127.0.0.1:*", "tcp://host:5", "udp://x:1"]
 )
-def test_who_listens_at_a_file_does_so_nowhere_else(
-    make_files: Make, address: str
-) -> None:
+def test_who_listens_at_a_file_does_so_nowhere_else(make_files: Make, address: str) -> None:
     with pytest.raises(TransportError):
         make_files("a", bind=address)
     with pytest.raises(TransportError, match=r"cannot connect to c|keys new"):
@@ -400,8 +388,7 @@ def test_a_transport_that_is_not_running_connects_to_nobody(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"messages_max": 0}, {"batch_max": 0}, {"linger_seconds": float("inf")}],
+    "wrong", [{"messages_max": 0}, {"batch_max": 0}, {"linger_seconds": float("inf")}]
 )
 def test_options_that_bound_nothing_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -536,9 +523,7 @@ def test_who_asks_for_no_admission_gets_none(
     assert inbox_tcp.counters.malformed == 0
 
 
-def test_a_socket_of_another_kind_gets_no_message_in(
-    inbox: ZmqTransport, make: Make
-) -> None:
+def test_a_socket_of_another_kind_gets_no_message_in(inbox: ZmqTransport, make: Make) -> None:
     Stranger(make).connect(inbox.endpoint, zmq.DEALER).send(b"hello")
     for _ in range(20):
         assert still_works(inbox)
@@ -561,9 +546,7 @@ def test_random_bytes_from_a_raw_socket_do_no_harm(garbage: bytes) -> None:
         assert inbox.counters.malformed == 0
 
 
-def test_nobody_in_the_network_is_the_user(
-    inbox: ZmqTransport, make: Make, log: list[str]
-) -> None:
+def test_nobody_in_the_network_is_the_user(inbox: ZmqTransport, make: Make, log: list[str]) -> None:
     """Ctrl+C is an event that says so: a message could end the job of somebody else."""
     member = make("user")
     member.connect("inbox", 1, inbox.endpoint)
@@ -601,9 +584,7 @@ def test_malformed_messages_of_a_member_are_counted_and_seldom_logged(
         return inbox.counters.malformed == 20
 
     wait(inbox, until=all_arrived)
-    assert [text.rpartition(" (")[2] for text in log] == [
-        f"so far {n})" for n in (1, 2, 4, 8, 16)
-    ]
+    assert [text.rpartition(" (")[2] for text in log] == [f"so far {n})" for n in (1, 2, 4, 8, 16)]
     assert still_works(inbox)
 
 
@@ -659,9 +640,7 @@ def start_peer(
 
 
 @pytest.mark.processes
-def test_a_killed_peer_costs_nothing_and_its_next_life_is_reached(
-    make_files: Make,
-) -> None:
+def test_a_killed_peer_costs_nothing_and_its_next_life_is_reached(make_files: Make) -> None:
     a = make_files("a", options=TransportOptions(linger_seconds=0))
     first, endpoint = start_peer(a, make_files.directory)
     with first:
@@ -680,9 +659,7 @@ def test_a_killed_peer_costs_nothing_and_its_next_life_is_reached(
 
 
 @pytest.mark.processes
-def test_the_last_words_of_a_peer_arrive_though_it_ends_at_once(
-    make_files: Make,
-) -> None:
+def test_the_last_words_of_a_peer_arrive_though_it_ends_at_once(make_files: Make) -> None:
     a = make_files("a")
     process, endpoint = start_peer(a, make_files.directory)
     with process:

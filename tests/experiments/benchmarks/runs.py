@@ -14,9 +14,7 @@ SECONDS_MAX = 900  # a test's own limit is nearer
 def figures_of(name: str, *arguments: str) -> dict[str, float]:
     """Run a benchmark, and return the figures of its last line."""
     command = [sys.executable, str(FOLDER / f"{name}.py"), *arguments]
-    run = subprocess.run(
-        command, capture_output=True, check=False, text=True, timeout=SECONDS_MAX
-    )
+    run = subprocess.run(command, capture_output=True, check=False, text=True, timeout=SECONDS_MAX)
     assert run.returncode == 0, run.stdout + run.stderr
     return figures_in(run.stdout, name)
 

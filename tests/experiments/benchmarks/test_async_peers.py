@@ -42,18 +42,8 @@ def course(folder: Path, *, n_workers: int = 2, n_gradients: int = 8) -> Course:
 @pytest.mark.timeout(240)
 def test_the_last_line_tells_the_figures_of_ours_and_of_the_single_process() -> None:
     command = [sys.executable, "-m", "experiments.benchmarks.async_peers", *TINY]
-    command += [
-        "--target",
-        "2.5",
-        "--slowdown",
-        "1",
-        "--only",
-        "ours",
-        "pytorch_distbelief",
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=200
-    )
+    command += ["--target", "2.5", "--slowdown", "1", "--only", "ours", "pytorch_distbelief"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["benchmark"] == "async_peers"
     assert {"single_seconds", "ours_seconds"} <= set(last["figures"])
@@ -101,9 +91,7 @@ def test_the_target_is_crossed_between_two_records() -> None:
     assert contest.crossing(at, losses, target=0.4) is None
 
 
-def test_a_course_is_read_as_it_was_written_and_generated_twice_alike(
-    tmp_path: Path,
-) -> None:
+def test_a_course_is_read_as_it_was_written_and_generated_twice_alike(tmp_path: Path) -> None:
     first = course(tmp_path / "a")
     assert Course.read(first.write()) == first
     second = course(tmp_path / "b")

@@ -25,9 +25,7 @@ from tests.experiments.benchmarks.runs import FOLDER, figures_in, figures_of
 
 
 ROOT = FOLDER.parents[1]
-SCRIPTS = sorted(
-    path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_")
-)
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_"))
 NOT_AMONG_THEM = "Not in `make bench`: "
 
 FIGURES: dict[str, set[str]] = {
@@ -80,9 +78,7 @@ FIGURES: dict[str, set[str]] = {
             *("raw_error", "raw_rank"),
         )
     },
-    "ray_hosts": {
-        *("start_over_local", "throughput_over_local", "ended_well", "away_seconds"),
-    },
+    "ray_hosts": {*("start_over_local", "throughput_over_local", "ended_well", "away_seconds")},
     "sandblaster": {
         *("evaluations_over_scipy", "overhead", "straggler_over_ideal", "wasted"),
         "straggler_without_backup",
@@ -183,9 +179,7 @@ def test_the_simulation_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.timeout(180)
 def test_a_parameter_server_is_measured() -> None:
     others = ["blocks", "rpc", "rpc_local", "zmq", "sockets"]
-    figures = figures_of(
-        *("parameter_server", "--small", "--shards", "1", "--without", *others)
-    )
+    figures = figures_of(*("parameter_server", "--small", "--shards", "1", "--without", *others))
     ours = {"shared_push_ms", "shared_fetch_ms", "shared_memory_over_floor"}
     assert {*ours, "peak_bytes_per_parameter", "floor_update_ms"} <= figures.keys()
     assert figures["peak_bytes_per_parameter"] > 0.0  # its process was found
@@ -232,9 +226,7 @@ def test_without_vowpal_wabbit_its_row_says_so(monkeypatch: pytest.MonkeyPatch) 
 def test_an_asynchronous_peer_that_is_missing_has_a_row_that_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    missing = Entry(
-        name="nobody", module="nobody", distribution="nobody-0", install="nobody==1"
-    )
+    missing = Entry(name="nobody", module="nobody", distribution="nobody-0", install="nobody==1")
     options = async_peers._options(["--small"])
     rows = async_peers._rows([missing], options)
     plain = async_peers.Row(entry=async_peers.SINGLE, version="0")
@@ -244,9 +236,7 @@ def test_an_asynchronous_peer_that_is_missing_has_a_row_that_says_so(
     assert figures_in(told, "async_peers").keys() == {"target_loss", "step_ms"}
 
 
-def test_without_ray_its_benchmark_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_ray_its_benchmark_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setitem(sys.modules, "ray.cluster_utils", None)
     with pytest.raises(SystemExit, match=r"pip install 'distbelief\[ray\]'"):

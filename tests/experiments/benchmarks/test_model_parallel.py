@@ -28,8 +28,6 @@ def test_everybody_is_divided_by_the_turns_beside_his_own() -> None:
     seconds = [1.0, 1.5, 2.0, 4.0, 2.0, 6.0, 4.0]  # the machine becomes slower
     taken = [
         turn._replace(seconds=taken)
-        for turn, taken in zip(
-            turns(["torch", TWO, "dtensor"], n_rounds=1), seconds, strict=True
-        )
+        for turn, taken in zip(turns(["torch", TWO, "dtensor"], n_rounds=1), seconds, strict=True)
     ]
     assert ratios(taken) == {"torch": [(1.0 + 2.0) / 2], "dtensor": [2.0]}

@@ -17,9 +17,7 @@ def kept_pace(code: str, *, folder: Path) -> None:
     keep(path, Pace(seconds=31.0, code=code), of=batched._of(SANDBLASTER))
 
 
-def test_a_pace_of_another_code_is_stale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pace_of_another_code_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dealing had changed; Figures 4 and 5 were drawn with paces of before."""
     monkeypatch.setattr(batched, "RESULTS", tmp_path)
     assert stale([SANDBLASTER]) == []

@@ -8,9 +8,7 @@ from experiments.figures.running import Options, Runs, options_from
 from experiments.figures.search import ENTRIES, Try, best
 
 
-@pytest.mark.parametrize(
-    "entry", [*FIGURE_4, *FIGURE_5, LEARNER], ids=lambda e: e.label
-)
+@pytest.mark.parametrize("entry", [*FIGURE_4, *FIGURE_5, LEARNER], ids=lambda e: e.label)
 def test_every_entry_is_a_job(entry: Entry) -> None:
     algorithm = entry.algorithm(entry.candidates[0], squares=0.5)
     job = parse_job(
@@ -58,9 +56,7 @@ def test_if_none_is_there_the_best_is_the_most_accurate() -> None:
     assert best([attempt(1, None, 0.1), attempt(2, None, 0.2)]) == 2
 
 
-def test_a_label_that_there_is_not_is_a_mistake(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_label_that_there_is_not_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     """It was ignored without --run; with it, nothing was run, and nobody said why."""
     with pytest.raises(SystemExit):
         options_from("Figure 4.", ["--only", "Nobody [3]"], entries=FIGURE_4)
@@ -70,9 +66,7 @@ def test_a_label_that_there_is_not_is_a_mistake(
     assert [entry for entry in FIGURE_4 if found.wants(entry)] == [FIGURE_4[0]]
 
 
-def test_a_part_of_what_is_only_drawn_is_told_of(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_part_of_what_is_only_drawn_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     with Runs(0) as runs:
         gather([], Options(run=False, seeds=1, only="SGD"), runs)
     assert "--only chooses what --run runs" in capsys.readouterr().out

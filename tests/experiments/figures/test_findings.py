@@ -5,23 +5,14 @@ import pytest
 from experiments.figures.batched import at_pace, interval
 from experiments.figures.courses import TARGET
 from experiments.figures.entries import FIGURE_4
-from experiments.figures.findings import (
-    crossing_cores,
-    crossing_lines,
-    order_lines,
-    times_of,
-)
+from experiments.figures.findings import crossing_cores, crossing_lines, order_lines, times_of
 from experiments.figures.rig import CORES
 from experiments.figures.task import N_TRAIN
 from tests.experiments.figures.courses import course
 
 
 HIT = TARGET + 0.01
-ADAGRAD, FIXED, SANDBLASTER = (
-    "Downpour + Adagrad",
-    "Downpour",
-    "Sandblaster L-BFGS",
-)
+ADAGRAD, FIXED, SANDBLASTER = ("Downpour + Adagrad", "Downpour", "Sandblaster L-BFGS")
 
 
 def test_a_target_that_was_missed_took_for_ever() -> None:

@@ -22,12 +22,8 @@ def test_a_step_of_the_small_net_takes_as_long_as_one_of_the_large() -> None:
     assert 20.0 * sent == pytest.approx(4 * PAPERS_PARAMETERS / given.bandwidth)
 
 
-@pytest.mark.parametrize(
-    ("replicas", "machines"), [(1, 2), (20, 10), (200, 100), (2000, 250)]
-)
-def test_shards_have_half_as_many_machines_as_replicas(
-    replicas: int, machines: int
-) -> None:
+@pytest.mark.parametrize(("replicas", "machines"), [(1, 2), (20, 10), (200, 100), (2000, 250)])
+def test_shards_have_half_as_many_machines_as_replicas(replicas: int, machines: int) -> None:
     assert shard_machines(replicas) == machines
     assert Rig(replicas, haste=20.0).n_machines == replicas + machines
 

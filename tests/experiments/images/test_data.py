@@ -60,18 +60,14 @@ def test_more_copies_begin_with_the_same_ones(cache: Path, tmp_path: Path) -> No
 
 def test_parts_and_seeds_are_drawn_apart() -> None:
     names = {
-        Recipe(
-            script="latin", part=part, categories=2, copies=1, size=8, seed=seed
-        ).name
+        Recipe(script="latin", part=part, categories=2, copies=1, size=8, seed=seed).name
         for part in ("train", "test")
         for seed in (0, 1)
     }
     assert len(names) == 4
 
 
-def test_prepare_draws_once_and_tells(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prepare_draws_once_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepare("test", **SMALL, cache=tmp_path)
     assert "drawing 12 images, test part, latin: 100%" in capsys.readouterr().err
     prepare("test", **SMALL, cache=tmp_path)
@@ -106,9 +102,7 @@ def test_damage_is_found_and_told_with_its_mend(tmp_path: Path) -> None:
         ({"categories": 1}, "categories = 1: use a number from 2"),
     ],
 )
-def test_impossible_recipes_are_refused(
-    changed: dict[str, Any], text: str, tmp_path: Path
-) -> None:
+def test_impossible_recipes_are_refused(changed: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(ImagesError, match=text):
         glyphs(**{"part": "train", **SMALL, **changed}, cache=tmp_path)
 

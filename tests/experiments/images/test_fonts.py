@@ -6,15 +6,7 @@ import pytest
 
 from experiments.images.categories import HAN_FIRST, LETTERS, texts
 from experiments.images.errors import FontError, ImagesError
-from experiments.images.fonts import (
-    FOLDERS,
-    HAN,
-    Face,
-    check_covers,
-    choose_script,
-    faces,
-    find,
-)
+from experiments.images.fonts import FOLDERS, HAN, Face, check_covers, choose_script, faces, find
 
 
 @pytest.fixture
@@ -36,9 +28,7 @@ def test_no_design_is_in_both_parts(folder: Path) -> None:
         assert not train & test
 
 
-def test_the_last_design_is_held_out_where_the_usual_ones_are_missing(
-    folder: Path,
-) -> None:
+def test_the_last_design_is_held_out_where_the_usual_ones_are_missing(folder: Path) -> None:
     test = faces("han", "test", folders=[folder])
     assert {face.design for face in test} == {"Noto Sans"}
     assert len(test) == 2
@@ -47,9 +37,7 @@ def test_the_last_design_is_held_out_where_the_usual_ones_are_missing(
     assert [face.design for face in test] == ["HanaMin"]
 
 
-def test_han_is_chosen_where_two_designs_are_there(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_han_is_chosen_where_two_designs_are_there(folder: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert choose_script("auto", folders=[folder]) == "han"

@@ -49,9 +49,7 @@ def test_one_vs_all_is_the_sum_of_logistic_losses() -> None:
     )
     found = loss_function("one_vs_all")(outputs, targets)
     torch.testing.assert_close(found, expected / 6)
-    deep = loss_function("one_vs_all")(
-        outputs.T.reshape(1, 4, 6), targets.reshape(1, 6)
-    )
+    deep = loss_function("one_vs_all")(outputs.T.reshape(1, 4, 6), targets.reshape(1, 6))
     torch.testing.assert_close(deep, expected)
 
 

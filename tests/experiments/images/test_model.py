@@ -7,14 +7,7 @@ from torch.nn import functional
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.layer import LayerGraph
 from distbelief.graph.losses import append_loss
-from experiments.images.model import (
-    MAPS,
-    Size,
-    image_net,
-    paper_net,
-    paper_net_80m,
-    paper_net_330m,
-)
+from experiments.images.model import MAPS, Size, image_net, paper_net, paper_net_80m, paper_net_330m
 
 
 def captured(size: Size) -> LayerGraph:
@@ -26,15 +19,9 @@ def captured(size: Size) -> LayerGraph:
 
 @pytest.mark.parametrize(
     ("size", "n_parameters", "nominal"),
-    [
-        ("80M", 80_307_950, 80e6),
-        ("330M", 329_388_454, 330e6),
-        ("1.7B", 1_728_571_440, 1.7e9),
-    ],
+    [("80M", 80_307_950, 80e6), ("330M", 329_388_454, 330e6), ("1.7B", 1_728_571_440, 1.7e9)],
 )
-def test_the_nets_have_the_papers_parameters(
-    size: Size, n_parameters: int, nominal: float
-) -> None:
+def test_the_nets_have_the_papers_parameters(size: Size, n_parameters: int, nominal: float) -> None:
     with torch.device("meta"):
         net = paper_net(size)
     assert sum(tensor.numel() for tensor in net.parameters()) == n_parameters

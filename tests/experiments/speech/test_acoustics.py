@@ -49,7 +49,6 @@ def test_a_room_is_a_convolution() -> None:
 def test_a_recording_depends_on_its_stream_alone() -> None:
     speech = np.random.default_rng(0).standard_normal(9_000).astype(np.float32)
     first, second = (
-        acoustics.record(speech, channel=draw(3), rng=np.random.default_rng(4))
-        for _ in range(2)
+        acoustics.record(speech, channel=draw(3), rng=np.random.default_rng(4)) for _ in range(2)
     )
     np.testing.assert_array_equal(first, second)

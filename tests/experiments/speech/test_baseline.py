@@ -29,9 +29,7 @@ batch_size = 64
 """
 
 
-@pytest.mark.parametrize(
-    "rule", [pytest.param("sgd", marks=pytest.mark.soak), "adagrad"]
-)
+@pytest.mark.parametrize("rule", [pytest.param("sgd", marks=pytest.mark.soak), "adagrad"])
 def test_the_baseline_learns_and_ends_with_json(
     rule: str, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,9 +44,7 @@ def test_the_baseline_learns_and_ends_with_json(
     assert summary["accuracy"] > 0.05  # chance: one state in 210, the commonest 3 %
 
 
-def test_a_wrong_job_ends_with_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_job_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tmp_path / "job.toml"
     job.write_text(JOB.replace('part = "train"', 'part = "dev"'))
     assert main([str(job), "--cache", str(tmp_path)]) == 1

@@ -38,9 +38,7 @@ def test_two_builders_at_once_make_what_one_made_in_two_steps(
     assert not partial.exists()
 
 
-def test_a_shorter_volume_is_the_beginning_of_a_longer(
-    cache: Path, train_volume: Volume
-) -> None:
+def test_a_shorter_volume_is_the_beginning_of_a_longer(cache: Path, train_volume: Volume) -> None:
     beginning = open_volume(cache / BEGINNING.name)
     n_frames = len(beginning.features)
     assert BEGINNING.n_frames <= n_frames < TRAIN.n_frames <= len(train_volume.features)
@@ -55,9 +53,7 @@ def test_no_voice_is_in_both_parts(train_volume: Volume, test_volume: Volume) ->
         assert {voice.partition("+")[2] for voice in volume.facts["voices"]} <= variants
 
 
-def test_the_parts_read_different_sentences(
-    train_volume: Volume, test_volume: Volume
-) -> None:
+def test_the_parts_read_different_sentences(train_volume: Volume, test_volume: Volume) -> None:
     assert train_volume.facts["text_sha256"] != test_volume.facts["text_sha256"]
     for volume in (train_volume, test_volume):
         n_sentences = volume.facts["sentences_to_choose_from"]
@@ -115,18 +111,14 @@ def test_a_file_cut_short_is_named_with_its_mend(
 
 
 @pytest.mark.parametrize("name", ["features.npy", "corpus.json"])
-def test_a_missing_file_is_named(
-    name: str, tmp_path: Path, test_volume: Volume
-) -> None:
+def test_a_missing_file_is_named(name: str, tmp_path: Path, test_volume: Volume) -> None:
     folder = copy_volume(test_volume, tmp_path)
     (folder / name).unlink()
     with pytest.raises(CorpusError, match=rf"{name} cannot be used: no such file"):
         open_volume(folder)
 
 
-def test_an_array_of_another_shape_is_refused(
-    tmp_path: Path, test_volume: Volume
-) -> None:
+def test_an_array_of_another_shape_is_refused(tmp_path: Path, test_volume: Volume) -> None:
     folder = copy_volume(test_volume, tmp_path)
     np.save(folder / "features.npy", np.zeros((3, 40), np.float16))
     with pytest.raises(CorpusError, match=r"its shape is \(3, 40\), corpus.json says"):
@@ -174,9 +166,7 @@ def test_a_full_disk_says_how_much_is_needed(tmp_path: Path) -> None:
     assert "needs 348 MB" in message
 
 
-@pytest.mark.parametrize(
-    "recipe", [TRAIN, CLEAN, Recipe(part="test", hours=0.1, seed=7)]
-)
+@pytest.mark.parametrize("recipe", [TRAIN, CLEAN, Recipe(part="test", hours=0.1, seed=7)])
 def test_a_recipe_is_read_as_it_is_spelt(recipe: Recipe) -> None:
     assert Recipe.read(recipe.spell()) == recipe
 

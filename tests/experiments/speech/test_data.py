@@ -35,9 +35,7 @@ def test_context_is_clipped_inside_the_utterance(
     chosen = [*find_edges(volume), len(test_part) - 1]
     inputs, _ = test_part.__getitems__(chosen)
     for row, index in zip(inputs, chosen, strict=True):
-        utterance = max(
-            i for i, first in enumerate(volume.boundaries) if first <= index
-        )
+        utterance = max(i for i, first in enumerate(volume.boundaries) if first <= index)
         first, last = volume.boundaries[utterance : utterance + 2] - (0, 1)
         context = [min(max(index + shift, first), last) for shift in range(-5, 6)]
         slow = (volume.features[context].astype(np.float64) - mean) / deviation
@@ -70,9 +68,7 @@ def test_an_empty_batch_is_a_batch(test_part: PhoneFrames) -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 10**9])
-def test_an_index_outside_the_part_is_refused(
-    test_part: PhoneFrames, index: int
-) -> None:
+def test_an_index_outside_the_part_is_refused(test_part: PhoneFrames, index: int) -> None:
     with pytest.raises(IndexError, match="is not in 0 to"):
         test_part[index]
 
@@ -84,9 +80,7 @@ def test_train_inputs_are_normalised(train_part: PhoneFrames) -> None:
     torch.testing.assert_close(centre.std(dim=0), torch.ones(40), atol=1e-3, rtol=0)
 
 
-def test_both_parts_have_the_same_states(
-    train_part: PhoneFrames, test_part: PhoneFrames
-) -> None:
+def test_both_parts_have_the_same_states(train_part: PhoneFrames, test_part: PhoneFrames) -> None:
     assert train_part.n_states == test_part.n_states == 210
     states: dict[str, set[int]] = {}
     for part in (train_part, test_part):
@@ -100,13 +94,7 @@ def test_both_parts_have_the_same_states(
 
 
 def test_context_dependent_states_are_as_many_as_asked(cache: Path) -> None:
-    part = frames(
-        "test",
-        hours=TEST.hours,
-        labels="cd1000",
-        cache=cache,
-        survey_hours=TRAIN.hours,
-    )
+    part = frames("test", hours=TEST.hours, labels="cd1000", cache=cache, survey_hours=TRAIN.hours)
     _, targets = part.__getitems__(range(len(part)))
     assert part.n_states == 1_000
     assert 210 < int(targets.max()) < 1_000

@@ -17,9 +17,7 @@ def draw_contexts(seed: int, *, n_frames: int = 3_000) -> labels.Contexts:
     return np.concatenate([phones, positions], axis=1).astype(np.int16)
 
 
-@pytest.mark.parametrize(
-    ("name", "n_states"), [("mono", 210), ("cd210", 210), ("cd8192", 8_192)]
-)
+@pytest.mark.parametrize(("name", "n_states"), [("mono", 210), ("cd210", 210), ("cd8192", 8_192)])
 def test_a_name_says_how_many_states_there_are(name: str, n_states: int) -> None:
     assert labels.count_states(name) == n_states
     inventory = labels.derive(name, contexts=draw_contexts(0), names=NAMES)

@@ -5,8 +5,7 @@ from experiments.speech.session import label_frames
 
 
 @given(
-    durations=st.lists(st.integers(1, 400), min_size=1, max_size=12),
-    silence=st.integers(0, 300),
+    durations=st.lists(st.integers(1, 400), min_size=1, max_size=12), silence=st.integers(0, 300)
 )
 def test_labels_equal_a_slow_search(durations: list[int], silence: int) -> None:
     onsets = silence + np.cumsum([0, *durations[:-1]])
@@ -23,8 +22,6 @@ def test_labels_equal_a_slow_search(durations: list[int], silence: int) -> None:
 
 def test_segments_of_no_length_are_passed_over() -> None:
     onsets = np.array([0, 100, 100, 200])
-    segments, positions = label_frames(
-        np.array([99, 100, 199, 200]), onsets=onsets, n_samples=200
-    )
+    segments, positions = label_frames(np.array([99, 100, 199, 200]), onsets=onsets, n_samples=200)
     assert segments.tolist() == [0, 2, 2, 3]
     assert positions.tolist() == [2, 0, 2, 0]

@@ -16,9 +16,7 @@ from experiments.speech.studio import Studio
 
 
 ROOT = Path(__file__).parents[3]
-GOOD = Casting(
-    part="train", seed=0, clean=True, variants=["m1"], sentences=["It is read aloud."]
-)
+GOOD = Casting(part="train", seed=0, clean=True, variants=["m1"], sentences=["It is read aloud."])
 
 
 class FatalSentences:

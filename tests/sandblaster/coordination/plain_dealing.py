@@ -18,12 +18,7 @@ class PlainDealing:
     """Which member computes which set: looks at all of them, each time."""
 
     def __init__(
-        self,
-        config: CoordinatorConfig,
-        *,
-        crew: Crew,
-        batch: BatchRange,
-        numbers: Numbers,
+        self, config: CoordinatorConfig, *, crew: Crew, batch: BatchRange, numbers: Numbers
     ) -> None:
         self.config, self.crew, self.batch, self.numbers = config, crew, batch, numbers
         stop = batch.first + batch.n_examples
@@ -80,8 +75,7 @@ class PlainDealing:
     def n_in_time(self, member: Member, now: Seconds) -> int:
         paces = {m.name: self.set_seconds(m) for m in self.crew}
         begins = {
-            m.name: max(remaining(m, self.crew, now).values(), default=0.0)
-            for m in self.crew
+            m.name: max(remaining(m, self.crew, now).values(), default=0.0) for m in self.crew
         }
         speed, sets, end = 0.0, float(len(self.undealt)), math.inf
         for begin, name in sorted((begin, name) for name, begin in begins.items()):
@@ -115,10 +109,7 @@ class PlainDealing:
         if not member.outstanding:
             member.progress_at = now
         copy = Copy(
-            set_index=set_index,
-            attempt=self.numbers.attempt,
-            n_examples=stop - start,
-            dealt_at=now,
+            set_index=set_index, attempt=self.numbers.attempt, n_examples=stop - start, dealt_at=now
         )
         self.sets.give(member, copy)
 
@@ -199,9 +190,7 @@ def lag_of(member: Member, others: Iterable[Member]) -> Seconds:
     return max((other.lag for other in others if other.lag is not None), default=0.0)
 
 
-def remaining(
-    member: Member, others: Iterable[Member], now: Seconds
-) -> dict[int, Seconds]:
+def remaining(member: Member, others: Iterable[Member], now: Seconds) -> dict[int, Seconds]:
     """Return in how many seconds each set of a member will be computed, by attempt."""
     others = tuple(others)
     at: Seconds = 0.0

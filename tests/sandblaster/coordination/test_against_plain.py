@@ -55,11 +55,7 @@ SCENES = st.builds(
 class Play:
     """What happens to one dealing."""
 
-    def __init__(
-        self,
-        kind: type[Dealing] | type[PlainDealing],
-        scene: Scene,
-    ) -> None:
+    def __init__(self, kind: type[Dealing] | type[PlainDealing], scene: Scene) -> None:
         self.kind = kind
         self.config = CoordinatorConfig(
             cutting=CUTTING, window_sets=scene.window_sets, backups=scene.backups
@@ -76,9 +72,7 @@ class Play:
     def begin(self) -> None:
         batch = BatchRange(first=0, n_examples=self.n_examples)
         self.crew.begin(epoch=1, evaluation=1, versions=(), batch=batch)
-        self.dealing = self.kind(
-            self.config, crew=self.crew, batch=batch, numbers=self.numbers
-        )
+        self.dealing = self.kind(self.config, crew=self.crew, batch=batch, numbers=self.numbers)
 
     def join(self, index: int) -> Member | None:
         self.incarnation += 1
@@ -125,15 +119,9 @@ class Play:
         elif what == "staged" and granted:
             self.says(member, granted[0].attempt, seconds=1.0, staged=True)
 
-    def says(
-        self, member: Member, attempt: int, *, seconds: Seconds, staged: bool
-    ) -> None:
-        result = SetResult(
-            attempt=attempt, n_examples=4, loss=1.0, seconds=seconds, staged=staged
-        )
-        account = Account(
-            epoch=1, version=1, evaluation=1, n_computed=4, results=(result,)
-        )
+    def says(self, member: Member, attempt: int, *, seconds: Seconds, staged: bool) -> None:
+        result = SetResult(attempt=attempt, n_examples=4, loss=1.0, seconds=seconds, staged=staged)
+        account = Account(epoch=1, version=1, evaluation=1, n_computed=4, results=(result,))
         self.dealing.account(member, account, self.now)
 
     def deal(self) -> tuple[object, ...]:
@@ -142,8 +130,7 @@ class Play:
         told = [member.name for member in self.dealing.changed()]
         has = {
             member.name: [
-                (copy.set_index, copy.attempt, copy.grant)
-                for copy in member.copies.values()
+                (copy.set_index, copy.attempt, copy.grant) for copy in member.copies.values()
             ]
             for member in self.crew
         }

@@ -5,12 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from distbelief.errors import (
-    DistBeliefError,
-    PeerLostError,
-    RemoteProtocolError,
-    StorageError,
-)
+from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError, StorageError
 from distbelief.messages import (
     Account,
     Alive,
@@ -179,9 +174,7 @@ def test_a_shard_that_cannot_is_quoted() -> None:
 
 
 def account(version: int, *, epoch: int = 1, evaluation: int = 1) -> Account:
-    return Account(
-        epoch=epoch, version=version, evaluation=evaluation, n_computed=5, results=()
-    )
+    return Account(epoch=epoch, version=version, evaluation=evaluation, n_computed=5, results=())
 
 
 class Replicas:
@@ -191,10 +184,7 @@ class Replicas:
         self.crew = Crew(CONFIG)
         self.hear(account(3, epoch=0))
         self.crew.begin(
-            epoch=1,
-            evaluation=1,
-            versions=(),
-            batch=BatchRange(first=0, n_examples=10),
+            epoch=1, evaluation=1, versions=(), batch=BatchRange(first=0, n_examples=10)
         )
 
     def hear(self, message: Account, *, incarnation: int = 1, now: float = 0.0) -> bool:
@@ -355,9 +345,7 @@ def test_a_replica_that_ends_a_warm_start_late_is_no_news() -> None:
         CONFIG, method=GradientDescent(), shards=[Address("shard-0")], n_examples=4
     )
     coordinator.handle(Started(incarnation=1, restored=None), 0.0)
-    late = Received(
-        sender=Address("replica-0"), incarnation=1, message=Finished(counters={})
-    )
+    late = Received(sender=Address("replica-0"), incarnation=1, message=Finished(counters={}))
     assert coordinator.handle(late, 1.0) == []
     assert coordinator.handle(TimerFired(name="coordinator:warm"), 2.0) == []
 
@@ -370,12 +358,7 @@ def test_who_ends_where_it_began_has_a_loss_all_the_same() -> None:
 
 
 def test_where_its_whole_journal_is_damaged_it_does_not_begin_anew() -> None:
-    coordinator = Coordinator(
-        CONFIG,
-        method=GradientDescent(),
-        n_examples=10,
-        shards=SHARDS,
-    )
+    coordinator = Coordinator(CONFIG, method=GradientDescent(), n_examples=10, shards=SHARDS)
     started = Started(incarnation=2, unrestored="no snapshot of coordinator is whole")
     with pytest.raises(StorageError, match="no snapshot of coordinator is whole"):
         coordinator.handle(started, 0.0)

@@ -33,9 +33,7 @@ class Talk:
 
     def tells(self, member: Member, *, is_dealt: int) -> Assignment:
         """Return what the crew says, once the member was dealt a set."""
-        member.copies = {
-            is_dealt: Copy(set_index=0, attempt=is_dealt, n_examples=10, dealt_at=0.0)
-        }
+        member.copies = {is_dealt: Copy(set_index=0, attempt=is_dealt, n_examples=10, dealt_at=0.0)}
         (send,) = self.crew.tell(member, 0.0)
         assert isinstance(send, Send)
         assert isinstance(send.message, Assignment)
@@ -43,9 +41,7 @@ class Talk:
 
 
 @pytest.mark.parametrize("n_told", [1, 2, 3])
-def test_a_replica_hears_what_it_is_told_after_it_was_taken_for_lost(
-    n_told: int,
-) -> None:
+def test_a_replica_hears_what_it_is_told_after_it_was_taken_for_lost(n_told: int) -> None:
     """Seed 8365: a set was waited for without end, in a batch without backup tasks.
 
     The replica had been silent. Its word from before made it a member again, at the

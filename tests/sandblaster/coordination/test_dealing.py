@@ -9,12 +9,7 @@ from distbelief.roles import Address, Received, Seconds
 from sandblaster.coordination.coordinator_config import CoordinatorConfig
 from sandblaster.coordination.crew import Crew, Member
 from sandblaster.coordination.dealing import Dealing
-from sandblaster.coordination.estimates import (
-    N_DEALT_MAX,
-    left,
-    n_at_once,
-    seconds_to_end,
-)
+from sandblaster.coordination.estimates import N_DEALT_MAX, left, n_at_once, seconds_to_end
 from sandblaster.coordination.granting import N_VOID_MAX, Numbers
 from sandblaster.coordination.ranked import Line, Ranked, Slope
 from sandblaster.coordination.workloads import Workloads
@@ -29,15 +24,9 @@ class Table:
     """A dealing, and replicas of known paces."""
 
     def __init__(
-        self,
-        *names: Address,
-        n_sets: int = 8,
-        window_sets: int = 64,
-        backups: bool = True,
+        self, *names: Address, n_sets: int = 8, window_sets: int = 64, backups: bool = True
     ) -> None:
-        self.config = CoordinatorConfig(
-            cutting=CUTTING, window_sets=window_sets, backups=backups
-        )
+        self.config = CoordinatorConfig(cutting=CUTTING, window_sets=window_sets, backups=backups)
         self.crew = Crew(self.config)
         self.numbers = Numbers()
         self.batch = BatchRange(first=0, n_examples=10 * n_sets)
@@ -47,9 +36,7 @@ class Table:
 
     def begin(self) -> None:
         self.crew.begin(epoch=1, evaluation=1, versions=(), batch=self.batch)
-        self.dealing = Dealing(
-            self.config, crew=self.crew, batch=self.batch, numbers=self.numbers
-        )
+        self.dealing = Dealing(self.config, crew=self.crew, batch=self.batch, numbers=self.numbers)
 
     def join(self, name: Address) -> None:
         account = Account(epoch=0, version=0, evaluation=0, n_computed=0, results=())
@@ -71,22 +58,13 @@ class Table:
         return [copy.set_index for copy in self.member(name).outstanding]
 
     def says(
-        self,
-        name: Address,
-        *attempts: int,
-        now: Seconds,
-        loss: float = 1.0,
-        staged: bool = False,
+        self, name: Address, *attempts: int, now: Seconds, loss: float = 1.0, staged: bool = False
     ) -> None:
         results = tuple(
-            SetResult(
-                attempt=attempt, n_examples=10, loss=loss, seconds=1.0, staged=staged
-            )
+            SetResult(attempt=attempt, n_examples=10, loss=loss, seconds=1.0, staged=staged)
             for attempt in attempts
         )
-        account = Account(
-            epoch=1, version=1, evaluation=1, n_computed=10, results=results
-        )
+        account = Account(epoch=1, version=1, evaluation=1, n_computed=10, results=results)
         self.dealing.account(self.member(name), account, now)
 
     def computes(self, name: Address, *, now: Seconds) -> int:
@@ -466,9 +444,7 @@ def test_the_pace_of_a_newcomer_is_the_typical_one() -> None:
 def test_a_pace_that_is_none_is_not_believed() -> None:
     member = Table(A).member(A)
     for seconds in (0.0, -1.0, math.nan, math.inf):
-        result = SetResult(
-            attempt=1, n_examples=10, loss=0.0, seconds=seconds, staged=False
-        )
+        result = SetResult(attempt=1, n_examples=10, loss=0.0, seconds=seconds, staged=False)
         member.measured(result, elapsed=1.0)
         assert member.seconds_per_example is None
 
@@ -492,11 +468,7 @@ def test_what_is_late_will_take_as_long_again() -> None:
     table.member(A).seconds_per_example = 0.1
     table.deal()
     assert table.has(A) == [0, 1]
-    for now, seconds, until in (
-        (0.25, 1.75, 1.0),
-        (1.2, 1.0, 1.25),
-        (7.0, 8.0, math.inf),
-    ):
+    for now, seconds, until in ((0.25, 1.75, 1.0), (1.2, 1.0, 1.25), (7.0, 8.0, math.inf)):
         line, holds_until = left(table.member(A), 0.1, 0.0, now)
         assert line.at(now) == pytest.approx(seconds)
         assert holds_until == until

@@ -15,10 +15,7 @@ PUTS = st.tuples(st.integers(1, 300), EIGHTHS, st.sampled_from(SLOPES), st.boole
 
 @given(st.lists(PUTS, max_size=40), st.integers(0, 300), EIGHTHS, EIGHTHS)
 def test_order_and_sums_are_those_of_sorting_everything(
-    puts: list[tuple[int, float, Slope, bool]],
-    n_others: int,
-    now: float,
-    bound: float,
+    puts: list[tuple[int, float, Slope, bool]], n_others: int, now: float, bound: float
 ) -> None:
     ranked, plain = Ranked(), dict[int, tuple[Line, float]]()
     for number in range(1000, 1000 + n_others):  # so that there are many blocks

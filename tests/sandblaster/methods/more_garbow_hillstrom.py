@@ -58,9 +58,7 @@ def rosenbrock(x: Tensor) -> Tensor:  # 1 and 21
 
 def freudenstein_roth(x: Tensor) -> Tensor:  # 2
     a, b = x
-    return torch.stack(
-        [-13 + a + ((5 - b) * b - 2) * b, -29 + a + ((b + 1) * b - 14) * b]
-    )
+    return torch.stack([-13 + a + ((5 - b) * b - 2) * b, -29 + a + ((b + 1) * b - 14) * b])
 
 
 def powell_badly_scaled(x: Tensor) -> Tensor:  # 3
@@ -127,12 +125,7 @@ def box(x: Tensor) -> Tensor:  # 12
 def powell_singular(x: Tensor) -> Tensor:  # 13 and 22
     a, b, c, d = x[0::4], x[1::4], x[2::4], x[3::4]
     return torch.cat(
-        [
-            a + 10 * b,
-            math.sqrt(5) * (c - d),
-            (b - 2 * c) ** 2,
-            math.sqrt(10) * (a - d) ** 2,
-        ]
+        [a + 10 * b, math.sqrt(5) * (c - d), (b - 2 * c) ** 2, math.sqrt(10) * (a - d) ** 2]
     )
 
 
@@ -152,8 +145,7 @@ def wood(x: Tensor) -> Tensor:  # 14
 
 def kowalik_osborne(x: Tensor) -> Tensor:  # 15
     y = _t(
-        *(0.1957, 0.1947, 0.1735, 0.1600, 0.0844, 0.0627),
-        *(0.0456, 0.0342, 0.0323, 0.0235, 0.0246),
+        *(0.1957, 0.1947, 0.1735, 0.1600, 0.0844, 0.0627), *(0.0456, 0.0342, 0.0323, 0.0235, 0.0246)
     )
     u = _t(4, 2, 1, 0.5, 0.25, 0.167, 0.125, 0.1, 0.0833, 0.0714, 0.0625)
     return y - x[0] * (u**2 + u * x[1]) / (u**2 + u * x[2] + x[3])
@@ -309,9 +301,7 @@ def _problems() -> list[Problem]:
     zeros_10_rank = (10 * 10 + 3 * 10 - 6) / (2 * (2 * 10 - 3))
     return [
         Problem("rosenbrock", rosenbrock, _v(-1.2, 1)),
-        Problem(
-            "freudenstein roth", freudenstein_roth, _v(0.5, -2), (0.0, 48.98425368)
-        ),
+        Problem("freudenstein roth", freudenstein_roth, _v(0.5, -2), (0.0, 48.98425368)),
         Problem("powell badly scaled", powell_badly_scaled, _v(0, 1)),
         Problem("brown badly scaled", brown_badly_scaled, _v(1, 1)),
         Problem("beale", beale, _v(1, 1)),
@@ -331,9 +321,7 @@ def _problems() -> list[Problem]:
             (3.075056038e-4, 1.027342949e-3),
         ),
         Problem("brown dennis", brown_dennis, _v(25, 5, -5, -1), (85822.20163,)),
-        Problem(
-            "osborne 1", osborne_1, _v(0.5, 1.5, -1, 0.01, 0.02), (5.464894697e-5,)
-        ),
+        Problem("osborne 1", osborne_1, _v(0.5, 1.5, -1, 0.01, 0.02), (5.464894697e-5,)),
         Problem("biggs", biggs, _v(1, 2, 1, 1, 1, 1), (0.0, 5.655649925e-3)),
         Problem(
             "osborne 2",
@@ -350,31 +338,18 @@ def _problems() -> list[Problem]:
         Problem("penalty 2 4", penalty_2, np.full(4, 0.5), (9.376293263e-6,)),
         Problem("penalty 2 10", penalty_2, np.full(10, 0.5), (2.936605374e-4,)),
         Problem("variably dimensioned", variably_dimensioned, 1 - _counting(10) / 10),
-        Problem(
-            "trigonometric", trigonometric, np.full(10, 0.1), (0.0, 2.795056122e-5)
-        ),
-        Problem(
-            "brown almost linear", brown_almost_linear, np.full(10, 0.5), (0.0, 1.0)
-        ),
+        Problem("trigonometric", trigonometric, np.full(10, 0.1), (0.0, 2.795056122e-5)),
+        Problem("brown almost linear", brown_almost_linear, np.full(10, 0.5), (0.0, 1.0)),
         Problem("boundary value", boundary_value, t * (t - 1)),
         Problem("integral equation", integral_equation, t * (t - 1)),
         Problem("broyden tridiagonal", broyden_tridiagonal, np.full(10, -1.0)),
-        Problem(
-            "broyden banded", broyden_banded, np.full(10, -1.0), (0.0, 3.057278430)
-        ),
+        Problem("broyden banded", broyden_banded, np.full(10, -1.0), (0.0, 3.057278430)),
         Problem("linear", linear, np.ones(10), (10.0,)),
         Problem("linear rank 1", linear_rank_1, np.ones(10), (90 / 42,)),
-        Problem(
-            "linear rank 1 zeros", linear_rank_1_zeros, np.ones(10), (zeros_10_rank,)
-        ),
+        Problem("linear rank 1 zeros", linear_rank_1_zeros, np.ones(10), (zeros_10_rank,)),
         Problem("chebyquad 8", chebyquad, _counting(8) / 9, (3.516873726e-3,)),
         Problem("chebyquad 9", chebyquad, _counting(9) / 10),
-        Problem(
-            "chebyquad 10",
-            chebyquad,
-            _counting(10) / 11,
-            (6.503954800e-3, 4.772713667e-3),
-        ),
+        Problem("chebyquad 10", chebyquad, _counting(10) / 11, (6.503954800e-3, 4.772713667e-3)),
     ]
 
 

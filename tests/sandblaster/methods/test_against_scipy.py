@@ -67,9 +67,7 @@ def compare(
             ours += result.n_evaluations
             theirs += n_scipy
             lost += [problem.name] if digits < DIGITS_SOLVED else []
-    sys.stdout.write(
-        f"sum {scipy_name} {theirs}, ours {ours}: {ours / theirs:.3f} ({n_shards=})\n"
-    )
+    sys.stdout.write(f"sum {scipy_name} {theirs}, ours {ours}: {ours / theirs:.3f} ({n_shards=})\n")
     assert lost == []
     assert ours <= EVALUATIONS_OVER_SCIPY_MAX * theirs
 
@@ -78,11 +76,7 @@ def compare(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "n_shards",
-    [
-        pytest.param(1, marks=pytest.mark.soak),
-        2,
-        pytest.param(5, marks=pytest.mark.soak),
-    ],
+    [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(5, marks=pytest.mark.soak)],
 )
 def test_lbfgs_solves_what_scipy_solves_with_as_many_evaluations(n_shards: int) -> None:
     compare(LBFGS(), "L-BFGS-B", n_shards=n_shards)
@@ -129,16 +123,11 @@ LOGISTIC: dict[str, Callable[[], Logistic]] = {
 
 @pytest.mark.parametrize("name", LOGISTIC)
 @pytest.mark.parametrize("n_shards", [1, 2, 5])
-def test_logistic_regression_takes_as_many_evaluations_as_scipy(
-    name: str, n_shards: int
-) -> None:
+def test_logistic_regression_takes_as_many_evaluations_as_scipy(name: str, n_shards: int) -> None:
     problem = LOGISTIC[name]()
     start = np.zeros(20)
     best = minimize_by_scipy(problem, start, "L-BFGS-B", exact=True).fun
-    pairs: list[tuple[ScipyMethod, Runnable]] = [
-        ("L-BFGS-B", LBFGS()),
-        ("CG", ConjugateGradient()),
-    ]
+    pairs: list[tuple[ScipyMethod, Runnable]] = [("L-BFGS-B", LBFGS()), ("CG", ConjugateGradient())]
     for scipy_name, method in pairs:
         theirs = minimize_by_scipy(problem, start, scipy_name)
         x, ours = minimize_flat(problem, start, method, n_shards=n_shards)
@@ -151,11 +140,7 @@ def test_l2_as_operations_is_l2_in_the_loss() -> None:
     """The penalty's value and gradient never leave the shards."""
     inside = Logistic.made(200, 10, condition=3.0, l2=0.05)
     outside = Logistic(inside.inputs, inside.labels)
-    for method in (
-        LBFGS(l2=0.05),
-        ConjugateGradient(l2=0.05),
-        GradientDescent(l2=0.05),
-    ):
+    for method in (LBFGS(l2=0.05), ConjugateGradient(l2=0.05), GradientDescent(l2=0.05)):
         x, result = minimize_flat(outside, np.zeros(10), method, n_shards=3)
         expected = minimize_by_scipy(inside, np.zeros(10), "BFGS")
         assert result.loss == pytest.approx(expected.fun, rel=1e-6)

@@ -57,9 +57,7 @@ class Perverse:
 
 
 @pytest.mark.parametrize("scale", [-1.0, 0.0, float("nan")])
-def test_a_direction_that_is_no_descent_direction_is_replaced_by_the_steepest(
-    scale: float,
-) -> None:
+def test_a_direction_that_is_no_descent_direction_is_replaced_by_the_steepest(scale: float) -> None:
     losses: list[float] = []
 
     def watch(cut: Iterated) -> bool:

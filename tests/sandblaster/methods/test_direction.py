@@ -16,12 +16,7 @@ from sandblaster.requests import Examples, Operations, Result, Steps
 
 Doubles = NDArray[np.float64]
 RESULT = Result(
-    reason=Reason.STOPPED,
-    iteration=0,
-    n_evaluations=0,
-    loss=0.0,
-    gradient_norm=0.0,
-    state="",
+    reason=Reason.STOPPED, iteration=0, n_evaluations=0, loss=0.0, gradient_norm=0.0, state=""
 )
 
 
@@ -76,8 +71,7 @@ def vector_free(local: Local, history: list[Correction]) -> Doubles:
     local.perform(
         (
             LinearCombination(
-                target="direction",
-                terms=tuple(Term(a, name) for name, a in terms.items()),
+                target="direction", terms=tuple(Term(a, name) for name, a in terms.items())
             ),
         )
     )
@@ -107,19 +101,13 @@ def test_dot_products_alone_give_the_direction_of_the_recursion_and_of_the_matri
     local, history = laid_out(gradient, pairs, n_shards=n_shards)
     expected = -inverse_hessian(pairs, n) @ gradient
     scale = np.abs(expected).max()
-    np.testing.assert_allclose(
-        vector_free(local, history), expected, rtol=0, atol=1e-12 * scale
-    )
-    np.testing.assert_allclose(
-        by_two_loops(local, history), expected, rtol=0, atol=1e-12 * scale
-    )
+    np.testing.assert_allclose(vector_free(local, history), expected, rtol=0, atol=1e-12 * scale)
+    np.testing.assert_allclose(by_two_loops(local, history), expected, rtol=0, atol=1e-12 * scale)
 
 
 @pytest.mark.parametrize("condition", [1e4, 1e8])
 @pytest.mark.parametrize("n_shards", [1, 2, 5])
-def test_the_direction_is_the_recursions_to_twelve_digits(
-    condition: float, n_shards: int
-) -> None:
+def test_the_direction_is_the_recursions_to_twelve_digits(condition: float, n_shards: int) -> None:
     gradient, pairs = made_pairs(500, 10, condition=condition, seed=1)
     local, history = laid_out(gradient, pairs, n_shards=n_shards)
     ours, reference = vector_free(local, history), by_two_loops(local, history)

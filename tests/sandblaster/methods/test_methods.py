@@ -68,9 +68,7 @@ class Recorder:
         self.cuts: list[tuple[Iterated, list[Mapping[str, Vector]]]] = []
         self.points: list[tuple[float, Doubles]] = []
         self.requests: list[Request] = []
-        self.local = Local(
-            np.zeros(n), problem.of, n_shards=n_shards, callback=self._cut
-        )
+        self.local = Local(np.zeros(n), problem.of, n_shards=n_shards, callback=self._cut)
 
     def _cut(self, cut: Iterated) -> bool:
         self.cuts.append((cut, self.local.export(cut.vectors)))
@@ -281,17 +279,13 @@ def test_a_loss_without_minimum_ends_at_a_bound(name: str) -> None:
         (ConjugateGradient(), 1e-3),
     ],
 )
-def test_differences_that_vanish_in_rounding_end_no_run(
-    method: AnyMethod, start: float
-) -> None:
+def test_differences_that_vanish_in_rounding_end_no_run(method: AnyMethod, start: float) -> None:
     """y.y is 0 where s.y is not yet: it was divided by."""
 
     def quartic(x: Doubles) -> tuple[float, Doubles]:
         return float((x**4).sum()), 4.0 * x**3
 
-    greedy = msgspec.structs.replace(
-        method, gradient_tolerance=0.0, value_tolerance=0.0
-    )
+    greedy = msgspec.structs.replace(method, gradient_tolerance=0.0, value_tolerance=0.0)
     _, result = minimize_flat(quartic, np.full(3, start), greedy)
     assert result.loss <= 1e-40
 
@@ -319,9 +313,7 @@ def test_the_unit_of_the_loss_does_not_matter(name: str, size: float) -> None:
         method = msgspec.structs.replace(method, l1=size * method.l1)
     x, result = minimize_flat(scaled, np.zeros(12), method)
     reference, _ = minimize_flat(
-        problem,
-        np.zeros(12),
-        msgspec.structs.replace(METHODS[name], value_tolerance=0.0),
+        problem, np.zeros(12), msgspec.structs.replace(METHODS[name], value_tolerance=0.0)
     )
     assert result.reason is Reason.CONVERGED_GRADIENT
     np.testing.assert_allclose(x, reference, atol=1e-3)
@@ -338,9 +330,7 @@ def n_bytes(requests: list[Request]) -> list[int]:
             case Operations():
                 sizes.append(len(msgspec.msgpack.encode(request.commands)))
             case Evaluate():
-                sizes.append(
-                    len(msgspec.msgpack.encode(request.before + request.after))
-                )
+                sizes.append(len(msgspec.msgpack.encode(request.before + request.after)))
             case Iterated():
                 sizes.append(len(request.state))
     return sizes
@@ -409,9 +399,7 @@ def test_an_iteration_takes_two_requests_and_one_per_further_trial(name: str) ->
         ),
     ],
 )
-def test_a_setting_that_cannot_be_is_named(
-    make: Callable[[], AnyMethod], message: str
-) -> None:
+def test_a_setting_that_cannot_be_is_named(make: Callable[[], AnyMethod], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

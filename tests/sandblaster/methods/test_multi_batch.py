@@ -123,9 +123,7 @@ def test_the_gradient_of_all_is_asked_for_less_and_less_in_vain() -> None:
     """One example in 100 is not fitted: nearly every batch says that all is done."""
     n_examples, asked = 100, []
 
-    def nearly_flat(
-        x: Doubles, examples: Examples | None
-    ) -> tuple[float, Doubles, int]:
+    def nearly_flat(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
         span = range(n_examples)
         if examples is None:
             asked.append(len(seen))

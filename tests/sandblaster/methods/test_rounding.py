@@ -20,13 +20,7 @@ from sandblaster.methods.any_method import AnyMethod
 from sandblaster.methods.conjugate_gradient import ConjugateGradient
 from sandblaster.methods.gradient_descent import GradientDescent
 from sandblaster.methods.lbfgs import LBFGS
-from sandblaster.methods.line_search import (
-    Found,
-    Sample,
-    Search,
-    WolfeConditions,
-    more_thuente,
-)
+from sandblaster.methods.line_search import Found, Sample, Search, WolfeConditions, more_thuente
 from sandblaster.methods.multi_batch import MultiBatchLBFGS
 from sandblaster.methods.owlqn import OWLQN
 from sandblaster.reasons import Reason
@@ -60,9 +54,7 @@ def basin(x: Doubles) -> tuple[float, Doubles]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_search_within_the_rounding_error_is_short_and_ends_in_words(
-    name: str,
-) -> None:
+def test_a_search_within_the_rounding_error_is_short_and_ends_in_words(name: str) -> None:
     seen: list[Iterated] = []
 
     def watch(cut: Iterated) -> bool:
@@ -89,9 +81,7 @@ def curve(t: float) -> Sample:
     return Sample(t, rounded(np.array([t]), value), 2e-7 * (t - 1.0))
 
 
-def end_of(
-    search: Search, curve: Callable[[float], Sample]
-) -> tuple[Found, list[float]]:
+def end_of(search: Search, curve: Callable[[float], Sample]) -> tuple[Found, list[float]]:
     """Search to the end; return what was found, and the steps tried."""
     tried = [next(search)]
     while True:

@@ -248,8 +248,7 @@ def test_a_machine_that_has_begun_anew_makes_it_another_replica() -> None:
 
 
 @pytest.mark.parametrize(
-    ("losses", "squares"),
-    [((math.nan, 0.0), (0.0, 0.0)), ((2.0, 0.0), (0.0, math.nan))],
+    ("losses", "squares"), [((math.nan, 0.0), (0.0, 0.0)), ((2.0, 0.0), (0.0, math.nan))]
 )
 def test_a_loss_or_part_that_is_not_finite_is_told(
     losses: Sequence[float], squares: Sequence[float]

@@ -42,13 +42,7 @@ class Client:
         return lambda: Staged(finite=True)
 
     def staged(
-        self,
-        outcome: Staged,
-        *,
-        n_gradients: int,
-        samples: int,
-        grant: int,
-        now: float,
+        self, outcome: Staged, *, n_gradients: int, samples: int, grant: int, now: float
     ) -> list[Action]:
         del outcome, now
         self.pushed.append((n_gradients, samples, grant))
@@ -72,16 +66,11 @@ class Bench:
         if not keeps:
             self.client.versions = ()
         self.sums = PartSums(
-            keeping,
-            client=cast("ParameterClient", self.client),
-            course=self.course,
-            foreman=None,
+            keeping, client=cast("ParameterClient", self.client), course=self.course, foreman=None
         )
         self._life = 0
 
-    def begin(
-        self, attempt: int, *, evaluation: int = 1, keeps: Sequence[int] = ()
-    ) -> None:
+    def begin(self, attempt: int, *, evaluation: int = 1, keeps: Sequence[int] = ()) -> None:
         """Begin a life about a set of two portions, of 2 samples and 1."""
         self._life += 1
         order = SetOrder(
@@ -269,9 +258,7 @@ def test_parameters_are_fetched_once_for_an_evaluation_and_of_that_version() -> 
 
 
 @pytest.mark.parametrize(("gradient", "loss"), [(math.inf, 1.0), (2.0, math.nan)])
-def test_what_is_not_finite_is_said_and_a_sample_blamed(
-    gradient: float, loss: float
-) -> None:
+def test_what_is_not_finite_is_said_and_a_sample_blamed(gradient: float, loss: float) -> None:
     bench = Bench()
     bench.begin(4)
     bench.fetch()

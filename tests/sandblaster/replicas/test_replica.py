@@ -244,13 +244,7 @@ def test_parameters_are_fetched_once_for_an_evaluation_and_of_its_version() -> N
 
 
 def push_of(sequence: int) -> Push:
-    return Push(
-        sequence=sequence,
-        shard_incarnation=1,
-        fetched_clock=0,
-        n_gradients=1,
-        samples=1,
-    )
+    return Push(sequence=sequence, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
 
 
 def test_a_set_that_is_not_named_any_more_is_dropped_half_way() -> None:

@@ -11,13 +11,7 @@ from sandblaster.replicas.set_course import SetCourse
 
 def order(start: int, stop: int, *, attempt: int = 1) -> SetOrder:
     return SetOrder(
-        epoch=1,
-        evaluation=1,
-        versions=(),
-        attempt=attempt,
-        start=start,
-        stop=stop,
-        keeps=(),
+        epoch=1, evaluation=1, versions=(), attempt=attempt, start=start, stop=stop, keeps=()
     )
 
 
@@ -34,12 +28,7 @@ def test_a_set_is_computed_portion_by_portion() -> None:
     assert course.order is not None
     portions = [course.batch(step) for step in range(4)]
     assert [portion.position for portion in portions] == [7, 0, 3, 5]
-    assert [list(portion.indices) for portion in portions] == [
-        [7, 8, 9],
-        [0, 1, 2],
-        [3, 4],
-        [],
-    ]
+    assert [list(portion.indices) for portion in portions] == [[7, 8, 9], [0, 1, 2], [3, 4], []]
     assert [course.is_last(step) for step in range(4)] == [False, False, True, False]
 
 

@@ -55,9 +55,7 @@ def context() -> BuildContext:
 
 
 def machine(name: Address) -> SplitReplica:
-    built = build_machine(
-        name, config=SETTINGS, context=context(), split=split_of(0, 2)
-    )
+    built = build_machine(name, config=SETTINGS, context=context(), split=split_of(0, 2))
     assert isinstance(built, SplitReplica)
     built.handle(Started(incarnation=1, restored=None), 0.0)
     return built
@@ -108,12 +106,7 @@ def test_a_worker_does_not_ask_for_work() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sender", "message"),
-    [
-        (COORDINATOR, "assignment"),
-        (LEADER, "staged"),
-        (COORDINATOR, "push"),
-    ],
+    ("sender", "message"), [(COORDINATOR, "assignment"), (LEADER, "staged"), (COORDINATOR, "push")]
 )
 def test_words_that_are_for_others_are_refused(sender: Address, message: str) -> None:
     assignment = Assignment(
@@ -136,9 +129,7 @@ def test_words_that_are_for_others_are_refused(sender: Address, message: str) ->
 
 
 def test_a_set_that_cannot_be_is_refused_before_it_is_begun() -> None:
-    order = SetOrder(
-        epoch=1, evaluation=1, versions=(), attempt=1, start=0, stop=99, keeps=()
-    )
+    order = SetOrder(epoch=1, evaluation=1, versions=(), attempt=1, start=0, stop=99, keeps=())
     gather = Gather(life=1 << 33, plan="p", order=order)
     with pytest.raises(RemoteProtocolError, match="0 to 99 was ordered, of 26 samp"):
         machine(WORKER).handle(says(LEADER, gather), 0.0)

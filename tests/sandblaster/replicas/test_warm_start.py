@@ -108,9 +108,7 @@ def test_a_new_life_after_the_warm_start_does_not_train(stage: Stage) -> None:
     assert stage.hears(Stop(reason="the warm start is over")) == []
 
 
-def test_it_takes_over_when_nothing_of_the_first_part_is_under_way(
-    stage: Stage,
-) -> None:
+def test_it_takes_over_when_nothing_of_the_first_part_is_under_way(stage: Stage) -> None:
     stage.hears(Begin(), SUPERVISOR)
     stage.hears(Begin())
     stage.role._n_under_way = 1  # a batch that is read in advance

@@ -25,9 +25,7 @@ def graph_of(layer: Layer) -> LayerGraph:
     """Return the graph of this layer and its inputs."""
     inputs = [
         Layer(name=name, kind=INPUT, shape=shape)
-        for name, shape in dict(
-            zip(layer.inputs, layer.input_shapes, strict=True)
-        ).items()
+        for name, shape in dict(zip(layer.inputs, layer.input_shapes, strict=True)).items()
     ]
     return LayerGraph((*inputs, layer), (layer.name,))
 
@@ -38,9 +36,7 @@ def partitions(draw: st.DrawFn, whole: Region, cuts: Sequence[Cut]) -> list[Regi
     parts = [whole]
     for cut in cuts:
         n_parts = draw(st.integers(1, 3))
-        weights = draw(
-            st.lists(st.integers(0, 3), min_size=n_parts, max_size=n_parts).filter(any)
-        )
+        weights = draw(st.lists(st.integers(0, 3), min_size=n_parts, max_size=n_parts).filter(any))
         parts = [
             piece
             for part in parts
@@ -101,13 +97,9 @@ def assert_parts_equal(
         tensors: Likewise.
         step: In which it is computed.
     """
-    values = evaluate(
-        graph_of(layer), inputs, tensors, parts={layer.name: parts}, step=step
-    )
+    values = evaluate(graph_of(layer), inputs, tensors, parts={layer.name: parts}, step=step)
     close(values[layer.name], expected)
-    leaves = [
-        leaf for leaf in (*inputs.values(), *tensors.values()) if leaf.requires_grad
-    ]
+    leaves = [leaf for leaf in (*inputs.values(), *tensors.values()) if leaf.requires_grad]
     generator = torch.Generator().manual_seed(9)
     seed = torch.randn(expected.shape, generator=generator, dtype=expected.dtype)
     wanted = torch.autograd.grad(expected, leaves, seed, allow_unused=True)
@@ -129,16 +121,10 @@ def assert_layers_equal(  # the arguments of one case, and how it is computed
 
     Gradients too, of all inputs and tensors that require one. Returns all values.
     """
-    values = evaluate(
-        composite_of(layers, inputs), inputs, tensors or {}, parts=parts, step=step
-    )
+    values = evaluate(composite_of(layers, inputs), inputs, tensors or {}, parts=parts, step=step)
     found = values[layers[-1].name]
     close(found, expected.expand(found.shape))
-    leaves = [
-        leaf
-        for leaf in (*inputs.values(), *(tensors or {}).values())
-        if leaf.requires_grad
-    ]
+    leaves = [leaf for leaf in (*inputs.values(), *(tensors or {}).values()) if leaf.requires_grad]
     generator = torch.Generator().manual_seed(9)
     seed = torch.randn(expected.shape, generator=generator, dtype=expected.dtype)
     pairs = zip(
@@ -151,9 +137,7 @@ def assert_layers_equal(  # the arguments of one case, and how it is computed
     return values
 
 
-def composite_of(
-    layers: Sequence[Layer], inputs: Mapping[str, torch.Tensor]
-) -> LayerGraph:
+def composite_of(layers: Sequence[Layer], inputs: Mapping[str, torch.Tensor]) -> LayerGraph:
     """Return the graph of these layers, the inputs before them."""
     sources = [source(name, *value.shape[1:]) for name, value in inputs.items()]
     return LayerGraph((*sources, *layers), (layers[-1].name,))
@@ -200,10 +184,7 @@ def zeros(gradient: torch.Tensor | None, other: torch.Tensor | None) -> torch.Te
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     scale = max(1.0, float(expected.detach().abs().max()) if expected.numel() else 1.0)
     np.testing.assert_allclose(
-        found.detach().numpy(),
-        expected.detach().numpy(),
-        rtol=TOLERANCE,
-        atol=TOLERANCE * scale,
+        found.detach().numpy(), expected.detach().numpy(), rtol=TOLERANCE, atol=TOLERANCE * scale
     )
 
 

@@ -53,9 +53,7 @@ def test_attention_in_parts_is_the_whole(
         ones = tuple(data.draw(st.sampled_from([1, n])) for n in heads)
         shape = (*ones, n_queries, n_keys)[data.draw(st.integers(0, len(ones))) :]
         inputs["m"] = leaf(random(2, *shape, seed=3))
-        allowed = allowed + inputs["m"].view(
-            2, *(1,) * (len(heads) + 2 - len(shape)), *shape
-        )
+        allowed = allowed + inputs["m"].view(2, *(1,) * (len(heads) + 2 - len(shape)), *shape)
     expected = functional.scaled_dot_product_attention(
         inputs["q"], inputs["k"], inputs["v"], attn_mask=allowed, scale=scale
     )
@@ -82,15 +80,10 @@ def test_a_causal_part_reads_no_keys_after_its_last_query() -> None:
 
 @given(st.data())
 @settings(max_examples=30)
-def test_weights_that_are_dropped_are_the_same_in_any_parts(
-    data: st.DataObject,
-) -> None:
+def test_weights_that_are_dropped_are_the_same_in_any_parts(data: st.DataObject) -> None:
     inputs = {name: leaf(random(2, 3, 4, 2, seed=ord(name))) for name in "qkv"}
     layer = attention_layer(
-        "a",
-        [source(name, 3, 4, 2) for name in "qkv"],
-        causal=data.draw(st.booleans()),
-        dropout=0.4,
+        "a", [source(name, 3, 4, 2) for name in "qkv"], causal=data.draw(st.booleans()), dropout=0.4
     )
     step = Step(training=True, seed=5)
     graph = composite_of([layer], inputs)
@@ -113,9 +106,7 @@ def test_dropped_weights_leave_the_mean_as_it_was() -> None:
 
 @given(st.data())
 @settings(max_examples=20)
-def test_multi_head_attention_in_parts_is_the_module(
-    data: st.DataObject,
-) -> None:
+def test_multi_head_attention_in_parts_is_the_module(data: st.DataObject) -> None:
     bias, cross, masked = (data.draw(st.booleans()) for _ in range(3))
     n_features, n_heads = 6, data.draw(st.sampled_from([1, 2, 3]))
     module = randomised(
@@ -143,11 +134,7 @@ def test_multi_head_attention_in_parts_is_the_module(
         for name, value in zip("qkv", operands, strict=True)
     )
     layers = multi_head_attention_layers(
-        "attention",
-        (q, k, v),
-        n_heads=n_heads,
-        tensors=uses_of(module),
-        causal=masked,
+        "attention", (q, k, v), n_heads=n_heads, tensors=uses_of(module), causal=masked
     )
     parts = data.draw(parts_of_all(layers))
     tensors = dict(module.named_parameters())
@@ -158,9 +145,7 @@ def test_heads_are_whole_rows_of_the_projections() -> None:
     """Cut by heads, the parts of linear, reshape and permute read just each other."""
     module = nn.MultiheadAttention(8, 4, batch_first=True)
     x = source("x", 5, 8)
-    layers = multi_head_attention_layers(
-        "a", (x, x, x), n_heads=4, tensors=uses_of(module)
-    )
+    layers = multi_head_attention_layers("a", (x, x, x), n_heads=4, tensors=uses_of(module))
     named = {layer.name: layer for layer in layers}
     first, apart, projected = (named[n] for n in ("a.k.first", "a.k.heads", "a.k"))
     part = Region(((1, 3), (0, 5), (0, 2)))

@@ -15,11 +15,7 @@ from distbelief.graph.kinds.choosing import COMPARISONS
 from distbelief.graph.layer import INPUT, GraphError, Layer, LayerGraph
 from distbelief.graph.region import Region
 from distbelief.program.gradients import with_gradient
-from tests.distbelief.graph.kinds.comparison import (
-    assert_parts_equal,
-    leaf,
-    partitions,
-)
+from tests.distbelief.graph.kinds.comparison import assert_parts_equal, leaf, partitions
 from tests.distbelief.graph.kinds.test_norms import random
 
 
@@ -39,9 +35,7 @@ def layer_of(kind: str, *shapes: tuple[int, ...], **options: str | float) -> Lay
 
 @given(st.sampled_from(sorted(COMPARISONS)), st.data())
 @settings(max_examples=30)
-def test_a_comparison_in_parts_is_ones_and_zeros(
-    function: str, data: st.DataObject
-) -> None:
+def test_a_comparison_in_parts_is_ones_and_zeros(function: str, data: st.DataObject) -> None:
     x, y = random(2, *SHAPE).round(), random(2, 1, 6).round()
     layer = layer_of("comparison", SHAPE, (1, 6), function=function)
     parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
@@ -84,9 +78,7 @@ def test_work_is_the_numbers_that_are_chosen() -> None:
         forward=6.0, backward=0.0, n_elements=18.0
     )
     chosen = layer_of("where", SHAPE, SHAPE, SHAPE)
-    assert kind_of(chosen).work(chosen, part) == Work(
-        forward=6.0, backward=18.0, n_elements=24.0
-    )
+    assert kind_of(chosen).work(chosen, part) == Work(forward=6.0, backward=18.0, n_elements=24.0)
 
 
 def compute(layer: Layer, parts: list[Region], *inputs: torch.Tensor) -> torch.Tensor:

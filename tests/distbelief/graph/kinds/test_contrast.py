@@ -30,12 +30,8 @@ def naive(x: torch.Tensor, size: int, epsilon: float) -> torch.Tensor:
             for column in range(n_columns):
                 total, sum_of_weights = torch.zeros(x.shape[0], dtype=x.dtype), 0.0
                 for i in range(max(0, row - radius), min(n_rows, row + radius + 1)):
-                    for j in range(
-                        max(0, column - radius), min(n_columns, column + radius + 1)
-                    ):
-                        weight = (
-                            weights[i - row + radius] * weights[j - column + radius]
-                        )
+                    for j in range(max(0, column - radius), min(n_columns, column + radius + 1)):
+                        weight = weights[i - row + radius] * weights[j - column + radius]
                         total = total + weight * maps[:, :, i, j].mean(1)
                         sum_of_weights += weight
                 found[:, 0, row, column] = total / sum_of_weights
@@ -60,9 +56,7 @@ def contrasts(draw: st.DrawFn) -> Layer:
 
 @given(contrasts(), st.data())
 @settings(max_examples=40)
-def test_local_contrast_in_parts_is_the_module(
-    layer: Layer, data: st.DataObject
-) -> None:
+def test_local_contrast_in_parts_is_the_module(layer: Layer, data: st.DataObject) -> None:
     x = leaf(random(2, *layer.shape))
     expected = LocalContrastNorm2d(layer.integer("size"), epsilon=0.3)(x)
     parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
@@ -88,9 +82,7 @@ def test_a_constant_image_gives_zero_and_a_finite_gradient() -> None:
 
 
 @given(
-    st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3)),
-    st.integers(1, 5),
-    st.data(),
+    st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3)), st.integers(1, 5), st.data()
 )
 @settings(max_examples=40)
 def test_local_response_in_parts_is_that_of_torch(

@@ -55,9 +55,7 @@ def mask_of(layer: Layer, like: torch.Tensor, step: Step) -> torch.Tensor:
     return found.view(*found.shape, *(1,) * n_shared)
 
 
-def reference(
-    numbers: torch.Tensor,
-) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
+def reference(numbers: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
     """The hash in unsigned arithmetic, where wrapping is defined."""
     x = numbers.numpy().astype(np.int64).astype(np.uint32)
     x ^= x >> np.uint32(16)
@@ -83,9 +81,7 @@ def test_any_split_and_any_range_of_samples_has_the_same_mask(
     x = leaf(random(5, *shape))
     step = Step(training=True, seed=seed, first_sample=first)
     expected = x * mask_of(layer, x, step)
-    assert_parts_equal(
-        layer, data.draw(parts_of(layer)), expected, {"x": x}, {}, step=step
-    )
+    assert_parts_equal(layer, data.draw(parts_of(layer)), expected, {"x": x}, {}, step=step)
     start = data.draw(st.integers(0, 4))
     later = Step(training=True, seed=seed, first_sample=first + start)
     rest = evaluate(graph_of(layer), {"x": x[start:]}, {}, step=later)["drop"]

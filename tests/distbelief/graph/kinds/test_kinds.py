@@ -50,8 +50,7 @@ def reading(
         shape=shape,
         options=options,
         tensors={
-            word: TensorUse(name=word, shape=extents)
-            for word, extents in (words or {}).items()
+            word: TensorUse(name=word, shape=extents) for word, extents in (words or {}).items()
         },
     )
 
@@ -99,22 +98,10 @@ def examples() -> list[Layer]:
             tensors={"value": TensorUse(name="value", shape=(1, 2, 3))},
         ),
         reading(
-            "max_pool",
-            (4, 3, 4),
-            size=twos,
-            stride=twos,
-            padding=zeros,
-            dilation=ones,
-            ceil=False,
+            "max_pool", (4, 3, 4), size=twos, stride=twos, padding=zeros, dilation=ones, ceil=False
         ),
         reading(
-            "l2_pool",
-            (4, 3, 4),
-            size=twos,
-            stride=twos,
-            padding=zeros,
-            epsilon=0.0,
-            gaussian=False,
+            "l2_pool", (4, 3, 4), size=twos, stride=twos, padding=zeros, epsilon=0.0, gaussian=False
         ),
         *adaptive_pool_layers("average_pool", x, sizes=(3, 4), maximum=False),
         *adaptive_pool_layers("adaptive_average", x, sizes=(4, 4), maximum=False),
@@ -138,13 +125,7 @@ def examples() -> list[Layer]:
         reading("slice", (2, 2, 2), starts=(1, 0, 2), steps=(1, 3, 2)),
         reading("pad", (4, 8, 8), before=(0, 1, 0), after=(0, 1, 0), value=0.0),
         reading("pointwise", IMAGE, function="relu"),
-        Layer(
-            name="expand",
-            kind="expand",
-            inputs=("y",),
-            input_shapes=((4, 1),),
-            shape=(4, 5),
-        ),
+        Layer(name="expand", kind="expand", inputs=("y",), input_shapes=((4, 1),), shape=(4, 5)),
         product_layer("product", source("p", 2, 3, 4), source("q", 2, 4, 5)),
         reading("comparison", IMAGE, function="greater", argument=0.0),
         Layer(
@@ -202,9 +183,7 @@ def test_even_an_empty_region_reads_what_lies_inside(layer: Layer) -> None:
 
 
 @pytest.mark.parametrize("layer", EXAMPLES, ids=lambda layer: layer.name)
-def test_a_partial_sum_reads_and_writes_what_lies_inside(
-    layer: Layer,
-) -> None:
+def test_a_partial_sum_reads_and_writes_what_lies_inside(layer: Layer) -> None:
     partial = kind_of(layer).partial
     if partial is None:
         return
@@ -246,9 +225,7 @@ class Pairs(LayerKind):
         return inputs[0][:, ::2] + inputs[0][:, 1::2]
 
 
-PAIRS = Layer(
-    name="pairs", kind="test.pairs", inputs=("x",), input_shapes=((6,),), shape=(3,)
-)
+PAIRS = Layer(name="pairs", kind="test.pairs", inputs=("x",), input_shapes=((6,),), shape=(3,))
 
 
 @given(st.data())

@@ -79,9 +79,7 @@ def convolutions(draw: st.DrawFn) -> Layer:
 
 
 @given(linears(), st.data())
-def test_a_linear_layer_in_parts_is_the_whole(
-    layer: Layer, data: st.DataObject
-) -> None:
+def test_a_linear_layer_in_parts_is_the_whole(layer: Layer, data: st.DataObject) -> None:
     inputs = {k: leaf(v) for k, v in random_values(layer, batch=2, seed=0).items()}
     tensors = {k: leaf(v) for k, v in random_tensors(layer, seed=0).items()}
     weight = tensors["weight"].t() if layer.options else tensors["weight"]
@@ -98,9 +96,7 @@ def test_a_convolution_in_parts_is_the_whole(layer: Layer, data: st.DataObject) 
     n_dims = len(layer.shape) - 1
     convolve = (functional.conv1d, functional.conv2d)[n_dims - 1]
     pads: list[int] = []
-    for padding, extra in zip(
-        layer.integers("padding"), layer.integers("extra"), strict=True
-    ):
+    for padding, extra in zip(layer.integers("padding"), layer.integers("extra"), strict=True):
         pads = [padding, padding + extra, *pads]
     expected = convolve(
         functional.pad(inputs["x"], pads),
@@ -127,9 +123,7 @@ def test_a_part_of_a_convolution_depends_on_what_it_reads_and_no_more(
     inputs = leaf(torch.ones(1, *layer.input_shapes[0], dtype=torch.float64))
     weight = torch.ones(layer.tensors["weight"].shape, dtype=torch.float64)
     pads: list[int] = []
-    for padding, extra in zip(
-        layer.integers("padding"), layer.integers("extra"), strict=True
-    ):
+    for padding, extra in zip(layer.integers("padding"), layer.integers("extra"), strict=True):
         pads = [padding, padding + extra, *pads]
     whole = (functional.conv1d, functional.conv2d)[len(layer.shape) - 2](
         functional.pad(inputs, pads),
@@ -144,14 +138,10 @@ def test_a_part_of_a_convolution_depends_on_what_it_reads_and_no_more(
     assert not outside.any(), "it depends on more than it says"
 
 
-@pytest.mark.parametrize(
-    "function", sorted({*UNARY, *PARAMETRIC, *SEVERAL} - {"detach"})
-)
+@pytest.mark.parametrize("function", sorted({*UNARY, *PARAMETRIC, *SEVERAL} - {"detach"}))
 @given(data=st.data())
 @settings(max_examples=5)
-def test_a_pointwise_function_in_parts_is_the_whole(
-    function: str, data: st.DataObject
-) -> None:
+def test_a_pointwise_function_in_parts_is_the_whole(function: str, data: st.DataObject) -> None:
     n_inputs = 3 if function in SEVERAL else 1
     names = ("x", "y", "z")[:n_inputs]
     shape = (3, 4)

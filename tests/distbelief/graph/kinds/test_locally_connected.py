@@ -27,12 +27,7 @@ def naive(module: LocallyConnected2d, x: torch.Tensor) -> torch.Tensor:
         line = []
         for column in range(module.weight.shape[1]):
             top, left = row * module.stride[0], column * module.stride[1]
-            patch = x[
-                :,
-                :,
-                top : top + module.kernel_size[0],
-                left : left + module.kernel_size[1],
-            ]
+            patch = x[:, :, top : top + module.kernel_size[0], left : left + module.kernel_size[1]]
             place = patch.flatten(1) @ module.weight[row, column].T
             if module.bias is not None:
                 place = place + module.bias[row, column]
@@ -70,11 +65,7 @@ def layer_of(module: LocallyConnected2d) -> Layer:
         inputs=("x",),
         input_shapes=((module.in_channels, *module.input_size),),
         shape=(module.out_channels, *module.weight.shape[:2]),
-        options={
-            "size": module.kernel_size,
-            "stride": module.stride,
-            "padding": module.padding,
-        },
+        options={"size": module.kernel_size, "stride": module.stride, "padding": module.padding},
         tensors={
             name: TensorUse(name=name, shape=tuple(tensor.shape))
             for name, tensor in module.named_parameters()
@@ -133,9 +124,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
 
 def test_it_has_a_shape_without_any_memory() -> None:
-    module = LocallyConnected2d(
-        3, 8, 10, input_size=100, device="meta", dtype=torch.bfloat16
-    )
+    module = LocallyConnected2d(3, 8, 10, input_size=100, device="meta", dtype=torch.bfloat16)
     y = module(torch.empty(1009, 3, 100, 100, device="meta", dtype=torch.bfloat16))
     assert y.shape == (1009, 8, 91, 91)
     assert module.weight.shape == (91, 91, 8, 300)  # position-first

@@ -61,15 +61,10 @@ def test_cross_entropy_in_parts_is_that_of_torch(
     ignore = data.draw(st.sampled_from([-100, 0])) if not soft else -100
     if ignore == 0 and bool((target == 0).all()):
         ignore = -100
-    layers = cross_entropy_layers(
-        "loss", sources, smoothing=smoothing, ignore=ignore, mean=mean
-    )
+    layers = cross_entropy_layers("loss", sources, smoothing=smoothing, ignore=ignore, mean=mean)
     parts = data.draw(parts_of_all(layers))
     values = evaluate(
-        composite_of(layers, {**inputs, "t": target}),
-        {**inputs, "t": target},
-        {},
-        parts=parts,
+        composite_of(layers, {**inputs, "t": target}), {**inputs, "t": target}, {}, parts=parts
     )
     assert values["loss"].shape == (3,)
     expected = functional.cross_entropy(
@@ -81,9 +76,7 @@ def test_cross_entropy_in_parts_is_that_of_torch(
     )
     found = values["loss"].mean() if mean else values["loss"].sum()
     close(found, expected)
-    close(
-        torch.autograd.grad(found, scores)[0], torch.autograd.grad(expected, scores)[0]
-    )
+    close(torch.autograd.grad(found, scores)[0], torch.autograd.grad(expected, scores)[0])
 
 
 @given(st.integers(2, 6), st.data())
@@ -94,14 +87,9 @@ def test_classes_may_be_the_last_dimension_and_scores_be_logarithms(
     scores = leaf(random(2, 4, n_classes).log_softmax(2))
     target = labels_of(n_classes, 2, 4)
     layers = cross_entropy_layers(
-        "loss",
-        (source("x", 4, n_classes), source("t", 4, is_integer=True)),
-        dim=1,
-        normalised=True,
+        "loss", (source("x", 4, n_classes), source("t", 4, is_integer=True)), dim=1, normalised=True
     )
-    expected = functional.nll_loss(scores.movedim(2, 1), target, reduction="none").mean(
-        1
-    )
+    expected = functional.nll_loss(scores.movedim(2, 1), target, reduction="none").mean(1)
     parts = data.draw(parts_of_all(layers))
     assert_layers_equal(layers, parts, expected, {"x": scores, "t": target})
 
@@ -109,9 +97,7 @@ def test_classes_may_be_the_last_dimension_and_scores_be_logarithms(
 def test_classes_that_are_ruled_out_have_no_say() -> None:
     scores = torch.tensor([[1.0, -torch.inf, 2.0]], requires_grad=True)
     target = torch.tensor([2])
-    layers = cross_entropy_layers(
-        "loss", (source("x", 3), source("t", is_integer=True))
-    )
+    layers = cross_entropy_layers("loss", (source("x", 3), source("t", is_integer=True)))
     inputs = {"x": scores, "t": target}
     loss = evaluate(composite_of(layers, inputs), inputs, {})["loss"].mean()
     expected = functional.cross_entropy(scores, target)
@@ -122,9 +108,7 @@ def test_classes_that_are_ruled_out_have_no_say() -> None:
 
 def test_a_batch_whose_labels_all_count_for_nothing_has_loss_zero() -> None:
     scores, target = leaf(random(2, 3)), torch.full((2,), -100)
-    layers = cross_entropy_layers(
-        "loss", (source("x", 3), source("t", is_integer=True))
-    )
+    layers = cross_entropy_layers("loss", (source("x", 3), source("t", is_integer=True)))
     inputs = {"x": scores, "t": target}
     loss = evaluate(composite_of(layers, inputs), inputs, {})["loss"]
     assert loss.tolist() == [0.0, 0.0]
@@ -135,9 +119,7 @@ def test_a_batch_whose_labels_all_count_for_nothing_has_loss_zero() -> None:
 @pytest.mark.parametrize("function", sorted(FUNCTIONS))
 @given(data=st.data())
 @settings(max_examples=12)
-def test_a_loss_of_places_in_parts_is_that_of_torch(
-    function: str, data: st.DataObject
-) -> None:
+def test_a_loss_of_places_in_parts_is_that_of_torch(function: str, data: st.DataObject) -> None:
     mean = data.draw(st.booleans())
     shape = data.draw(st.lists(st.integers(1, 4), max_size=3).map(tuple))
     x, target = random(3, *shape), random(3, *shape, seed=1).sigmoid()
@@ -167,9 +149,7 @@ def test_a_loss_of_places_in_parts_is_that_of_torch(
 
 @given(st.integers(1, 7), st.data())
 @settings(max_examples=40)
-def test_one_vs_all_is_a_logistic_loss_for_every_class(
-    n_classes: int, data: st.DataObject
-) -> None:
+def test_one_vs_all_is_a_logistic_loss_for_every_class(n_classes: int, data: st.DataObject) -> None:
     x, labels = leaf(random(3, 2, n_classes)), labels_of(n_classes, 3, 2)
     layer = place_loss_layer(
         "loss",

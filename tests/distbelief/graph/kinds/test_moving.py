@@ -58,9 +58,7 @@ def test_a_reshape_in_parts_is_the_whole(layer: Layer, data: st.DataObject) -> N
 
 @given(reshapes(), st.data())
 @settings(max_examples=60)
-def test_any_other_region_of_a_reshape_is_right_too(
-    layer: Layer, data: st.DataObject
-) -> None:
+def test_any_other_region_of_a_reshape_is_right_too(layer: Layer, data: st.DataObject) -> None:
     bounds = [
         sorted(data.draw(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1))))
         for n in layer.shape
@@ -94,9 +92,7 @@ def test_blocks_are_the_finest() -> None:
 
 @given(shapes, st.data())
 @settings(max_examples=50)
-def test_a_permutation_in_parts_is_the_whole(
-    shape: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_a_permutation_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataObject) -> None:
     dims = tuple(data.draw(st.permutations(range(len(shape)))))
     layer = Layer(
         name="p",
@@ -116,9 +112,7 @@ def test_a_permutation_in_parts_is_the_whole(
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), st.data())
 @settings(max_examples=50)
-def test_a_slice_in_parts_is_the_whole(
-    shape: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_a_slice_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataObject) -> None:
     starts = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     steps = data.draw(st.tuples(*[st.integers(1, 3)] * len(shape)))
     ranges = [
@@ -143,9 +137,7 @@ def test_a_slice_in_parts_is_the_whole(
 
 @given(shapes, st.data())
 @settings(max_examples=50)
-def test_a_padded_layer_in_parts_is_the_whole(
-    shape: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_a_padded_layer_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataObject) -> None:
     borders = [st.tuples(*[st.integers(0, 3)] * len(shape))] * 2
     before, after = (data.draw(border) for border in borders)
     layer = Layer(
@@ -167,13 +159,9 @@ def test_a_padded_layer_in_parts_is_the_whole(
 
 @given(shapes, st.data())
 @settings(max_examples=50)
-def test_an_expansion_in_parts_is_the_whole(
-    shape: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_an_expansion_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataObject) -> None:
     ones = tuple(data.draw(st.sampled_from([1, n])) for n in shape)
-    layer = Layer(
-        name="e", kind="expand", inputs=("x",), input_shapes=(ones,), shape=shape
-    )
+    layer = Layer(name="e", kind="expand", inputs=("x",), input_shapes=(ones,), shape=shape)
     x = leaf(random(2, *ones))
     parts = data.draw(parts_of(layer))
     assert_parts_equal(layer, parts, x.expand(2, *shape), {"x": x}, {})
@@ -204,9 +192,7 @@ def test_joined_layers_in_parts_are_the_whole(
 
 @given(st.data())
 @settings(max_examples=40)
-def test_a_token_and_positions_are_added_to_every_sample(
-    data: st.DataObject,
-) -> None:
+def test_a_token_and_positions_are_added_to_every_sample(data: st.DataObject) -> None:
     """As vision transformers do: parameters that are layers, with a batch of one."""
     has_batch = data.draw(st.booleans())
     batch = (1,) if has_batch else ()

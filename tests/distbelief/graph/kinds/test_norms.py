@@ -52,9 +52,7 @@ def randomised(module: nn.Module) -> nn.Module:
     return module
 
 
-def reduced(
-    function: str, x: torch.Tensor, y: torch.Tensor, over: Sequence[int]
-) -> torch.Tensor:
+def reduced(function: str, x: torch.Tensor, y: torch.Tensor, over: Sequence[int]) -> torch.Tensor:
     """The reductions, as torch writes them; y is the statistic that some need."""
     match function:
         case "sum" | "mean":
@@ -73,9 +71,7 @@ def reduced(
 
 @given(shapes, st.data())
 @settings(max_examples=70)
-def test_a_reduction_in_parts_is_the_whole(
-    shape: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_a_reduction_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataObject) -> None:
     dims = data.draw(st.lists(st.sampled_from(range(len(shape))), unique=True))
     functions = ["sum", "mean", "mean_square", "variance", "sum_exp"]
     function = data.draw(st.sampled_from(functions))
@@ -107,9 +103,7 @@ def test_a_maximum_without_a_gradient_in_parts_is_the_whole(
     every = st.sampled_from(range(len(shape)))
     dims = data.draw(st.lists(every, unique=True, min_size=1))
     x = leaf(random(3, *shape))
-    layer = reduction_layer(
-        "m", [source("x", *shape)], function="maximum", dims=dims, keep=False
-    )
+    layer = reduction_layer("m", [source("x", *shape)], function="maximum", dims=dims, keep=False)
     parts = data.draw(parts_of_all([layer]))
     value = evaluate(composite_of([layer], {"x": x}), {"x": x}, {}, parts=parts)["m"]
     assert not value.requires_grad
@@ -135,9 +129,7 @@ def test_a_maximum_with_a_gradient_is_not_cut_where_it_is_taken() -> None:
 
 @given(shapes, st.data())
 @settings(max_examples=40)
-def test_a_softmax_in_parts_is_the_whole(
-    shape: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_a_softmax_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataObject) -> None:
     log = data.draw(st.booleans())
     dim = data.draw(st.integers(0, len(shape) - 1))
     x = leaf(random(2, *shape) * 30)
@@ -175,13 +167,9 @@ def norms(draw: st.DrawFn) -> tuple[nn.Module, Sequence[Layer], tuple[int, ...]]
             )
         case "instance":
             module = nn.InstanceNorm2d(n_channels, affine=affine)
-            layers = norm_layers.instance_norm_layers(
-                "n", x, tensors=uses_of(module), epsilon=1e-5
-            )
+            layers = norm_layers.instance_norm_layers("n", x, tensors=uses_of(module), epsilon=1e-5)
         case _:
-            module = nn.BatchNorm2d(
-                n_channels, affine=affine, track_running_stats=False
-            )
+            module = nn.BatchNorm2d(n_channels, affine=affine, track_running_stats=False)
             layers = norm_layers.batch_norm_layers(
                 "n", x, tensors=uses_of(module), epsilon=1e-5, momentum=0.1
             )
@@ -191,8 +179,7 @@ def norms(draw: st.DrawFn) -> tuple[nn.Module, Sequence[Layer], tuple[int, ...]]
 @given(norms(), st.data())
 @settings(max_examples=80)
 def test_a_norm_in_parts_is_the_whole(
-    case: tuple[nn.Module, Sequence[Layer], tuple[int, ...]],
-    data: st.DataObject,
+    case: tuple[nn.Module, Sequence[Layer], tuple[int, ...]], data: st.DataObject
 ) -> None:
     training = data.draw(st.booleans())
     module, layers, shape = case
@@ -234,17 +221,10 @@ def test_batch_norm_in_parts_leaves_the_running_statistics_that_torch_has(
 
 @given(st.data())
 @settings(max_examples=20)
-def test_a_frozen_batch_norm_uses_its_running_statistics_in_training(
-    data: st.DataObject,
-) -> None:
+def test_a_frozen_batch_norm_uses_its_running_statistics_in_training(data: st.DataObject) -> None:
     module = randomised(nn.BatchNorm2d(3)).eval()
     layers = norm_layers.batch_norm_layers(
-        "bn",
-        source("x", 3, 4, 2),
-        tensors=uses_of(module),
-        epsilon=1e-5,
-        momentum=0.1,
-        frozen=True,
+        "bn", source("x", 3, 4, 2), tensors=uses_of(module), epsilon=1e-5, momentum=0.1, frozen=True
     )
     x = leaf(random(2, 3, 4, 2))
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -256,18 +236,12 @@ def test_statistics_averaged_over_all_steps_are_refused() -> None:
     module = nn.BatchNorm2d(3, momentum=None)
     with pytest.raises(GraphError, match="momentum=None"):
         norm_layers.batch_norm_layers(
-            "bn",
-            source("x", 3, 4, 4),
-            tensors=uses_of(module),
-            epsilon=1e-5,
-            momentum=None,
+            "bn", source("x", 3, 4, 4), tensors=uses_of(module), epsilon=1e-5, momentum=None
         )
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_batch_of_one_number_is_as_far_from_its_mean_as_can_be(
-    *, training: bool
-) -> None:
+def test_a_batch_of_one_number_is_as_far_from_its_mean_as_can_be(*, training: bool) -> None:
     layers = norm_layers.batch_norm_layers(
         "bn", source("x", 3), tensors={}, epsilon=1e-5, momentum=0.1
     )

@@ -95,9 +95,7 @@ def test_max_pooling_in_parts_is_the_whole(layer: Layer, data: st.DataObject) ->
 
 @given(pools("average_pool"), st.data())
 @settings(max_examples=70)
-def test_average_pooling_in_parts_is_the_whole(
-    layer: Layer, data: st.DataObject
-) -> None:
+def test_average_pooling_in_parts_is_the_whole(layer: Layer, data: st.DataObject) -> None:
     x = leaf(random(2, *layer.input_shapes[0]))
     n_dims = len(layer.shape) - 1
     more = {"divisor_override": layer.options["divisor"]} if n_dims > 1 else {}
@@ -158,18 +156,14 @@ def test_l2_pooling_of_silent_units_has_gradient_zero(*, weighted: bool) -> None
 
 @given(st.integers(1, 2), st.data())
 @settings(max_examples=60)
-def test_adaptive_pooling_in_parts_is_the_whole(
-    n_dims: int, data: st.DataObject
-) -> None:
+def test_adaptive_pooling_in_parts_is_the_whole(n_dims: int, data: st.DataObject) -> None:
     maximum, ties = data.draw(st.booleans()), data.draw(st.booleans())
     extents = data.draw(st.tuples(*[st.integers(1, 7)] * n_dims))
     sizes = data.draw(st.tuples(*[st.integers(1, 7)] * n_dims))
     shape = (2, *extents)
     x = random(2, *shape)
     x = leaf(x.round() if ties else x)
-    (layer,) = adaptive_pool_layers(
-        "pool", source("x", *shape), sizes=sizes, maximum=maximum
-    )
+    (layer,) = adaptive_pool_layers("pool", source("x", *shape), sizes=sizes, maximum=maximum)
     functions: dict[tuple[int, bool], Callable[..., torch.Tensor]] = {
         (1, False): functional.adaptive_avg_pool1d,
         (1, True): functional.adaptive_max_pool1d,
@@ -183,11 +177,7 @@ def test_adaptive_pooling_in_parts_is_the_whole(
 
 
 def test_a_mean_over_all_places_is_a_sum_of_parts() -> None:
-    (layer,) = adaptive_pool_layers(
-        "pool", source("x", 4, 6, 6), sizes=(1, 1), maximum=False
-    )
+    (layer,) = adaptive_pool_layers("pool", source("x", 4, 6, 6), sizes=(1, 1), maximum=False)
     assert layer.kind == "reduction"
-    (layer,) = adaptive_pool_layers(
-        "pool", source("x", 4, 6, 6), sizes=(3, 2), maximum=False
-    )
+    (layer,) = adaptive_pool_layers("pool", source("x", 4, 6, 6), sizes=(3, 2), maximum=False)
     assert layer.kind == "average_pool"

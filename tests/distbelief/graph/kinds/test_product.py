@@ -12,12 +12,7 @@ from distbelief.graph.kind import kind_of
 from distbelief.graph.kinds.product import product_layer
 from distbelief.graph.layer import GraphError
 from distbelief.graph.region import Region
-from tests.distbelief.graph.kinds.comparison import (
-    assert_parts_equal,
-    leaf,
-    partitions,
-    source,
-)
+from tests.distbelief.graph.kinds.comparison import assert_parts_equal, leaf, partitions, source
 from tests.distbelief.graph.kinds.test_norms import random
 
 
@@ -32,9 +27,7 @@ def test_a_product_in_parts_is_the_whole(
     rows, inner, columns = sizes
     x = leaf(random(2, *lead, rows, inner))
     y = leaf(random(2, *lead, inner, columns))
-    layer = product_layer(
-        "p", source("x", *lead, rows, inner), source("y", *lead, inner, columns)
-    )
+    layer = product_layer("p", source("x", *lead, rows, inner), source("y", *lead, inner, columns))
     parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
     assert_parts_equal(layer, parts, x @ y, {"x": x, "y": y}, {})
 
@@ -125,9 +118,7 @@ def test_an_einsum_of_two_is_a_product(equation: str) -> None:
     torch.testing.assert_close(values[graph.outputs[0]], model(x, y))
 
 
-@pytest.mark.parametrize(
-    "equation", ["bij,bkl->bil", "...i,...i->...", "bij,bkj", "bii,bij->bj"]
-)
+@pytest.mark.parametrize("equation", ["bij,bkl->bil", "...i,...i->...", "bij,bkj", "bii,bij->bj"])
 def test_an_einsum_that_is_no_product_is_refused(equation: str) -> None:
     model = Summing(equation)
     with pytest.raises(GraphError, match="is no product of two outputs of layers"):

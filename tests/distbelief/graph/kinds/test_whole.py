@@ -8,12 +8,7 @@ from typing_extensions import override
 from distbelief.graph.evaluation import evaluate
 from distbelief.graph.kind import Step, kind_of
 from distbelief.graph.layer import GraphError, Layer, TensorUse
-from tests.distbelief.graph.kinds.comparison import (
-    assert_parts_equal,
-    close,
-    graph_of,
-    leaf,
-)
+from tests.distbelief.graph.kinds.comparison import assert_parts_equal, close, graph_of, leaf
 from tests.distbelief.graph.kinds.test_norms import random
 
 

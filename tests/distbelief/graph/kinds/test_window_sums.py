@@ -18,18 +18,13 @@ WEIGHTS = st.lists(st.floats(0.125, 2.0), min_size=1, max_size=4).map(tuple)
     extents=st.tuples(st.integers(4, 9), st.integers(4, 9)),
 )
 def test_sums_and_gradients_are_those_of_a_convolution(
-    rows: Weights,
-    columns: Weights,
-    stride: tuple[int, int],
-    extents: tuple[int, int],
+    rows: Weights, columns: Weights, stride: tuple[int, int], extents: tuple[int, int]
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(3, 2, *extents, generator=generator, dtype=torch.float64)
     x.requires_grad_()
     kernel = torch.outer(*(torch.tensor(w, dtype=x.dtype) for w in (rows, columns)))
-    maps = functional.conv2d(
-        x.flatten(0, 1)[:, None], kernel[None, None], stride=stride
-    )
+    maps = functional.conv2d(x.flatten(0, 1)[:, None], kernel[None, None], stride=stride)
     wanted = maps.view(3, 2, *maps.shape[2:])
     found = window_sums(x, rows=rows, columns=columns, stride=stride)
     torch.testing.assert_close(found, wanted)

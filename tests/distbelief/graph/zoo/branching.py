@@ -22,9 +22,7 @@ class Residual(nn.Module):
             else [(n_inputs, width, 3, stride), (width, width, 3, 1)]
         )
         for number, (before, after, size, step) in enumerate(shapes, start=1):
-            convolution = nn.Conv2d(
-                before, after, size, stride=step, padding=size // 2, bias=False
-            )
+            convolution = nn.Conv2d(before, after, size, stride=step, padding=size // 2, bias=False)
             self.add_module(f"conv{number}", convolution)
             self.add_module(f"bn{number}", nn.BatchNorm2d(after))
         self.n_convolutions = len(shapes)
@@ -32,8 +30,7 @@ class Residual(nn.Module):
         self.downsample = None
         if stride != 1 or n_inputs != outputs:
             self.downsample = nn.Sequential(
-                nn.Conv2d(n_inputs, outputs, 1, stride=stride, bias=False),
-                nn.BatchNorm2d(outputs),
+                nn.Conv2d(n_inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
             )
 
     @override
@@ -70,9 +67,7 @@ class ResNet(nn.Module):
             for index in range(count):
                 stride = 2 if stage and not index else 1
                 inner = width * 2**stage
-                blocks.append(
-                    Residual(n_channels, inner, stride=stride, bottleneck=bottleneck)
-                )
+                blocks.append(Residual(n_channels, inner, stride=stride, bottleneck=bottleneck))
                 n_channels = 4 * inner if bottleneck else inner
             stages.append(nn.Sequential(*blocks))
         self.stages = nn.ModuleList(stages)
@@ -98,18 +93,14 @@ class Inception(nn.Module):
             nn.Conv2d(n_inputs, width, 1), nn.ReLU(), nn.Conv2d(width, 3, (1, 3)),
         )  # fmt: skip
         self.five = nn.Sequential(
-            nn.Conv2d(n_inputs, width, 1),
-            nn.ReLU(),
-            nn.Conv2d(width, width, 5, padding="same"),
+            nn.Conv2d(n_inputs, width, 1), nn.ReLU(), nn.Conv2d(width, width, 5, padding="same")
         )
         self.pool = nn.Conv2d(n_inputs, width, 1)
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         three = functional.pad(self.three(x), (1, 1))
-        pooled = functional.avg_pool2d(
-            x, 3, stride=1, padding=1, count_include_pad=False
-        )
+        pooled = functional.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
         branches = [self.one(x), three, self.five(x), self.pool(pooled)]
         return functional.relu(torch.cat(branches, 1))
 
@@ -174,9 +165,7 @@ class UNet(nn.Module):
             else nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(2 * n, n, 1))
             for n in (2 * width, width)
         )
-        self.up = nn.ModuleList(
-            [self._pair(4 * width, 2 * width), self._pair(2 * width, width)]
-        )
+        self.up = nn.ModuleList([self._pair(4 * width, 2 * width), self._pair(2 * width, width)])
         self.head = nn.Conv2d(width, 2, 1)
 
     @staticmethod
@@ -204,8 +193,7 @@ class UNet(nn.Module):
             columns = skip.size()[3] - x.size()[3]
             if rows or columns:
                 x = functional.pad(
-                    x,
-                    [columns // 2, columns - columns // 2, rows // 2, rows - rows // 2],
+                    x, [columns // 2, columns - columns // 2, rows // 2, rows - rows // 2]
                 )
             x = up(torch.cat([skip, x], dim=1))
         result: torch.Tensor = self.head(x)

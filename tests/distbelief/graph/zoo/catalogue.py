@@ -12,11 +12,7 @@ from distbelief.graph.region import Shape
 from tests.distbelief.graph.zoo.branching import DenseNet, Inception, ResNet, UNet
 from tests.distbelief.graph.zoo.local import LocalNet
 from tests.distbelief.graph.zoo.plain import AlexNet, MobileNet, Vgg16
-from tests.distbelief.graph.zoo.sequences import (
-    LstmTagger,
-    TorchEncoder,
-    VisionTransformer,
-)
+from tests.distbelief.graph.zoo.sequences import LstmTagger, TorchEncoder, VisionTransformer
 
 
 @final
@@ -66,9 +62,7 @@ class Case:
 
 
 ZOO: Final[Mapping[str, Case]] = {
-    "alexnet": Case(
-        make=AlexNet, shape=(3, 47, 47), dropping=lambda: AlexNet(dropout=0.5)
-    ),
+    "alexnet": Case(make=AlexNet, shape=(3, 47, 47), dropping=lambda: AlexNet(dropout=0.5)),
     "vgg16": Case(make=Vgg16, shape=(3, 32, 32), dropping=lambda: Vgg16(dropout=0.5)),
     "mobilenet": Case(make=MobileNet, shape=(3, 12, 12)),
     "resnet18": Case(make=ResNet, shape=(3, 32, 32)),

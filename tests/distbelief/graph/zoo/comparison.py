@@ -17,9 +17,7 @@ from tests.distbelief.graph.zoo.catalogue import Case
 
 def whole_modules(graph: LayerGraph, model: nn.Module) -> dict[str, nn.Module]:
     """The modules that some layer calls."""
-    paths = [
-        layer.text("module") for layer in graph.layers if "module" in layer.options
-    ]
+    paths = [layer.text("module") for layer in graph.layers if "module" in layer.options]
     return {path: model.get_submodule(path) for path in paths}
 
 
@@ -47,20 +45,13 @@ def random_parts(layer: Layer, generator: np.random.Generator) -> Parts:
     for cut in cuts:
         if generator.random() < 0.6:
             parts = [
-                half
-                for part in parts
-                for half in part.cut(cut.dim, [1.0, 1.0], unit=cut.unit)
+                half for part in parts for half in part.cut(cut.dim, [1.0, 1.0], unit=cut.unit)
             ]
     return parts if partial is None else Partials(tuple(parts))
 
 
 def assert_same(
-    graph: LayerGraph,
-    model: nn.Module,
-    case: Case,
-    *,
-    training: bool,
-    seed: int | None = None,
+    graph: LayerGraph, model: nn.Module, case: Case, *, training: bool, seed: int | None = None
 ) -> None:
     """Check outputs, gradients and running statistics of a step."""
     model.train(training)

@@ -33,9 +33,7 @@ class LocalNet(nn.Module):
         stages: list[nn.Module] = []
         n_maps = 3
         for after in maps:
-            connected = LocallyConnected2d(
-                n_maps, after, window, input_size=size, device=device
-            )
+            connected = LocallyConnected2d(n_maps, after, window, input_size=size, device=device)
             stages += [
                 connected,
                 nn.ReLU(),

@@ -9,9 +9,7 @@ from typing_extensions import override
 class AlexNet(nn.Module):
     """Krizhevsky et al. 2012: groups of channels, local response normalisation."""
 
-    def __init__(
-        self, *, width: int = 4, n_classes: int = 7, dropout: float = 0.0
-    ) -> None:
+    def __init__(self, *, width: int = 4, n_classes: int = 7, dropout: float = 0.0) -> None:
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(3, width, 11, stride=4, padding=2),
@@ -45,9 +43,7 @@ class AlexNet(nn.Module):
 class Vgg16(nn.Module):
     """Simonyan and Zisserman 2014, configuration D."""
 
-    def __init__(
-        self, *, width: int = 2, n_classes: int = 7, dropout: float = 0.0
-    ) -> None:
+    def __init__(self, *, width: int = 2, n_classes: int = 7, dropout: float = 0.0) -> None:
         super().__init__()
         plan = [1, 1, 0, 2, 2, 0, 4, 4, 4, 0, 8, 8, 8, 0, 8, 8, 8, 0]
         layers: list[nn.Module] = []
@@ -86,13 +82,7 @@ class MobileNet(nn.Module):
         for before, after, stride in plan:
             inner, outer = before * width, after * width
             layers += [
-                nn.Conv2d(
-                    *(inner, inner, 3),
-                    stride=stride,
-                    padding=1,
-                    groups=inner,
-                    bias=False,
-                ),
+                nn.Conv2d(*(inner, inner, 3), stride=stride, padding=1, groups=inner, bias=False),
                 nn.BatchNorm2d(inner),
                 nn.ReLU6(),
                 nn.Conv2d(inner, outer, 1, bias=False),

@@ -47,9 +47,7 @@ class TorchEncoder(nn.Module):
             activation="gelu" if norm_first else "relu",
         )
         norm = nn.LayerNorm(size) if norm_first else None
-        self.encoder = nn.TransformerEncoder(
-            layer, 2, norm=norm, enable_nested_tensor=False
-        )
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=norm, enable_nested_tensor=False)
         self.causal = causal
         self.padded = padded
         self.head = nn.Linear(size, n_words, bias=False)

@@ -76,9 +76,7 @@ def test_weights_are_found_beside_the_job_file() -> None:
     assert job.model.initial == "/data/jobs/old.safetensors"
 
 
-def test_arguments_that_begin_with_a_dot_and_a_slash_are_paths_beside_the_file() -> (
-    None
-):
+def test_arguments_that_begin_with_a_dot_and_a_slash_are_paths_beside_the_file() -> None:
     job = speech(
         'data.train.arguments={files = ["./a.npz", "../b.npz", "c"], n = 1}',
         path="/data/jobs/speech.toml",
@@ -117,23 +115,18 @@ def test_an_override_reaches_into_tables_and_makes_them() -> None:
 
 
 def test_an_override_that_is_no_date_to_us_stays_text() -> None:
-    assert speech("model.arguments.day=2012-12-03").model.arguments["day"] == (
-        "2012-12-03"
-    )
+    assert speech("model.arguments.day=2012-12-03").model.arguments["day"] == ("2012-12-03")
 
 
 @pytest.mark.parametrize("override", ["algorithm.n_push", "=5", "a..b=1"])
 def test_an_override_that_is_none_says_how_to_write_one(override: str) -> None:
     said = mistake(override)
-    assert said == (
-        f"--set {override}: write TABLE.KEY=VALUE, for example algorithm.n_push=5"
-    )
+    assert said == (f"--set {override}: write TABLE.KEY=VALUE, for example algorithm.n_push=5")
 
 
 def test_a_mistake_in_an_override_blames_the_override() -> None:
     assert mistake("algorithm.n_pushes=5") == (
-        "--set algorithm.n_pushes=5: [algorithm] has no key 'n_pushes'. "
-        "Did you mean 'n_push'?"
+        "--set algorithm.n_pushes=5: [algorithm] has no key 'n_pushes'. Did you mean 'n_push'?"
     )
     assert mistake("clutser.replicas=5").startswith("--set clutser.replicas=5: ")
     assert mistake("cluster.plan=a.txt").startswith("--set cluster.plan=a.txt: ")
@@ -199,16 +192,10 @@ def test_an_unknown_key_names_the_nearest_known_one() -> None:
         ("output.snapshot_every=2 sec", "has the unknown unit 'sec'"),
         ("cluster.patience=1 s", "[cluster] patience = 1 s: wants at least 2 s"),
         ("cluster.patience=600", 'patience = 600 has no unit: write "600 s"'),
-        (
-            "evaluation.every=0 s",
-            '[evaluation] every = "0 s": wants a quantity, above 0',
-        ),
+        ("evaluation.every=0 s", '[evaluation] every = "0 s": wants a quantity, above 0'),
         # names out of a set
         ("algorithm.rule.name=adagrd", "\"adagrd\": unknown. Did you mean 'adagrad'?"),
-        (
-            "algorithm.rule={learning_rate=1}",
-            "lacks the key 'name': give it \"sgd\" or",
-        ),
+        ("algorithm.rule={learning_rate=1}", "lacks the key 'name': give it \"sgd\" or"),
         ("algorithm.rule.schedule={name='step'}", "lacks the key 'n_pushes'"),
         ("algorithm.name=downpur", "Did you mean 'downpour'? Installed: "),
         # what cannot be sent to a role process
@@ -241,10 +228,7 @@ def test_a_mistake_names_table_key_value_and_mend(override: str, message: str) -
         ("batch_size = 256", "[algorithm] lacks the key 'batch_size': give it a whole"),
         ('factory = "speech.model:net"', "[model] lacks the key 'factory'"),
         ('name = "downpour"', "[algorithm] lacks the key 'name'"),
-        (
-            "epochs = 1",
-            "[stop] has no rule, so the job would never end: add epochs = 1",
-        ),
+        ("epochs = 1", "[stop] has no rule, so the job would never end: add epochs = 1"),
         ("[stop]\nepochs = 1", "there is no table [stop]: add one"),
         (
             SPEECH[SPEECH.index("[data.train]") : SPEECH.index("[data.test]")],
@@ -266,9 +250,7 @@ def test_an_algorithm_that_is_not_installed_lists_those_that_are() -> None:
 
 def test_accuracy_as_a_stop_rule_needs_held_out_data() -> None:
     text = SPEECH.replace('[data.test]\nfactory = "speech.data:frames"\n', "")
-    assert "needs held-out data: add a table [data.test]" in mistake(
-        "stop.accuracy=0.4", text=text
-    )
+    assert "needs held-out data: add a table [data.test]" in mistake("stop.accuracy=0.4", text=text)
 
 
 def test_bad_toml_names_the_line_and_shows_it() -> None:
@@ -316,9 +298,7 @@ plain = st.recursive(
     | st.integers(-(2**63), 2**63 - 1)
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.booleans(),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
     max_leaves=8,
 )
 
@@ -375,9 +355,7 @@ def test_quantities_are_written_with_their_units() -> None:
 def test_an_algorithm_that_cannot_be_imported_says_which() -> None:
     point = entry_points(group=algorithms.GROUP)["downpour"]
     broken = type(point)(name="broken", value="no.such.module:X", group=point.group)
-    with pytest.raises(
-        JobFileError, match=r"no\.such\.module:X, installed as algorithm"
-    ):
+    with pytest.raises(JobFileError, match=r"no\.such\.module:X, installed as algorithm"):
         algorithms.load(broken)
 
 
@@ -434,8 +412,6 @@ def test_everyday_words_of_torch_are_led_to_ours(override: str, said: str) -> No
 def test_adamw_is_adam_with_an_option() -> None:
     text = mistake("algorithm.rule.name=adamw")
     assert 'name = "adam" with decoupled_weight_decay = true' in text
-    job = speech(
-        "algorithm.rule.name=adam", "algorithm.rule.decoupled_weight_decay=true"
-    )
+    job = speech("algorithm.rule.name=adam", "algorithm.rule.decoupled_weight_decay=true")
     assert isinstance(job.algorithm, DownpourSettings)
     assert job.algorithm.rule == Adam(learning_rate=0.02, decoupled_weight_decay=True)

@@ -87,9 +87,7 @@ def made(tmp_path: Path) -> Plan:
 # ------------------------------------------------------------------------- the plan
 
 
-def test_a_plan_is_made_for_so_many_machines_and_kept(
-    made: Plan, tmp_path: Path
-) -> None:
+def test_a_plan_is_made_for_so_many_machines_and_kept(made: Plan, tmp_path: Path) -> None:
     assert made.cluster.n_machines == 2
     assert made.machines == [0, 1]  # all are used, as was asked
     assert (made.batch, made.loss) == (8, "cross_entropy")
@@ -212,9 +210,7 @@ def test_machines_like_this_one_talk_over_loopback(
     monkeypatch.setattr(plans, "here", here)
     wanted = job("cluster.machines=here")
     told: list[str] = []
-    plan_for_job(
-        wanted, graph_of(wanted), kept=tmp_path / "plan.json", tell=told.append
-    )
+    plan_for_job(wanted, graph_of(wanted), kept=tmp_path / "plan.json", tell=told.append)
     assert asked == [plans.LOOPBACK]
     assert told[0] == "planning for 2 machines"
 
@@ -225,10 +221,7 @@ def test_machines_like_this_one_talk_over_loopback(
 def test_what_a_sample_is_like() -> None:
     sample = sample_of(Data())
     assert sample == Sample(
-        input_shape=(5,),
-        input_is_integer=False,
-        target_shape=(),
-        target_is_integer=True,
+        input_shape=(5,), input_is_integer=False, target_shape=(), target_is_integer=True
     )
     assert str(sample) == "input [5], target [] of whole numbers"
 
@@ -272,8 +265,7 @@ class Drawn(Data):
 
 @pytest.mark.parametrize("numpy", [False, True])
 @pytest.mark.parametrize(
-    ("anew", "when"),
-    [(True, "it is read"), (False, f"{HERE}:Drawn is called")],
+    ("anew", "when"), [(True, "it is read"), (False, f"{HERE}:Drawn is called")]
 )
 def test_samples_drawn_at_random_are_refused(
     anew: bool,  # noqa: FBT001
@@ -317,9 +309,7 @@ def test_a_buffer_that_is_not_saved_is_refused() -> None:
     "the layout has no tensor 'table'", which says neither why nor what to do.
     """
     saved, unsaved = (
-        job(
-            f"model.factory={HERE}:Scaled", f"model.arguments={{ saved = {word} }}"
-        ).task
+        job(f"model.factory={HERE}:Scaled", f"model.arguments={{ saved = {word} }}").task
         for word in ("true", "false")
     )
     assert "table" in capture_for(saved, sample_of(Data())).graph.tensors
@@ -337,9 +327,7 @@ def looking_net() -> nn.Module:
 def test_a_constructor_that_looks_at_values_is_told_what_to_do() -> None:
     """It was told that Tensor.item() cannot be called on meta tensors, and no more."""
     task = job(f"model.factory={HERE}:looking_net").task
-    with pytest.raises(
-        JobError, match=r"item\(\).*meta.*\. Where replicas .*in Python"
-    ):
+    with pytest.raises(JobError, match=r"item\(\).*meta.*\. Where replicas .*in Python"):
         capture_for(task, sample_of(Data()))
 
 

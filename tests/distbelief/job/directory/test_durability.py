@@ -49,9 +49,7 @@ class Disk:
         names = self._names[self._root.stat().st_ino]
         self._bring_back(self._root, names, kinds)
 
-    def _bring_back(
-        self, place: Path, names: dict[str, int], kinds: dict[int, bool]
-    ) -> None:
+    def _bring_back(self, place: Path, names: dict[str, int], kinds: dict[int, bool]) -> None:
         for name, inode in names.items():
             if inode not in kinds:
                 continue  # removed since, and that reached the disk first
@@ -80,9 +78,7 @@ def newest(directory: Path) -> str | None:
 
 
 @pytest.mark.parametrize("n_saved", [1, 2, 5])
-def test_a_snapshot_that_was_saved_survives(
-    tmp_path: Path, disk: Disk, n_saved: int
-) -> None:
+def test_a_snapshot_that_was_saved_survives(tmp_path: Path, disk: Disk, n_saved: int) -> None:
     """Both calls of fsync could be left out, and every test passed.
 
     From then on its pushes are acknowledged as safe. It has to be there with its
@@ -119,9 +115,7 @@ def test_one_that_is_being_saved_costs_no_older_one(
         assert newest(run.snapshots) == "00003"
 
 
-def test_a_file_that_was_replaced_is_the_old_one_or_the_new_one(
-    tmp_path: Path, disk: Disk
-) -> None:
+def test_a_file_that_was_replaced_is_the_old_one_or_the_new_one(tmp_path: Path, disk: Disk) -> None:
     with RunDirectory.create(tmp_path / "demo") as run:
         run.write(run.job_file, "old")
         run.write(run.job_file, "new")

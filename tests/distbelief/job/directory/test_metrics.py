@@ -151,14 +151,11 @@ def test_a_single_evaluation_is_a_point_that_can_be_seen(tmp_path: Path) -> None
 
 def test_a_panel_without_any_number_says_so(tmp_path: Path) -> None:
     lines = [
-        Measurement(time=t, step=1, samples=64, loss=3.0 - t, metric=math.nan)
-        for t in (1.0, 2.0)
+        Measurement(time=t, step=1, samples=64, loss=3.0 - t, metric=math.nan) for t in (1.0, 2.0)
     ]
     pixels = drawn(tmp_path, *lines)
     height, width, _ = pixels.shape
-    middle = pixels[
-        int(0.65 * height) : int(0.75 * height), width // 3 : 2 * width // 3
-    ]
+    middle = pixels[int(0.65 * height) : int(0.75 * height), width // 3 : 2 * width // 3]
     dark = middle[..., :3].max(axis=-1) < 0.4
     assert dark.sum() > 50  # words
 

@@ -43,9 +43,7 @@ def saved(
         vector = np.zeros(layout.shard_size(k), np.float32)
         layout.gather(k, model.values, vector)
         values = vector + np.float32(shift)
-        store.save(
-            f"shard-{k}", Snapshot(label="1", arrays={"values": values}, facts={})
-        )
+        store.save(f"shard-{k}", Snapshot(label="1", arrays={"values": values}, facts={}))
     return layout, [store.path(f"shard-{k}", "1") for k in range(n_shards)]
 
 
@@ -66,9 +64,7 @@ def test_the_written_model_loads_into_the_plain_module(
     fresh.load_state_dict(load_file(path), strict=True)
     for name, tensor in trained.state_dict().items():
         assert fresh.state_dict()[name].dtype == tensor.dtype
-        torch.testing.assert_close(
-            fresh.state_dict()[name], tensor, rtol=0.0, atol=0.0, msg=name
-        )
+        torch.testing.assert_close(fresh.state_dict()[name], tensor, rtol=0.0, atol=0.0, msg=name)
 
 
 def test_averaged_counts_are_written_as_the_nearest_integer(tmp_path: Path) -> None:

@@ -113,9 +113,7 @@ def test_a_place_that_cannot_be_is_named_with_the_mend(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_place_that_is_not_writable_says_how_to_choose_another(
-    tmp_path: Path,
-) -> None:
+def test_a_place_that_is_not_writable_says_how_to_choose_another(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(StorageError, match=r"permission denied: .* --set output\.dir"):
         RunDirectory.create(tmp_path / "demo")
@@ -135,10 +133,7 @@ def locked_by_another(path: Path) -> str:
         "else:\n    print('open')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(path)],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
     )
     return done.stdout.strip()
 
@@ -215,8 +210,7 @@ def test_a_full_disk_says_what_to_do() -> None:
         file.write(b"x" * 100_000)
     said = str(files.explained(caught.value, full, doing="write"))
     assert said == (
-        "cannot write /dev/full: there is no space left: free some, then go on with "
-        "--resume"
+        "cannot write /dev/full: there is no space left: free some, then go on with --resume"
     )
 
 

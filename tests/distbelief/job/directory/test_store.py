@@ -58,9 +58,7 @@ def test_the_newest_snapshot_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert told == []
 
 
-def test_a_snapshot_that_nobody_asked_for_takes_the_place_of_the_newest(
-    tmp_path: Path,
-) -> None:
+def test_a_snapshot_that_nobody_asked_for_takes_the_place_of_the_newest(tmp_path: Path) -> None:
     """So the next label of the supervisor, who knows nothing of it, is above it."""
     store, told = store_at(tmp_path)
     store.save("shard-0", replace(snapshot("00009"), label=NEWEST))
@@ -88,9 +86,7 @@ def test_another_program_can_read_a_snapshot(tmp_path: Path) -> None:
     store, _ = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
     path = tmp_path / "snapshots" / "shard-0" / "00001.safetensors"
-    np.testing.assert_array_equal(
-        load_file(path)["values"], snapshot("00001").arrays["values"]
-    )
+    np.testing.assert_array_equal(load_file(path)["values"], snapshot("00001").arrays["values"])
 
 
 def test_the_last_three_are_kept_and_other_roles_left_alone(tmp_path: Path) -> None:
@@ -220,9 +216,7 @@ def test_it_is_told_which_older_one_is_used_and_what_that_costs(tmp_path: Path) 
     )
 
 
-def test_what_cannot_be_read_is_not_called_damaged_and_not_passed_over(
-    tmp_path: Path,
-) -> None:
+def test_what_cannot_be_read_is_not_called_damaged_and_not_passed_over(tmp_path: Path) -> None:
     """It was: after a backup put back by another user, the run went back in time."""
     store, told = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
@@ -244,9 +238,7 @@ def test_a_file_that_no_snapshot_can_be_is_left_alone(tmp_path: Path) -> None:
     assert told == []
 
 
-def test_without_room_the_old_snapshots_stay_and_the_path_is_named(
-    tmp_path: Path,
-) -> None:
+def test_without_room_the_old_snapshots_stay_and_the_path_is_named(tmp_path: Path) -> None:
     store, told = store_at(tmp_path)
     store.save("shard-0", snapshot("00001"))
     with largest_file(4096), pytest.raises(StorageError) as caught:

@@ -48,9 +48,7 @@ VIEW = SupervisorView(
     ),
 )
 FACTS = TaskFacts(
-    n_parameters=41_800_000,
-    train=DataFacts.of(Frames(range(710))),
-    test=DataFacts.of([0] * 49),
+    n_parameters=41_800_000, train=DataFacts.of(Frames(range(710))), test=DataFacts.of([0] * 49)
 )
 
 
@@ -119,7 +117,7 @@ Downpour, 2 replicas x 2 shards, Adagrad                      speech-demo, 710 s
                         time    samples  samples/s  held-out accuracy  held-out loss  training loss
 Downpour + Adagrad  8 m 11 s  4,800,000     10,000             39.8 %           2.34           2.21
 ended: 1 epoch trained; 8 m 00 s of training, 11 s before; staleness mean 0.9, p95 2; at least 2
-pushes lost; 1 restart; everything in runs/speech-demo"""  # noqa: E501
+pushes lost; 1 restart; everything in runs/speech-demo"""
 
 
 def test_losses_that_nobody_knows_are_not_called_none() -> None:

@@ -11,13 +11,7 @@ from rich.console import Console
 from distbelief.job.display import words
 from distbelief.job.display.progress import Progress, local_time
 from distbelief.job.display.screen import Screen, spark
-from distbelief.job.display.view import (
-    HostView,
-    Message,
-    Point,
-    RoleView,
-    SupervisorView,
-)
+from distbelief.job.display.view import HostView, Message, Point, RoleView, SupervisorView
 
 
 NOON = dt.datetime(2026, 11, 21, 12, 0, tzinfo=dt.UTC)
@@ -48,12 +42,8 @@ VIEW = SupervisorView(
     pushes_lost=2,
     roles=(
         RoleView(name="shard-0", state="serving", rate=310.2, last_heartbeat_age=0.2),
-        RoleView(
-            name="shard-1", state="restarting", last_heartbeat_age=3.2, restarts=1
-        ),
-        RoleView(
-            name="replica-0", state="computing", rate=39_400.0, last_heartbeat_age=0.1
-        ),
+        RoleView(name="shard-1", state="restarting", last_heartbeat_age=3.2, restarts=1),
+        RoleView(name="replica-0", state="computing", rate=39_400.0, last_heartbeat_age=0.1),
         RoleView(name="replica-1", state="computing", last_heartbeat_age=4.0),
     ),
     history=tuple(
@@ -70,9 +60,7 @@ VIEW = SupervisorView(
 )
 
 
-def drawn(
-    view: SupervisorView, *, width: int, height: int = 40, strip: bool = False
-) -> str:
+def drawn(view: SupervisorView, *, width: int, height: int = 40, strip: bool = False) -> str:
     console = Console(width=width, height=height, file=io.StringIO(), record=True)
     console.print(Screen(view, name="speech-demo"))
     text = console.export_text()
@@ -101,8 +89,7 @@ def test_the_screen_looks_so() -> None:
         staleness_p95=2.0,
         roles=VIEW.roles,
         history=tuple(
-            Point(seconds=float(t), samples=t, loss=8.0 - t, metric=t / 10)
-            for t in range(8)
+            Point(seconds=float(t), samples=t, loss=8.0 - t, metric=t / 10) for t in range(8)
         ),
     )
     assert drawn(flat, width=72, strip=True) == SCREEN
@@ -127,12 +114,7 @@ replica 1   computing, silent                  -   4.0 s ago          0
 
 @pytest.mark.parametrize(
     ("flops", "text"),
-    [
-        (None, "-"),
-        (2.5e6, "2.5 MFLOP/s"),
-        (4.2e10, "42 GFLOP/s"),
-        (1.5e12, "1.5 TFLOP/s"),
-    ],
+    [(None, "-"), (2.5e6, "2.5 MFLOP/s"), (4.2e10, "42 GFLOP/s"), (1.5e12, "1.5 TFLOP/s")],
 )
 def test_speeds_have_two_digits(flops: float | None, text: str) -> None:
     assert words.speed(flops) == text
@@ -175,9 +157,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 50, 80])
-def test_a_narrow_terminal_still_names_every_role_and_the_share_done(
-    width: int,
-) -> None:
+def test_a_narrow_terminal_still_names_every_role_and_the_share_done(width: int) -> None:
     text = drawn(VIEW, width=width)
     assert "43 %" in text
     for name in ("shard 0", "shard 1", "replica 0", "replica 1"):
@@ -241,13 +221,9 @@ def test_of_a_job_that_was_killed_the_screen_says_what_was() -> None:
 
 
 @given(
-    values=st.lists(st.floats(), max_size=200),
-    width=st.integers(0, 60),
-    ascii_only=st.booleans(),
+    values=st.lists(st.floats(), max_size=200), width=st.integers(0, 60), ascii_only=st.booleans()
 )
-@example(
-    values=[1.7976931348623157e308, -9.9e291], width=2, ascii_only=False
-)  # their difference
+@example(values=[1.7976931348623157e308, -9.9e291], width=2, ascii_only=False)  # their difference
 def test_a_curve_never_exceeds_its_room_nor_fails(
     values: list[float],
     width: int,
@@ -282,9 +258,7 @@ def in_a_pipe(*views: SupervisorView, report_every: float = 2.0) -> list[str]:
 
 def test_in_a_pipe_each_report_is_one_unbroken_line() -> None:
     message, report = in_a_pipe(VIEW)
-    assert message == (
-        "11:59:58  shard 1 silent for 3.0 s: restarting it from snapshot 00412"
-    )
+    assert message == ("11:59:58  shard 1 silent for 3.0 s: restarting it from snapshot 00412")
     assert report == (
         "12:00:00  training  43 %  305,000 samples  78,912/s  loss 2.21  held-out "
         "accuracy 39.8 %  staleness mean 0.9, p95 2  about 1 m 41 s left"
@@ -346,17 +320,13 @@ def test_on_a_terminal_messages_stay_and_the_screen_vanishes() -> None:
     assert out.count("shard 1 silent for 3.0 s") == 1
     assert "\x1b[33m" in out  # a warning is yellow
     left = left_on_terminal(out)
-    assert left == [
-        "11:59:58  shard 1 silent for 3.0 s: restarting it from snapshot 00412"
-    ]
+    assert left == ["11:59:58  shard 1 silent for 3.0 s: restarting it from snapshot 00412"]
 
 
 def left_on_terminal(out: str) -> list[str]:
     """Return the lines that stand on a terminal that received `out`."""
     lines, row = [""], 0
-    for control, text in re.findall(
-        r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)|([^\x1b\r\n]+)", out
-    ):
+    for control, text in re.findall(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)|([^\x1b\r\n]+)", out):
         if text:
             lines[row] += text
         elif control == "\n":

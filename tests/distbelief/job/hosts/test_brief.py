@@ -7,12 +7,7 @@ import pytest
 
 from distbelief.errors import JobError
 from distbelief.job.configuration.jobfile import job_from_json
-from distbelief.job.hosts.brief import (
-    moved_here,
-    patience_of,
-    read_brief,
-    write_brief,
-)
+from distbelief.job.hosts.brief import moved_here, patience_of, read_brief, write_brief
 from distbelief.job.processes.process import Spec
 from distbelief.parameter_server.layout.layout import Layout, TensorSpec
 from tests.distbelief.job.jobs import speech
@@ -20,9 +15,7 @@ from tests.distbelief.job.jobs import speech
 
 def spec_of(*overrides: str, memory: str = "/dev/shm/x") -> Spec:
     job = speech(*overrides, path="/home/ada/nets/speech.toml")
-    layout = Layout.of(
-        [TensorSpec(name="w", shape=(3, 2), kind="parameter")], n_shards=1
-    )
+    layout = Layout.of([TensorSpec(name="w", shape=(3, 2), kind="parameter")], n_shards=1)
     return Spec(
         job=msgspec.Raw(job.to_json()),
         run="name",
@@ -57,9 +50,7 @@ def test_a_machine_knows_from_the_brief_how_long_to_wait_for_the_supervisor() ->
 
 
 def test_a_job_looks_for_its_files_where_the_machine_has_them(tmp_path: Path) -> None:
-    spec = spec_of(
-        'data.train.arguments={ files = ["./a.npy", "../b.npy"], other = "/data/c" }'
-    )
+    spec = spec_of('data.train.arguments={ files = ["./a.npy", "../b.npy"], other = "/data/c" }')
     job = job_from_json(bytes(moved_here(spec.job, tmp_path)))
     here = str(tmp_path)
     assert job.import_paths == (here,)
@@ -76,9 +67,7 @@ def test_what_is_no_brief_is_refused(content: bytes) -> None:
         read_brief(content)
 
 
-@pytest.mark.parametrize(
-    "job", [b"1", b"{}", b'{"source":{"import_paths":[1]}}', b'{"\xd8":1}']
-)
+@pytest.mark.parametrize("job", [b"1", b"{}", b'{"source":{"import_paths":[1]}}', b'{"\xd8":1}'])
 def test_what_is_no_job_is_refused(job: bytes) -> None:
     with pytest.raises(JobError, match="sent no job"):
         moved_here(msgspec.Raw(job), Path())

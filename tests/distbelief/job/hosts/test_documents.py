@@ -65,15 +65,9 @@ def test_a_slow_link_does_not_fill_with_the_same_piece(piece_seconds: float) -> 
 
 @pytest.mark.parametrize(
     ("offset", "n_bytes", "content"),
-    [
-        (0, 3, b"four"),
-        (0, DOCUMENT_BYTES_MAX + 1, b"x"),
-        (0, 1, b""),
-    ],
+    [(0, 3, b"four"), (0, DOCUMENT_BYTES_MAX + 1, b"x"), (0, 1, b"")],
 )
-def test_a_piece_that_makes_no_sense_is_refused(
-    offset: int, n_bytes: int, content: bytes
-) -> None:
+def test_a_piece_that_makes_no_sense_is_refused(offset: int, n_bytes: int, content: bytes) -> None:
     piece = Piece(document="d", offset=offset, n_bytes=n_bytes, content=Blob(content))
     with pytest.raises(RemoteProtocolError, match="bytes of d at 0"):
         Reading("d").take(piece)

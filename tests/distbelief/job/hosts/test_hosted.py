@@ -10,16 +10,7 @@ from distbelief.job.hosts.host import BRIEF, Host
 from distbelief.job.hosts.host_config import HostConfig
 from distbelief.job.hosts.probing import N_PIECES_MAX, PIECE_BYTES, PROBE, probe_piece
 from distbelief.job.supervision.membership import Kind, Presence
-from distbelief.messages import (
-    Alive,
-    Ask,
-    Blob,
-    Dismiss,
-    HostReport,
-    Join,
-    Piece,
-    Stop,
-)
+from distbelief.messages import Alive, Ask, Blob, Dismiss, HostReport, Join, Piece, Stop
 from distbelief.roles import (
     SUPERVISOR,
     USER,
@@ -178,9 +169,7 @@ def test_replicas_without_a_core_wait_for_who_comes_late() -> None:
     town = Town(roster(4))
     town.pass_time(100.0)
     assert town.runs() == {"here": ["evaluator", "replica-0", "shard-0"]}
-    assert (
-        "replica 3 waits for a machine with free cores (distbelief join)" in town.said
-    )
+    assert "replica 3 waits for a machine with free cores (distbelief join)" in town.said
     states = {r.name: r.state for r in town.supervisor.view(town.now).roles}
     assert states["replica-3"] == "waiting for a machine"
     town.come("a")
@@ -326,12 +315,8 @@ def test_a_machine_that_stays_is_told_why_it_is_sent_away() -> None:
     host = Host(config, site=Site(patience=600.0))
     sent_away = Dismiss(life=1, again=False, reason="no such file", refused=True)
     host.handle(Started(incarnation=1), 0.0)
-    said, *others = host.handle(
-        Received(sender=SUPERVISOR, incarnation=1, message=sent_away), 1.0
-    )
-    assert said == Report(
-        text="sent away: no such file; waiting for another job", level="warning"
-    )
+    said, *others = host.handle(Received(sender=SUPERVISOR, incarnation=1, message=sent_away), 1.0)
+    assert said == Report(text="sent away: no such file; waiting for another job", level="warning")
     assert not any(isinstance(action, Halt) for action in others)
 
 
@@ -443,9 +428,7 @@ def test_a_machine_that_begins_anew_as_its_job_ends_ends_too() -> None:
     assert not tell_lost(town, machine, seconds=59)
     report, *_, halt = tell_lost(town, machine, seconds=3)
     assert isinstance(report, Report)
-    assert (
-        report.text == f"{LOST.reason}: the job is over; how it ended is not known here"
-    )
+    assert report.text == f"{LOST.reason}: the job is over; how it ended is not known here"
     assert halt == Halt(error=None)
 
 
@@ -537,13 +520,9 @@ def test_words_that_nobody_should_say_are_refused() -> None:
     host = Address("host-a")
     for message in (Alive(), Ask(document="secret", offset=0)):
         with pytest.raises(RemoteProtocolError):
-            town.hosted.handle(
-                Received(sender=host, incarnation=1, message=message), town.now
-            )
+            town.hosted.handle(Received(sender=host, incarnation=1, message=message), town.now)
     stranger = Received(
-        sender=Address("host-b"),
-        incarnation=1,
-        message=Join(endpoint="", host="", pid=1),
+        sender=Address("host-b"), incarnation=1, message=Join(endpoint="", host="", pid=1)
     )
     assert not town.hosted.handle(stranger, town.now)
 
@@ -601,9 +580,7 @@ class Machines(RuleBasedStateMachine):
     @invariant()
     def no_life_runs_twice(self) -> None:
         lives = [
-            life
-            for machine in self.town.machines.values()
-            for life in machine.processes.items()
+            life for machine in self.town.machines.values() for life in machine.processes.items()
         ]
         assert len(set(lives)) == len(lives)
 
@@ -618,9 +595,7 @@ class Machines(RuleBasedStateMachine):
             if record.is_alive and record.presence is not Presence.WAITING
         }
         lives = [
-            life
-            for machine in self.town.machines.values()
-            for life in machine.processes.items()
+            life for machine in self.town.machines.values() for life in machine.processes.items()
         ]
         assert sorted(lives) == sorted(expected)
 

@@ -81,11 +81,7 @@ def join(head: Head, directory: Path) -> tuple[int, list[str]]:
     """Return the exit code, and what its user was told."""
     said: list[str] = []
     wanted = joining.Wanted(
-        address=head.address,
-        keys=None,
-        cores=1,
-        directory=directory,
-        wait_seconds=SECONDS_MAX,
+        address=head.address, keys=None, cores=1, directory=directory, wait_seconds=SECONDS_MAX
     )
     with head:
         return joining.join(wanted, tell=said.append), said

@@ -22,9 +22,7 @@ def test_ray_lends_room_for_what_has_none_here(
     n_hosts: int, n_machines: int, here: int, cores: int
 ) -> None:
     job = speech("cluster.replicas=8", "cluster.threads=2")
-    wanted = RayWanted.of(
-        job, n_hosts=n_hosts, n_machines=n_machines, slots_here=here, keys=""
-    )
+    wanted = RayWanted.of(job, n_hosts=n_hosts, n_machines=n_machines, slots_here=here, keys="")
     assert wanted.cores == cores
     assert wanted.allowed == ("speech.model", "speech.data")
 
@@ -150,9 +148,7 @@ def lent(tmp_path: Path, n_hosts: int) -> RayHosts:
     return machines
 
 
-def test_that_ray_has_no_room_is_told_after_a_while(
-    ray: Cluster, tmp_path: Path
-) -> None:
+def test_that_ray_has_no_room_is_told_after_a_while(ray: Cluster, tmp_path: Path) -> None:
     """The job waited for its machines, ten minutes by default, and said no more."""
     machines = lent(tmp_path, 2)
     said = [text for now in range(30) for text in machines.news(float(now))]

@@ -34,9 +34,7 @@ def test_of_what_nobody_has_measured_there_is_no_grade() -> None:
 
 
 @given(flops=st.floats(0.0, 1e18), bandwidth=st.floats(0.0, 1e18))
-def test_whatever_a_machine_says_of_itself_is_some_grade(
-    flops: float, bandwidth: float
-) -> None:
+def test_whatever_a_machine_says_of_itself_is_some_grade(flops: float, bandwidth: float) -> None:
     """5e-324 operations a second took infinitely long, and the supervisor down."""
     grade = Step(operations=6.0, n_bytes=8.0).grade(flops=flops, bandwidth=bandwidth)
     assert (grade is None) == (flops == 0.0)

@@ -30,9 +30,7 @@ def run(*, bandwidth: float, latency: float = 0.0) -> tuple[LinkProbe, float]:
 
 
 @given(bandwidth=st.floats(1e5, 1e9), latency=st.floats(0.0, 0.0005))
-def test_the_rate_is_that_of_the_link_but_for_its_latency(
-    bandwidth: float, latency: float
-) -> None:
+def test_the_rate_is_that_of_the_link_but_for_its_latency(bandwidth: float, latency: float) -> None:
     probe, seconds = run(bandwidth=bandwidth, latency=latency)
     assert probe.is_over
     assert 0.8 * bandwidth <= probe.rate <= 1.01 * bandwidth

@@ -29,11 +29,7 @@ def prepare():
 
 FACTORIES = tuple(
     f"{table}.factory=letters:{name}"
-    for table, name in (
-        ("model", "net"),
-        ("data.train", "frames"),
-        ("data.test", "frames"),
-    )
+    for table, name in (("model", "net"), ("data.train", "frames"), ("data.test", "frames"))
 )
 
 

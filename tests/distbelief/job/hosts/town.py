@@ -21,15 +21,7 @@ from distbelief.job.supervision.membership import Kind
 from distbelief.job.supervision.stop_rules import StopRules
 from distbelief.job.supervision.supervisor import Supervisor
 from distbelief.job.supervision.supervisor_config import SupervisorConfig
-from distbelief.messages import (
-    Failed,
-    Finished,
-    Heartbeat,
-    Join,
-    Message,
-    Piece,
-    Stop,
-)
+from distbelief.messages import Failed, Finished, Heartbeat, Join, Message, Piece, Stop
 from distbelief.roles import (
     SUPERVISOR,
     USER,
@@ -125,9 +117,7 @@ class Town:
         self.pass_time(2.0)
         return machine
 
-    def begin_another(
-        self, roster: Sequence[tuple[str, Kind]], config: HostedConfig
-    ) -> None:
+    def begin_another(self, roster: Sequence[tuple[str, Kind]], config: HostedConfig) -> None:
         """A supervisor begins; at the place of the one before, if there was one."""
         stop = StopRules(StopTable(epochs=1e9), n_train=100)
         self.supervisor = Supervisor(
@@ -282,11 +272,7 @@ class Town:
 
 
 def config_of(
-    *,
-    n_hosts: int = 0,
-    hosts_seconds_max: float = 600.0,
-    slots_here: int = 1,
-    run: str = "r",
+    *, n_hosts: int = 0, hosts_seconds_max: float = 600.0, slots_here: int = 1, run: str = "r"
 ) -> HostedConfig:
     return HostedConfig(
         run=run,

@@ -16,8 +16,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "__init__.py").write_text("")
     (tmp_path / "letters" / "model.py").write_text(
-        "import os\nfrom os import system\n"
-        "def net():\n    pass\ndef frames():\n    pass\n"
+        "import os\nfrom os import system\ndef net():\n    pass\ndef frames():\n    pass\n"
     )
     (tmp_path / "lettersmith.py").write_text("raise OSError('it was imported')\n")
     monkeypatch.syspath_prepend(str(tmp_path))

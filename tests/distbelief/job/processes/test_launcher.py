@@ -31,9 +31,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     """
     monkeypatch.setattr("distbelief.job.processes.launcher.subprocess", Subprocesses)
     with Launcher() as launcher:
-        launcher.serve(
-            spec=tmp_path / "none.json", log_of=lambda name: tmp_path / f"{name}.log"
-        )
+        launcher.serve(spec=tmp_path / "none.json", log_of=lambda name: tmp_path / f"{name}.log")
         yield launcher
 
 
@@ -47,9 +45,7 @@ def next_losses(launcher: Launcher) -> list[PeerLost]:
     return losses
 
 
-def test_a_process_that_fails_is_told_once_with_its_log(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_a_process_that_fails_is_told_once_with_its_log(launcher: Launcher, tmp_path: Path) -> None:
     launcher.launch(ONE, 3)
     (lost,) = next_losses(launcher)
     assert (lost.peer, lost.incarnation) == (ONE, 3)
@@ -62,9 +58,7 @@ def test_a_process_that_fails_is_told_once_with_its_log(
 
 
 @pytest.mark.untraced
-def test_a_fork_server_that_dies_takes_its_children_and_is_replaced(
-    launcher: Launcher,
-) -> None:
+def test_a_fork_server_that_dies_takes_its_children_and_is_replaced(launcher: Launcher) -> None:
     launcher.launch(ONE, 1)
     next_losses(launcher)
     server = launcher._server
@@ -157,12 +151,7 @@ def answer(server: "subprocess.Popen[bytes]") -> forkserver.Report:
 def start(server: "subprocess.Popen[bytes]", folder: Path, name: str) -> int:
     """Start a child; return its process once it has written to its log."""
     log = folder / f"{name}.log"
-    ask(
-        server,
-        forkserver.Start(
-            program="role", name=name, incarnation=2, spec="S", log=str(log)
-        ),
-    )
+    ask(server, forkserver.Start(program="role", name=name, incarnation=2, spec="S", log=str(log)))
     begun = answer(server)
     assert isinstance(begun, forkserver.Begun)
     poll(lambda: log.exists() and log.read_text().endswith("\n"))
@@ -189,9 +178,7 @@ def test_a_child_has_what_the_server_was_asked_to_import(
     assert log == "replica-0.0 2 S True True True\n"
 
 
-def test_children_are_ended_by_name(
-    server: "subprocess.Popen[bytes]", tmp_path: Path
-) -> None:
+def test_children_are_ended_by_name(server: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
     one = start(server, tmp_path, "shard-0")
     two = start(server, tmp_path, "shard-1")
     ask(server, forkserver.Kill(name="shard-0"))

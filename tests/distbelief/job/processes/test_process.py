@@ -20,17 +20,7 @@ from distbelief.job.configuration.jobfile import Job, parse_job
 from distbelief.job.directory.store import SnapshotStore
 from distbelief.job.processes import forkserver, process
 from distbelief.job.processes.process import SharedShelf, Spec
-from distbelief.messages import (
-    Failed,
-    Finished,
-    Heartbeat,
-    Join,
-    Message,
-    Peers,
-    Save,
-    Saved,
-    Stop,
-)
+from distbelief.messages import Failed, Finished, Heartbeat, Join, Message, Peers, Save, Saved, Stop
 from distbelief.parameter_server.layout.layout import Layout
 from distbelief.roles import Address, Snapshot
 from distbelief.runtime.task.local_model import LocalModel
@@ -266,9 +256,7 @@ def test_a_child_without_room_for_its_last_words_ends_all_the_same(
     monkeypatch.setattr(forkserver, "_program", lambda _program: run)
     monkeypatch.setattr(sys, "stdout", Full())
     monkeypatch.setattr(sys, "stderr", Full())
-    start = forkserver.Start(
-        program="role", name="shard-0", incarnation=1, spec="", log=""
-    )
+    start = forkserver.Start(program="role", name="shard-0", incarnation=1, spec="", log="")
     with pytest.raises(Ended) as caught:
         forkserver._run(start, parent=os.getpid())
     assert caught.value.args == (3,)

@@ -11,11 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.job.processes.signals import (
-    Caught,
-    caught_signals,
-    ended_by_signals,
-)
+from distbelief.job.processes.signals import Caught, caught_signals, ended_by_signals
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +37,7 @@ def test_a_closed_terminal_is_told_of_as_ctrl_c_is() -> None:
 
 
 @pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGINT])
-def test_it_is_no_second_request_that_would_end_all_at_once(
-    first: signal.Signals,
-) -> None:
+def test_it_is_no_second_request_that_would_end_all_at_once(first: signal.Signals) -> None:
     """The shell sends SIGHUP, and so does the kernel when the shell has ended."""
     _, told = caught_of(first, signal.SIGHUP)
     assert told == [first]

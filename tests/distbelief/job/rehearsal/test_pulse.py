@@ -6,12 +6,7 @@ from pathlib import Path
 import pytest
 
 from distbelief.errors import DistBeliefError
-from distbelief.job.rehearsal.pulse import (
-    DEAD_SECONDS,
-    SILENT_SECONDS,
-    START_SECONDS_MAX,
-    Pulse,
-)
+from distbelief.job.rehearsal.pulse import DEAD_SECONDS, SILENT_SECONDS, START_SECONDS_MAX, Pulse
 
 
 @pytest.fixture
@@ -67,9 +62,7 @@ def test_who_has_ended_is_not_missed(paths: list[Path]) -> None:
         assert pulse.look(half / 2, left=(0,)) == []
 
 
-def test_time_in_which_who_looks_stood_still_is_nobodys_silence(
-    paths: list[Path],
-) -> None:
+def test_time_in_which_who_looks_stood_still_is_nobodys_silence(paths: list[Path]) -> None:
     """Ctrl+Z stops all of them, and the one that looks goes on first."""
     pulse = Pulse(paths, pids=(70, 71), now=0.0)
     looks(pulse, 0.0, 5.0, *paths)

@@ -73,9 +73,7 @@ def test_all_of_it_is_plain_data() -> None:
     plain = verified([GOOD], [link]).plain()
     assert plain["passed"] is True
     assert plain["errors"] == {"outputs": {"plan": 2e-6, "one_process": 1e-6}}
-    assert plain["links"] == [
-        {"from": 0, "to": 1, "predicted_bytes": 10, "sent_bytes": 10}
-    ]
+    assert plain["links"] == [{"from": 0, "to": 1, "predicted_bytes": 10, "sent_bytes": 10}]
 
 
 def test_a_gradient_of_rounding_is_measured_by_the_others() -> None:
@@ -109,9 +107,7 @@ def test_words_are_drawn_from_all_that_every_table_has() -> None:
     known = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3))
     hidden = nn.Sequential(nn.Embedding(7, 4, scale_grad_by_freq=True), nn.Flatten())
     for module, words in ((known, set(range(7))), (hidden, {0})):
-        graph = append_loss(
-            capture(module, [InputSpec(shape=(3,), n_values=7)]), "cross_entropy"
-        )
+        graph = append_loss(capture(module, [InputSpec(shape=(3,), n_values=7)]), "cross_entropy")
         sample = verifying._sample(graph)
         inputs, labels = verifying._batch(graph, sample, batch=64, loss="cross_entropy")
         assert set(inputs.flatten().tolist()) == words
@@ -128,9 +124,7 @@ def net() -> nn.Module:
 
 def test_sigterm_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended a verification at once; the folder with all weights stayed in /tmp."""
-    outlook = distbelief.plan(
-        net(), torch.zeros(8, 4), loss="cross_entropy", machines=(2,)
-    )
+    outlook = distbelief.plan(net(), torch.zeros(8, 4), loss="cross_entropy", machines=(2,))
     folders: list[Path] = []
 
     def end(rehearsal: Rehearsal, *, n_machines: int) -> None:
@@ -141,8 +135,6 @@ def test_sigterm_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(verifying, "rehearse", end)
     with pytest.raises(SystemExit) as caught:
-        verifying.verify(
-            outlook, factory=f"{__name__}:net", loss="cross_entropy", n_cores=2
-        )
+        verifying.verify(outlook, factory=f"{__name__}:net", loss="cross_entropy", n_cores=2)
     assert caught.value.code == 143
     assert not folders[0].exists()

@@ -100,9 +100,7 @@ def test_a_damaged_journal_of_a_coordinator_is_named_with_a_way_on(run: Run) -> 
     damage(journal)
 
     def read() -> int:
-        legacy = read_legacy(
-            run.directory, store, n_shards=2, coordinator="coordinator"
-        )
+        legacy = read_legacy(run.directory, store, n_shards=2, coordinator="coordinator")
         return len(legacy.restored)
 
     with pytest.raises(StorageError) as caught:
@@ -114,9 +112,7 @@ def test_a_damaged_journal_of_a_coordinator_is_named_with_a_way_on(run: Run) -> 
 
 
 @pytest.mark.parametrize("content", ["", "{", "\0" * 40])
-def test_what_was_lost_before_a_damaged_status_is_unknown_not_none(
-    run: Run, content: str
-) -> None:
+def test_what_was_lost_before_a_damaged_status_is_unknown_not_none(run: Run, content: str) -> None:
     run.directory.status_file.write_text(content)
     resumed = run.take_up(job())
     assert resumed.legacy.before.pushes_lost is None

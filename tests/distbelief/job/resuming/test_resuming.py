@@ -151,12 +151,7 @@ def test_where_a_shard_has_nothing_no_sample_counts(
 
 def measured(samples: int) -> Status:
     view = SupervisorView(
-        seconds=9.0,
-        samples=samples,
-        loss=0.1,
-        metric=0.9,
-        held_out_loss=0.2,
-        best_metric=0.95,
+        seconds=9.0, samples=samples, loss=0.1, metric=0.9, held_out_loss=0.2, best_metric=0.95
     )
     return Status(name="x", pid=1, written=0.0, view=view)
 

@@ -24,10 +24,7 @@ ROSTER: tuple[tuple[str, Kind], ...] = (
 
 
 def a_job(
-    stop: StopTable | None = None,
-    *,
-    warm_start_steps: int = 0,
-    before: Before | None = None,
+    stop: StopTable | None = None, *, warm_start_steps: int = 0, before: Before | None = None
 ) -> Desk:
     config = SupervisorConfig(
         roster=ROSTER,
@@ -50,11 +47,7 @@ def bounds(actions: Sequence[Action]) -> dict[str, int | None]:
 
 def report(desk: Desk, name: str, samples: int) -> list[Action]:
     progress = Progress(
-        step=samples // BATCH,
-        samples=samples,
-        loss=1.0,
-        seconds_computing=0.0,
-        seconds_waiting=0.0,
+        step=samples // BATCH, samples=samples, loss=1.0, seconds_computing=0.0, seconds_waiting=0.0
     )
     return desk.hear(name, progress)
 
@@ -87,9 +80,7 @@ def trained(desk: Desk, told: dict[str, int | None], speeds: dict[str, int]) -> 
 
 
 @pytest.mark.parametrize("speeds", [(10, 10), (10, 20), (10, 200), (200, 200)])
-def test_together_the_replicas_train_what_the_job_asks_for(
-    speeds: tuple[int, int],
-) -> None:
+def test_together_the_replicas_train_what_the_job_asks_for(speeds: tuple[int, int]) -> None:
     desk = a_job()
     told = bounds(desk.join())
     trained(desk, told, dict(zip(REPLICAS, speeds, strict=True)))

@@ -2,19 +2,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from distbelief.errors import (
-    DistBeliefError,
-    JobError,
-    PeerLostError,
-    RemoteProtocolError,
-)
-from distbelief.job.supervision.member import (
-    BUILD,
-    SAVE_SECONDS_MAX,
-    TIMER,
-    Member,
-    MemberConfig,
-)
+from distbelief.errors import DistBeliefError, JobError, PeerLostError, RemoteProtocolError
+from distbelief.job.supervision.member import BUILD, SAVE_SECONDS_MAX, TIMER, Member, MemberConfig
 from distbelief.messages import (
     Alive,
     Begin,
@@ -82,11 +71,7 @@ class Driver:
     ) -> None:
         self.inner = Inner()
         config = MemberConfig(
-            name=name,
-            endpoint="tcp://here",
-            host="h",
-            pid=7,
-            patience_seconds=patience,
+            name=name, endpoint="tcp://here", host="h", pid=7, patience_seconds=patience
         )
         self.member = Member(config, build=build or (lambda: self.inner))
         self.now = 100.0
@@ -124,9 +109,7 @@ def messages(actions: Sequence[Action]) -> list[Message]:
 def peers(*names: str, incarnation: int = 1) -> Peers:
     return Peers(
         entries=tuple(
-            PeerEntry(
-                name=name, incarnation=incarnation, endpoint=f"at-{name}", host="h"
-            )
+            PeerEntry(name=name, incarnation=incarnation, endpoint=f"at-{name}", host="h")
             for name in names
         )
     )
@@ -137,9 +120,7 @@ def driver() -> Driver:
     return Driver()
 
 
-def test_it_joins_and_says_that_it_lives_while_it_is_being_built(
-    driver: Driver,
-) -> None:
+def test_it_joins_and_says_that_it_lives_while_it_is_being_built(driver: Driver) -> None:
     said = messages(driver.start())
     join, heartbeat = said
     assert isinstance(join, Join)
@@ -164,9 +145,7 @@ def test_it_joins_again_until_it_is_introduced(driver: Driver) -> None:
     assert isinstance(heartbeat, Heartbeat)
 
 
-def test_the_role_within_starts_once_it_is_built_and_introduced(
-    driver: Driver,
-) -> None:
+def test_the_role_within_starts_once_it_is_built_and_introduced(driver: Driver) -> None:
     driver.start()
     driver.say(peers("shard-0"))
     assert driver.inner.events == []
@@ -184,9 +163,7 @@ def test_or_the_other_way_round(driver: Driver) -> None:
     driver.build()
     assert driver.member.status()[0] == "joining"
     actions = driver.say(peers("shard-0"))
-    connect = Connect(
-        peer=Address("shard-0"), incarnation=1, endpoint="at-shard-0", host="h"
-    )
+    connect = Connect(peer=Address("shard-0"), incarnation=1, endpoint="at-shard-0", host="h")
     assert actions[0] == connect
     assert driver.inner.events[0] == Started(incarnation=2)
 
@@ -222,9 +199,7 @@ def test_changes_among_peers_are_told_to_the_role_within(driver: Driver) -> None
     driver.start()
     driver.build()
     driver.say(peers("shard-0", "shard-1"))
-    assert not [
-        a for a in driver.say(peers("shard-0", "shard-1")) if type(a) is Connect
-    ]
+    assert not [a for a in driver.say(peers("shard-0", "shard-1")) if type(a) is Connect]
     driver.inner.events.clear()
     driver.say(peers("shard-1"))
     (lost,) = driver.inner.events

@@ -9,26 +9,8 @@ from distbelief.job.display.view import RoleView
 from distbelief.job.supervision.membership import Kind
 from distbelief.job.supervision.stop_rules import StopRules
 from distbelief.job.supervision.supervisor_config import SupervisorConfig
-from distbelief.messages import (
-    Alone,
-    Failed,
-    Finished,
-    Lead,
-    Peers,
-    Save,
-    Saved,
-    Stop,
-    Whole,
-)
-from distbelief.roles import (
-    Action,
-    Address,
-    Launch,
-    PeerLost,
-    Send,
-    Terminate,
-    TimerFired,
-)
+from distbelief.messages import Alone, Failed, Finished, Lead, Peers, Save, Saved, Stop, Whole
+from distbelief.roles import Action, Address, Launch, PeerLost, Send, Terminate, TimerFired
 from tests.distbelief.job.supervision.test_supervisor import Desk, sent
 
 
@@ -122,9 +104,7 @@ def test_to_lead_is_said_again_until_it_has_come(desk: Desk) -> None:
     assert leads(beat(desk, "shard-0", pairing=2.0)) == []
 
 
-def test_when_a_leader_dies_its_second_takes_over_and_nothing_is_lost(
-    whole: Desk,
-) -> None:
+def test_when_a_leader_dies_its_second_takes_over_and_nothing_is_lost(whole: Desk) -> None:
     actions = whole.die("shard-0")
     assert leads(actions) == [("shard-0b", 3, "")]
     assert Launch(name=Address("shard-0"), incarnation=2) in actions
@@ -154,9 +134,7 @@ def test_a_silent_second_is_left_its_time(whole: Desk) -> None:
     assert not [action for action in actions if isinstance(action, Terminate)]
 
 
-def test_of_two_silent_copies_the_one_that_leads_is_given_twice_as_long(
-    whole: Desk,
-) -> None:
+def test_of_two_silent_copies_the_one_that_leads_is_given_twice_as_long(whole: Desk) -> None:
     """Each was said to go on for the other, and both were put down at once."""
     beat(whole, *COPIES, pairing=2.0, whole=2.0, clock=100.0)
     actions = live(whole, 19.5, "replica-0")
@@ -167,14 +145,8 @@ def test_of_two_silent_copies_the_one_that_leads_is_given_twice_as_long(
             "restarting it from its initial values; about 100 acknowledged pushes will "
             "be lost"
         ),
-        (
-            "shard 0b silent for 3.2 s: in 7 s restarting it; shard 0, which holds "
-            "all, is silent"
-        ),
-        (
-            "shard 0b silent for 10.2 s: restarting it; shard 0, which holds all, is "
-            "silent"
-        ),
+        ("shard 0b silent for 3.2 s: in 7 s restarting it; shard 0, which holds all, is silent"),
+        ("shard 0b silent for 10.2 s: restarting it; shard 0, which holds all, is silent"),
     ]
     actions = live(whole, 1.0, "replica-0")
     assert [a.name for a in actions if isinstance(a, Terminate)] == ["shard-0"]
@@ -198,8 +170,7 @@ def test_nothing_is_promised_of_a_copy_that_is_silent_or_dead(whole: Desk) -> No
     live(whole, 2.0, "replica-0")
     whole.die("shard-0")
     assert whole.told[-1] == (
-        "shard 0 was ended by signal SIGKILL: restarting it; shard 0b, which holds "
-        "all, is silent"
+        "shard 0 was ended by signal SIGKILL: restarting it; shard 0b, which holds all, is silent"
     )
 
 
@@ -220,9 +191,7 @@ def test_two_copies_that_die_at_once_are_said_to_be_dead(whole: Desk) -> None:
     ]
 
 
-def test_a_leader_whose_second_is_not_whole_comes_back_from_its_snapshot(
-    desk: Desk,
-) -> None:
+def test_a_leader_whose_second_is_not_whole_comes_back_from_its_snapshot(desk: Desk) -> None:
     desk.join()
     beat(desk, "shard-0", pairing=2.0, clock=50.0)
     actions = desk.die("shard-0")
@@ -237,9 +206,7 @@ def test_a_leader_whose_second_is_not_whole_comes_back_from_its_snapshot(
     assert leads(desk.join("shard-0"))[0][0] == "shard-0"
 
 
-def test_a_second_that_dies_leaves_its_leader_alone_and_comes_back(
-    whole: Desk,
-) -> None:
+def test_a_second_that_dies_leaves_its_leader_alone_and_comes_back(whole: Desk) -> None:
     actions = whole.die("shard-0b")
     assert leads(actions) == [("shard-0", 3, "")]
     assert whole.told[1:] == [
@@ -251,9 +218,7 @@ def test_a_second_that_dies_leaves_its_leader_alone_and_comes_back(
     assert leads(whole.join("shard-0b")) == [("shard-0", 4, "shard-0b")]
 
 
-def test_a_leader_that_gets_no_answer_is_released_and_paired_again_later(
-    whole: Desk,
-) -> None:
+def test_a_leader_that_gets_no_answer_is_released_and_paired_again_later(whole: Desk) -> None:
     assert leads(whole.hear("shard-0", Alone(pairing=2))) == [("shard-0", 3, "")]
     beat(whole, "shard-0", pairing=3.0)
     whole.now += 0.5

@@ -14,16 +14,8 @@ def rules(table: StopTable, *, has_test: bool = True) -> StopRules:
         (StopTable(epochs=1), Reached(samples=1000, seconds=1), "1 epoch done"),
         (StopTable(epochs=2.5), Reached(samples=2500, seconds=1), "2.5 epochs done"),
         (StopTable(samples=7), Reached(samples=9, seconds=1), "7 samples done"),
-        (
-            StopTable(samples=7, epochs=1),
-            Reached(samples=7, seconds=1),
-            "7 samples done",
-        ),
-        (
-            StopTable(seconds=600),
-            Reached(samples=0, seconds=600),
-            "10 m 00 s of training are over",
-        ),
+        (StopTable(samples=7, epochs=1), Reached(samples=7, seconds=1), "7 samples done"),
+        (StopTable(seconds=600), Reached(samples=0, seconds=600), "10 m 00 s of training are over"),
         (
             StopTable(accuracy=0.9),
             Reached(samples=0, seconds=0, metric=0.905),
@@ -36,9 +28,7 @@ def rules(table: StopTable, *, has_test: bool = True) -> StopRules:
         ),
     ],
 )
-def test_a_rule_that_is_met_ends_the_job(
-    table: StopTable, reached: Reached, reason: str
-) -> None:
+def test_a_rule_that_is_met_ends_the_job(table: StopTable, reached: Reached, reason: str) -> None:
     assert rules(table).reason(reached) == reason
 
 

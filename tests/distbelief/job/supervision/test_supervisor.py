@@ -63,9 +63,7 @@ class Desk:
 
     def __init__(self, config: SupervisorConfig | None = None) -> None:
         stop = StopRules(StopTable(epochs=1000), n_train=100)
-        self.supervisor = Supervisor(
-            config or SupervisorConfig(roster=ROSTER, stop=stop)
-        )
+        self.supervisor = Supervisor(config or SupervisorConfig(roster=ROSTER, stop=stop))
         self.now = 0.0
         roster = config.roster if config else ROSTER
         self.names = [name for name, _ in roster]
@@ -79,13 +77,9 @@ class Desk:
                 self.incarnations[action.name] = action.incarnation
         return actions
 
-    def hear(
-        self, name: str, message: Message, *, incarnation: int | None = None
-    ) -> list[Action]:
+    def hear(self, name: str, message: Message, *, incarnation: int | None = None) -> list[Action]:
         number = self.incarnations.get(name, 1) if incarnation is None else incarnation
-        return self.handle(
-            Received(sender=Address(name), incarnation=number, message=message)
-        )
+        return self.handle(Received(sender=Address(name), incarnation=number, message=message))
 
     def join(self, *names: str) -> list[Action]:
         actions: list[Action] = []
@@ -98,11 +92,7 @@ class Desk:
 
     def progress(self, name: str = "replica-0", step: int = 1) -> list[Action]:
         message = Progress(
-            step=step,
-            samples=10 * step,
-            loss=1.0,
-            seconds_computing=0.0,
-            seconds_waiting=0.0,
+            step=step, samples=10 * step, loss=1.0, seconds_computing=0.0, seconds_waiting=0.0
         )
         return self.hear(name, message)
 
@@ -116,9 +106,7 @@ class Desk:
             actions += self.handle(TimerFired(name="supervisor:tick"))
         return actions
 
-    def die(
-        self, name: str, reason: str = "was ended by signal SIGKILL"
-    ) -> list[Action]:
+    def die(self, name: str, reason: str = "was ended by signal SIGKILL") -> list[Action]:
         """A process ends, and its last words have had time to come."""
         number = self.incarnations[name]
         lost = PeerLost(peer=Address(name), incarnation=number, reason=reason)
@@ -234,9 +222,7 @@ def test_a_job_trains_once_a_replica_does() -> None:
     assert phase(desk) == "saving"
     for name in ("shard-0", "shard-1"):
         desk.hear(name, Saved(label="00001", clock=1))
-    desk.hear(
-        "evaluator", Measured(request=1, loss=0.5, metric=0.5, n_samples=9, clock=1.0)
-    )
+    desk.hear("evaluator", Measured(request=1, loss=0.5, metric=0.5, n_samples=9, clock=1.0))
     assert phase(desk) == "stopping"
     for name in ("shard-0", "shard-1", "evaluator"):
         desk.hear(name, Finished(counters={}))
@@ -327,9 +313,7 @@ def test_a_role_that_never_says_a_word_is_started_again(desk: Desk) -> None:
 # ----------------------------------------------------------------- now and then
 
 
-def test_it_asks_for_evaluations_and_snapshots_once_training_has_begun(
-    desk: Desk,
-) -> None:
+def test_it_asks_for_evaluations_and_snapshots_once_training_has_begun(desk: Desk) -> None:
     desk.join()
     assert sent(desk.pass_time(40.0, beats=EVERYBODY), Save) == []
     desk.progress()
@@ -338,9 +322,7 @@ def test_it_asks_for_evaluations_and_snapshots_once_training_has_begun(
     assert set(sent(actions, Save)) == {"shard-0", "shard-1"}
 
 
-def test_an_unanswered_request_is_repeated_and_an_answered_one_is_not(
-    desk: Desk,
-) -> None:
+def test_an_unanswered_request_is_repeated_and_an_answered_one_is_not(desk: Desk) -> None:
     desk.join()
     desk.progress()
     actions = desk.pass_time(13.0, beats=EVERYBODY)
@@ -370,9 +352,7 @@ def measured(config: SupervisorConfig, *metrics: float) -> Desk:
                 desk.hear(replica, Finished(counters={}))
         else:
             desk.pass_time(11.0, beats=EVERYBODY)
-        answer = Measured(
-            request=request, loss=0.5, metric=metric, n_samples=10, clock=3.0
-        )
+        answer = Measured(request=request, loss=0.5, metric=metric, n_samples=10, clock=3.0)
         desk.hear("evaluator", answer)
     return desk
 
@@ -417,9 +397,7 @@ def test_a_job_that_takes_no_steps_is_talked_about(desk: Desk) -> None:
     desk.join()
     desk.progress()
     desk.pass_time(61.0, beats=EVERYBODY)
-    assert desk.told == [
-        "no step in the last 60 s (replica 0: busy, replica 1: busy)",
-    ]
+    assert desk.told == ["no step in the last 60 s (replica 0: busy, replica 1: busy)"]
 
 
 def test_bytes_are_those_that_clients_tell_of(desk: Desk) -> None:
@@ -450,9 +428,7 @@ def pushes(desk: Desk) -> tuple[int, int]:
     return view.pushes_applied, view.pushes_lost
 
 
-def test_what_died_with_a_shard_is_lost_though_its_replica_died_too(
-    desk: Desk,
-) -> None:
+def test_what_died_with_a_shard_is_lost_though_its_replica_died_too(desk: Desk) -> None:
     """A replica's next life knows of no push before it: 0 were said to be lost."""
     desk.join()
     desk.beat("shard-0", clock=207.0, pushes_applied=207.0)
@@ -477,9 +453,7 @@ def test_a_push_is_one_push_however_many_shards_it_goes_to(desk: Desk) -> None:
     assert desk.supervisor.view(desk.now).pushes_refused == 3
 
 
-def test_what_several_shards_lose_is_counted_once_where_it_is_the_same(
-    desk: Desk,
-) -> None:
+def test_what_several_shards_lose_is_counted_once_where_it_is_the_same(desk: Desk) -> None:
     desk.join()
     names = ("shard-0", "shard-1")
     for name in names:
@@ -610,9 +584,7 @@ def test_words_of_others_are_no_commands_to_a_terminal(desk: Desk) -> None:
     assert not any(set("\x1b\x07\x9b") & set(text) for text in shown)
 
 
-def test_a_replica_left_out_is_told_of_with_how_long_its_lives_were(
-    desk: Desk,
-) -> None:
+def test_a_replica_left_out_is_told_of_with_how_long_its_lives_were(desk: Desk) -> None:
     desk.join()
     desk.progress()
     for _ in range(4):
@@ -621,8 +593,7 @@ def test_a_replica_left_out_is_told_of_with_how_long_its_lives_were(
         desk.die("replica-1", "ended with status 1")
         desk.join("replica-1")
     assert desk.told[-1] == (
-        "replica 1 ended with status 1; left out after 3 restarts, none of which "
-        "lasted 30 s"
+        "replica 1 ended with status 1; left out after 3 restarts, none of which lasted 30 s"
     )
 
 
@@ -743,9 +714,7 @@ def test_a_job_whose_end_is_not_saved_has_failed(desk: Desk, *, answers: bool) -
     else:
         desk.pass_time(1801.0, beats=EVERYBODY)
         why = "it has not answered in time"
-    assert desk.supervisor.error == (
-        f"the last snapshot of shard 1 could not be saved: {why}"
-    )
+    assert desk.supervisor.error == (f"the last snapshot of shard 1 could not be saved: {why}")
 
 
 def test_the_deadline_of_each_stage_has_a_timer(desk: Desk) -> None:
@@ -820,9 +789,7 @@ def test_as_many_guests_as_there_may_be_can_be_told_of_in_one_message() -> None:
     """By 700 of them, with long names, one worker ended the server."""
     n = membership.N_GUESTS_MAX
     last = (1 << 63) - 1
-    entry = PeerEntry(
-        name="n" * 128, incarnation=last, endpoint="e" * 128, host="h" * 128
-    )
+    entry = PeerEntry(name="n" * 128, incarnation=last, endpoint="e" * 128, host="h" * 128)
     message = Peers(entries=(entry,) * n)
     Wire(run="t" * 128).encode(message, sender="s" * 128, incarnation=last)
 
@@ -914,9 +881,7 @@ def test_a_resumed_job_goes_on_counting() -> None:
         ({"settled_seconds": 0.0}, "settled_seconds is 0.0"),
     ],
 )
-def test_a_config_that_cannot_be_is_refused(
-    options: dict[str, object], message: str
-) -> None:
+def test_a_config_that_cannot_be_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SupervisorConfig(**{"roster": ROSTER, "stop": None} | options)  # type: ignore[arg-type]
 

@@ -8,12 +8,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from distbelief.errors import (
-    JobError,
-    LocalProtocolError,
-    PeerLostError,
-    RemoteProtocolError,
-)
+from distbelief.errors import JobError, LocalProtocolError, PeerLostError, RemoteProtocolError
 from distbelief.memory import Memory, PrivateMemory
 from distbelief.messages import (
     Acknowledge,
@@ -91,9 +86,7 @@ class Alone:
         if welcome:
             self.welcome()
 
-    def receive(
-        self, message: Message, *, life: int = 1, sender: Address = SHARD
-    ) -> list[Action]:
+    def receive(self, message: Message, *, life: int = 1, sender: Address = SHARD) -> list[Action]:
         event = Received(sender=sender, incarnation=life, message=message)
         return self.client.handle(event, self.now)
 
@@ -182,9 +175,7 @@ class Alone:
         )
         return self.receive(message, life=life)
 
-    def acknowledge(
-        self, sequence: int, *, staleness: int = 0, life: int = 1
-    ) -> list[Action]:
+    def acknowledge(self, sequence: int, *, staleness: int = 0, life: int = 1) -> list[Action]:
         message = Acknowledge(
             sequence=sequence, shard_incarnation=life, clock=1, staleness=staleness
         )
@@ -200,9 +191,7 @@ def sent(actions: Sequence[Action], kind: type[M]) -> list[M]:
 
 
 def messages(actions: Sequence[Action]) -> list[str]:
-    return [
-        type(action.message).__name__ for action in actions if isinstance(action, Send)
-    ]
+    return [type(action.message).__name__ for action in actions if isinstance(action, Send)]
 
 
 def timers(actions: Sequence[Action]) -> list[Seconds]:
@@ -222,9 +211,7 @@ def timers(actions: Sequence[Action]) -> list[Seconds]:
         ("credit_blocks", 65, "credit_blocks is 65"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_refused(
-    name: str, value: float, message: str
-) -> None:
+def test_a_configuration_that_cannot_be_is_refused(name: str, value: float, message: str) -> None:
     options: dict[str, Any] = {name: value}
     with pytest.raises(ValueError, match=message):
         ClientConfig(pushes=True, **options)
@@ -233,10 +220,7 @@ def test_a_configuration_that_cannot_be_is_refused(
 def test_the_layout_says_how_many_shards_there_are() -> None:
     with pytest.raises(ValueError, match="2 shards are given, the layout has 1"):
         ParameterClient(
-            ClientConfig(pushes=True),
-            layout=LAYOUT,
-            shards=[SHARD, OTHER],
-            memory=PrivateMemory(),
+            ClientConfig(pushes=True), layout=LAYOUT, shards=[SHARD, OTHER], memory=PrivateMemory()
         )
 
 
@@ -342,9 +326,7 @@ def test_a_shard_that_is_gone_is_greeted_until_it_is_back() -> None:
 
 
 @pytest.mark.parametrize("told_by", ["PeerJoined", "Refused", "Welcome"])
-def test_what_is_in_flight_when_a_shard_restarts_is_pushed_to_its_next_life(
-    told_by: str,
-) -> None:
+def test_what_is_in_flight_when_a_shard_restarts_is_pushed_to_its_next_life(told_by: str) -> None:
     alone = Alone()
     alone.push()
     alone.acknowledge(FIRST)
@@ -588,8 +570,7 @@ def test_credit_is_granted_by_the_quarter() -> None:
     )
     (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
     credits_of = [
-        [c.received for c in sent(alone.block(i, request=fetch.request), Credit)]
-        for i in range(9)
+        [c.received for c in sent(alone.block(i, request=fetch.request), Credit)] for i in range(9)
     ]
     assert credits_of == [[], [], [], [4], [], [], [], [8], [9]]
 
@@ -603,9 +584,7 @@ def test_credit_is_granted_by_the_quarter() -> None:
         ({"index": 1, "clock": 5}, "clock 5 after blocks of clock 4: a mixture"),
     ],
 )
-def test_blocks_that_cannot_be_are_refused(
-    changes: Mapping[str, Any], complaint: str
-) -> None:
+def test_blocks_that_cannot_be_are_refused(changes: Mapping[str, Any], complaint: str) -> None:
     alone = Alone(layout_of(LARGE))
     (fetch,) = sent(alone.client.begin_fetch(0.0), Fetch)
     alone.block(0, request=fetch.request, clock=4)

@@ -25,9 +25,7 @@ def test_a_higher_number_replaces_a_lower_one_and_never_the_reverse() -> None:
     assert known.number == 5
 
 
-def test_a_later_life_of_the_leader_ends_its_lead_and_one_of_the_other_does_not() -> (
-    None
-):
+def test_a_later_life_of_the_leader_ends_its_lead_and_one_of_the_other_does_not() -> None:
     known = ranking()
     assert not known.meet(FIRST, 4)  # the first that is heard of it
     assert not known.meet(SECOND, 1)

@@ -28,27 +28,10 @@ from distbelief.messages import (
 )
 from distbelief.parameter_server.rules.update_rules import Adagrad
 from distbelief.parameter_server.state.slots import slots_bytes
-from distbelief.roles import (
-    SUPERVISOR,
-    Action,
-    Address,
-    Halt,
-    PeerLost,
-    Persist,
-    Send,
-)
+from distbelief.roles import SUPERVISOR, Action, Address, Halt, PeerLost, Persist, Send
 from distbelief.simulation.memory import HostMemory
 from tests.distbelief.parameter_server.pair import CLIENT, OTHER, TEST, shard_of
-from tests.distbelief.parameter_server.twins import (
-    LAYOUT,
-    A,
-    B,
-    N,
-    OneCopy,
-    kinds,
-    only,
-    sent,
-)
+from tests.distbelief.parameter_server.twins import LAYOUT, A, B, N, OneCopy, kinds, only, sent
 
 
 def record_of(
@@ -67,37 +50,24 @@ def record_of(
 def following(
     pairing: int, *, clock: int, clients: Sequence[ClientRecord] = (), life: int = 1
 ) -> Follow:
-    return Follow(
-        pairing=pairing,
-        receiver_incarnation=life,
-        clock=clock,
-        clients=tuple(clients),
-    )
+    return Follow(pairing=pairing, receiver_incarnation=life, clock=clock, clients=tuple(clients))
 
 
 def follow(
-    copy: OneCopy,
-    pairing: int = 2,
-    *,
-    clock: int = 5,
-    clients: Sequence[ClientRecord] = (),
+    copy: OneCopy, pairing: int = 2, *, clock: int = 5, clients: Sequence[ClientRecord] = ()
 ) -> list[Action]:
     message = following(pairing, clock=clock, clients=clients)
     return copy.receive(message, A)
 
 
-def piece(
-    copy: OneCopy, *, pairing: int = 2, clock: int = 5, size: int = N
-) -> list[Action]:
+def piece(copy: OneCopy, *, pairing: int = 2, clock: int = 5, size: int = N) -> list[Action]:
     """Send all that the leader holds: sevens."""
     values = np.full(size, 7.0)
     message = StateBlock(pairing=pairing, clock=clock, index=0, values=values)
     return copy.receive(message, A)
 
 
-def forward(
-    clock: int, *, pairing: int = 2, region: str = "", watermark: int = 1
-) -> Forward:
+def forward(clock: int, *, pairing: int = 2, region: str = "", watermark: int = 1) -> Forward:
     return Forward(
         pairing=pairing,
         clock=clock,
@@ -110,10 +80,7 @@ def forward(
 
 def block(clock: int, *, pairing: int = 2, value: float = -1.0) -> PushBlock:
     return PushBlock(
-        sequence=clock + 1,
-        shard_incarnation=pairing,
-        block_index=0,
-        values=np.full(N, value),
+        sequence=clock + 1, shard_incarnation=pairing, block_index=0, values=np.full(N, value)
     )
 
 
@@ -254,9 +221,7 @@ def test_memory_that_it_cannot_reach_is_asked_for_in_blocks() -> None:
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_block_that_cannot_be_is_refused(index: int) -> None:
     copy = whole_second()
-    message = PushBlock(
-        sequence=6, shard_incarnation=2, block_index=index, values=np.zeros(N + 1)
-    )
+    message = PushBlock(sequence=6, shard_incarnation=2, block_index=index, values=np.zeros(N + 1))
     with pytest.raises(RemoteProtocolError, match="shard-0 sent"):
         copy.receive(message, A)
 

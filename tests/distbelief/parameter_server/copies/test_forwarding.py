@@ -28,15 +28,7 @@ from distbelief.parameter_server.state.shard_config import ABSENCE_SECONDS_MAX
 from distbelief.parameter_server.state.slots import slot_views
 from distbelief.roles import SUPERVISOR, Action, Halt, PeerLost
 from tests.distbelief.parameter_server.pair import CLIENT, LARGE, OTHER, layout_of
-from tests.distbelief.parameter_server.twins import (
-    A,
-    B,
-    N,
-    OneCopy,
-    kinds,
-    only,
-    sent,
-)
+from tests.distbelief.parameter_server.twins import A, B, N, OneCopy, kinds, only, sent
 
 
 def credit(
@@ -46,9 +38,7 @@ def credit(
     return copy.receive(message, B, life=life)
 
 
-def acknowledge(
-    copy: OneCopy, clock: int, *, pairing: int = 2, life: int = 1
-) -> list[Action]:
+def acknowledge(copy: OneCopy, clock: int, *, pairing: int = 2, life: int = 1) -> list[Action]:
     """Say that the second has applied the push of that clock."""
     message = Acknowledge(
         sequence=clock + 1, shard_incarnation=pairing, clock=clock + 1, staleness=0
@@ -114,9 +104,7 @@ def test_between_two_windows_one_push_is_applied_at_the_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("distbelief.vectors.BLOCK_BYTES", 512)
-    monkeypatch.setattr(
-        "distbelief.parameter_server.copies.forwarding.WINDOW_PIECES", 1
-    )
+    monkeypatch.setattr("distbelief.parameter_server.copies.forwarding.WINDOW_PIECES", 1)
     copy = leader(whole=False)
     assert N == 192
     actions = credit(copy, 0)
@@ -146,11 +134,7 @@ def test_a_push_is_acknowledged_when_it_is_applied_on_both_sides() -> None:
         copy = leader()
         actions = pushed(copy, 1)
         forward = only(actions, Forward)
-        assert (forward.clock, forward.client.watermark, forward.client.applied) == (
-            0,
-            1,
-            1,
-        )
+        assert (forward.clock, forward.client.watermark, forward.client.applied) == (0, 1, 1)
         assert only(actions, PushBlock).sequence == 1
         if second_is_first:
             assert sent(acknowledge(copy, 0), Acknowledge) == []
@@ -185,11 +169,7 @@ def test_a_block_of_what_is_held_is_answered_by_a_sign_of_life() -> None:
     pushed(copy, 1)
     copy.work()
     block = PushBlock(
-        sequence=1,
-        shard_incarnation=1,
-        block_index=0,
-        values=np.zeros(N),
-        answer=True,
+        sequence=1, shard_incarnation=1, block_index=0, values=np.zeros(N), answer=True
     )
     answer = copy.receive(block, CLIENT)
     assert kinds(answer, CLIENT) == ["PushCredit"]
@@ -224,9 +204,7 @@ def test_a_slot_in_shared_memory_is_named_and_left_alone_while_it_is_held() -> N
     copy = leader(host="here")
     region = only(copy.hello(host="here"), Welcome).slots_region
     assert region == "shard-0.1.slots-0"
-    slots = slot_views(
-        copy.memory.attach(region), n_elements=N, dtype=np.dtype(np.float64)
-    )
+    slots = slot_views(copy.memory.attach(region), n_elements=N, dtype=np.dtype(np.float64))
     slots[1][:] = -1.0
     actions = copy.said(1, number=1)
     assert kinds(actions, B) == ["Forward"]

@@ -43,9 +43,7 @@ def test_who_joins_first_leads_and_the_other_one_is_its_second() -> None:
     assert (pairing.leader, pairing.second, pairing.is_whole) == (B, A, False)
 
 
-def test_a_whole_second_takes_over_and_the_old_leader_comes_back_as_its_second() -> (
-    None
-):
+def test_a_whole_second_takes_over_and_the_old_leader_comes_back_as_its_second() -> None:
     pairing = paired()
     pairing.whole(B, 2, 0.2)
     assert told(pairing.lost(A, 0.5)) == [(B, 3, "")]
@@ -162,9 +160,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
 
 @given(
     st.lists(
-        st.tuples(
-            st.sampled_from(["join", "lose", "whole", "alone"]), st.sampled_from([A, B])
-        ),
+        st.tuples(st.sampled_from(["join", "lose", "whole", "alone"]), st.sampled_from([A, B])),
         max_size=40,
     )
 )

@@ -47,9 +47,7 @@ def test_a_draw_has_the_same_bits_however_it_is_cut(
 
 
 @pytest.mark.parametrize("initial", ALL)
-def test_a_draw_longer_than_a_piece_has_the_same_bits_as_its_end(
-    initial: Initial,
-) -> None:
+def test_a_draw_longer_than_a_piece_has_the_same_bits_as_its_end(initial: Initial) -> None:
     n = (1 << 18) + 77  # a piece is 2**18
     whole = draw(initial, seed=1, tensor="w", start=3, stop=n, dtype="float32")
     end = draw(initial, seed=1, tensor="w", start=n - 99, stop=n, dtype="float32")
@@ -59,9 +57,7 @@ def test_a_draw_longer_than_a_piece_has_the_same_bits_as_its_end(
 
 @settings(max_examples=30)
 @given(
-    shapes=st.lists(
-        st.sampled_from([(), (0,), (3,), (64, 3), (200, 5), (333,)]), min_size=1
-    ),
+    shapes=st.lists(st.sampled_from([(), (0,), (3,), (64, 3), (200, 5), (333,)]), min_size=1),
     n_shards=st.integers(1, 7),
     dtype=st.sampled_from(DTYPES),
 )
@@ -87,9 +83,7 @@ def test_initial_values_have_the_same_bits_for_any_number_of_shards(
                 dtype=dtype,
             )
             place = slice(segment.offset, segment.offset + segment.n_elements)
-            np.testing.assert_array_equal(
-                values[place], whole[segment.start : segment.stop]
-            )
+            np.testing.assert_array_equal(values[place], whole[segment.start : segment.stop])
             covered[place] = True
         assert not values[~covered].any()  # padding
 
@@ -140,9 +134,9 @@ def test_draws_never_change_from_one_release_to_the_next(
     initial: Initial, expected: list[str]
 ) -> None:
     """Whoever reports a seed has reported the values."""
-    drawn = draw(
-        initial, seed=0, tensor="0.weight", start=2, stop=5, dtype="float64"
-    ).astype(np.float64)
+    drawn = draw(initial, seed=0, tensor="0.weight", start=2, stop=5, dtype="float64").astype(
+        np.float64
+    )
     bits = 1e-15 if initial.distribution == "uniform" else 1e-7  # ndtri may improve
     np.testing.assert_allclose(drawn, [float.fromhex(x) for x in expected], rtol=bits)
 

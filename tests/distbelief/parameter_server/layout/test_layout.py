@@ -9,12 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from distbelief.parameter_server.layout.exchange import scatter_blocks
-from distbelief.parameter_server.layout.layout import (
-    Layout,
-    LayoutSpec,
-    Segment,
-    TensorSpec,
-)
+from distbelief.parameter_server.layout.layout import Layout, LayoutSpec, Segment, TensorSpec
 from distbelief.vectors import ALIGNMENT, Vector
 
 
@@ -28,18 +23,14 @@ def tensor_specs(draw: st.DrawFn) -> list[TensorSpec]:
     names = draw(st.lists(st.text("ab.é", min_size=1), max_size=8, unique=True))
     kinds: tuple[Literal["parameter", "buffer"], ...] = ("parameter", "buffer")
     return [
-        TensorSpec(name=n, shape=draw(shapes), kind=draw(st.sampled_from(kinds)))
-        for n in names
+        TensorSpec(name=n, shape=draw(shapes), kind=draw(st.sampled_from(kinds))) for n in names
     ]
 
 
 def layouts() -> st.SearchStrategy[Layout]:
     dtypes: tuple[Literal["float32", "float64"], ...] = ("float32", "float64")
     return st.builds(
-        Layout.of,
-        tensor_specs(),
-        n_shards=st.integers(1, 9),
-        dtype=st.sampled_from(dtypes),
+        Layout.of, tensor_specs(), n_shards=st.integers(1, 9), dtype=st.sampled_from(dtypes)
     )
 
 
@@ -55,10 +46,7 @@ def numbered(layout: Layout) -> list[torch.Tensor]:
 
 
 def vectors(layout: Layout, *, fill: float = math.nan) -> list[Vector]:
-    return [
-        np.full(layout.shard_size(k), fill, layout.dtype)
-        for k in range(layout.n_shards)
-    ]
+    return [np.full(layout.shard_size(k), fill, layout.dtype) for k in range(layout.n_shards)]
 
 
 @given(layout=layouts())
@@ -99,9 +87,7 @@ def test_what_is_gathered_is_scattered_back_unchanged(layout: Layout) -> None:
 
 
 @given(layout=layouts(), size=st.integers(1, 200))
-def test_a_vector_in_blocks_is_scattered_as_a_whole_one_is(
-    layout: Layout, size: int
-) -> None:
+def test_a_vector_in_blocks_is_scattered_as_a_whole_one_is(layout: Layout, size: int) -> None:
     tensors = numbered(layout)
     received = [torch.full_like(tensor, math.nan) for tensor in tensors]
     for k, vector in enumerate(vectors(layout)):
@@ -163,9 +149,7 @@ def test_a_fingerprint_tells_apart_whatever_cuts_differently() -> None:
         Layout.of([tensor], n_shards=1, dtype="float64").fingerprint,
         Layout.of([TensorSpec(name="b", shape=(2, 3))], n_shards=1).fingerprint,
         Layout.of([TensorSpec(name="a", shape=(3, 2))], n_shards=1).fingerprint,
-        Layout.of(
-            [TensorSpec(name="a", shape=(2, 3), kind="buffer")], n_shards=1
-        ).fingerprint,
+        Layout.of([TensorSpec(name="a", shape=(2, 3), kind="buffer")], n_shards=1).fingerprint,
         Layout.of([], n_shards=1).fingerprint,
     }
     assert len(fingerprints) == 7
@@ -201,9 +185,7 @@ def test_the_layout_is_that_of_the_drawing() -> None:
 
 
 @pytest.mark.parametrize("n_shards", range(2, 17))
-def test_the_shards_of_the_speech_net_are_of_one_size_within_2_percent(
-    n_shards: int,
-) -> None:
+def test_the_shards_of_the_speech_net_are_of_one_size_within_2_percent(n_shards: int) -> None:
     specs = []
     for index, (n_in, n_out) in enumerate(pairwise(SPEECH)):
         specs.append(TensorSpec(name=f"{index}.weight", shape=(n_out, n_in)))
@@ -283,9 +265,7 @@ def test_an_exchange_is_used_again_for_new_tensors() -> None:
 @pytest.mark.parametrize(
     "vector", [np.zeros(63, np.float32), np.zeros(64), np.zeros((64, 1), np.float32)]
 )
-def test_a_vector_of_another_size_or_dtype_is_refused_naming_both(
-    vector: Vector,
-) -> None:
+def test_a_vector_of_another_size_or_dtype_is_refused_naming_both(vector: Vector) -> None:
     layout = Layout.of([TensorSpec(name="a", shape=(3,))], n_shards=1)
     message = r"shard 0 has shape \(6.*needs \(64,\) and float32"
     with pytest.raises(ValueError, match=message):
@@ -309,19 +289,14 @@ def test_tensors_that_do_not_fit_the_layout_are_named() -> None:
         ({"tensors": [], "n_shards": 0}, "n_shards is 0; use at least 1"),
         ({"tensors": [], "n_shards": 1, "dtype": "float16"}, "float16"),
         ({"tensors": [{"name": "", "shape": []}], "n_shards": 1}, "no name"),
-        (
-            {"tensors": [{"name": "a", "shape": [2, -1]}], "n_shards": 1},
-            r"'a' has shape \(2, -1\)",
-        ),
+        ({"tensors": [{"name": "a", "shape": [2, -1]}], "n_shards": 1}, r"'a' has shape \(2, -1\)"),
         (
             {"tensors": [{"name": "a", "shape": []}] * 2, "n_shards": 1},
             r"\['a'\] are given more than once; .* tied",
         ),
     ],
 )
-def test_a_wrong_layout_is_refused_by_name_and_value(
-    spec: dict[str, object], message: str
-) -> None:
+def test_a_wrong_layout_is_refused_by_name_and_value(spec: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         msgspec.convert(spec, LayoutSpec)
 

@@ -110,9 +110,7 @@ def test_gather_takes_the_elements_and_scatter_puts_them_back(
 
 
 @pytest.mark.parametrize("stripe_min", [1, 1000])
-def test_integers_receive_the_nearest(
-    stripe_min: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_integers_receive_the_nearest(stripe_min: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_STRIPE_MIN", stripe_min)
     counts = torch.zeros(2, dtype=torch.int64)
     copier = Copier(Ranges.whole(1, 3))

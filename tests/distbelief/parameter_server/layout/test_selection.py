@@ -24,11 +24,7 @@ shapes = st.lists(st.integers(1, 9), max_size=3).map(tuple)
 def layouts(draw: st.DrawFn) -> Layout:
     """Return layouts of small tensors and of some that are cut."""
     tensors = [
-        TensorSpec(
-            name=f"t{i}",
-            shape=shape,
-            kind=draw(st.sampled_from(["parameter", "buffer"])),
-        )
+        TensorSpec(name=f"t{i}", shape=shape, kind=draw(st.sampled_from(["parameter", "buffer"])))
         for i, shape in enumerate(draw(st.lists(shapes, min_size=1, max_size=4)))
     ]
     tensors.append(TensorSpec(name="large", shape=(40, draw(st.integers(5, 12)))))
@@ -44,9 +40,7 @@ def tilings(draw: st.DrawFn) -> tuple[Layout, list[Items]]:
         regions = [Region.of(*spec.shape)]
         for dim in range(len(spec.shape)):
             n = draw(st.integers(1, 3))
-            regions = [
-                part for region in regions for part in region.cut(dim, [1.0] * n)
-            ]
+            regions = [part for region in regions for part in region.cut(dim, [1.0] * n)]
         for region in regions:
             clients[draw(st.integers(0, len(clients) - 1))].append((spec.name, region))
     return layout, clients
@@ -61,9 +55,7 @@ def numbered(layout: Layout) -> list[torch.Tensor]:
     return tensors
 
 
-def cut_out(
-    layout: Layout, whole: list[torch.Tensor], items: Items
-) -> list[torch.Tensor]:
+def cut_out(layout: Layout, whole: list[torch.Tensor], items: Items) -> list[torch.Tensor]:
     """Return the flat tensors of these regions."""
     by_name = dict(zip((spec.name for spec in layout.tensors), whole, strict=True))
     shapes = {spec.name: spec.shape for spec in layout.tensors}
@@ -105,9 +97,7 @@ def test_clients_that_tile_the_tensors_fill_the_shards_with_their_very_elements(
 
 
 @given(tilings())
-def test_a_scatter_gives_back_what_was_gathered(
-    drawn: tuple[Layout, list[Items]],
-) -> None:
+def test_a_scatter_gives_back_what_was_gathered(drawn: tuple[Layout, list[Items]]) -> None:
     layout, clients = drawn
     whole = numbered(layout)
     for items in clients:
@@ -121,9 +111,7 @@ def test_a_scatter_gives_back_what_was_gathered(
             layout.gather(k, whole, vector)
             vector.flags.writeable = False
             part.exchange_in_place(vector).scatter(in_place)
-            blocks = [
-                part.holding.block(vector, i) for i in range(len(part.holding.bounds))
-            ]
+            blocks = [part.holding.block(vector, i) for i in range(len(part.holding.bounds))]
             part.exchange(np.concatenate(blocks)).scatter(by_blocks)
         for tensor, one, other in zip(wanted, by_blocks, in_place, strict=True):
             assert torch.equal(tensor, one)

@@ -39,9 +39,7 @@ Doubles = NDArray[np.float64]
 class Shards:
     """Some shards, and whole vectors laid out over them, element after element."""
 
-    def __init__(
-        self, size: int, *, n_shards: int = 1, dtype: ElementType = "float64"
-    ) -> None:
+    def __init__(self, size: int, *, n_shards: int = 1, dtype: ElementType = "float64") -> None:
         spec = [TensorSpec(name="w", shape=(size,)), TensorSpec(name="z", shape=(3,))]
         self.layout = Layout.of(spec, n_shards=n_shards, dtype=dtype)
         self.algebras = [Algebra(self.layout, k) for k in range(n_shards)]
@@ -123,9 +121,7 @@ def test_commands_do_what_numpy_does_on_any_number_of_shards(
         Axpy(target="axpy", a=a, x="x"),
         Copy(target="product", x="x"),
         Multiply(target="product", x="y"),
-        LinearCombination(
-            target="sum", terms=(Term(a, "x"), Term(2.0, "y"), Term(0.5, "fill"))
-        ),
+        LinearCombination(target="sum", terms=(Term(a, "x"), Term(2.0, "y"), Term(0.5, "fill"))),
         LinearCombination(target="y2", terms=(Term(1.0, "y"),)),
         LinearCombination(target="y2", terms=(Term(3.0, "y2"), Term(1.0, "y2"))),
         LinearCombination(target="many", terms=(*(Term(0.25, "x"),) * 4, Term(a, "y"))),
@@ -160,9 +156,7 @@ def test_commands_do_what_numpy_does_on_any_number_of_shards(
     np.testing.assert_allclose(norm_1, abs(a) * (size + 3))
     np.testing.assert_allclose(norm_2, np.linalg.norm(x))
     assert norm_inf == np.abs(x).max()
-    np.testing.assert_allclose(
-        gram, [x @ y, x @ x, x @ x, y @ y, y @ x, y @ x], atol=1e-13
-    )
+    np.testing.assert_allclose(gram, [x @ y, x @ x, x @ x, y @ y, y @ x, y @ x], atol=1e-13)
 
 
 @pytest.mark.parametrize("function", get_args(Function))
@@ -175,9 +169,7 @@ def test_pointwise_functions_are_what_they_are_defined_as(
     shards.put("x", x)
     shards.put("y", y)
     shards.perform(Pointwise(target="t", function=function, x="x", y="y", a=0.7))
-    np.testing.assert_allclose(
-        shards.get("t"), plain(function, x, y, 0.7), rtol=1e-15, atol=0.0
-    )
+    np.testing.assert_allclose(shards.get("t"), plain(function, x, y, 0.7), rtol=1e-15, atol=0.0)
     shards.perform(Pointwise(target="x", function=function, x="x", y="y", a=0.7))
     np.testing.assert_array_equal(shards.get("x"), shards.get("t"))
     for k, algebra in enumerate(shards.algebras):
@@ -256,11 +248,7 @@ def test_a_shard_without_parameters_measures_nothing() -> None:
         ((Drop(names=("x",)), Dot(x="x", y="x")), "command 1 of 2, Dot"),
         ((Scale(target="x", a=2.0), Drop(names=("kept",))), "are the shard's"),
         (
-            (
-                Scale(target="x", a=2.0),
-                Fill(target="y", a=0.0),
-                Fill(target="z", a=0.0),
-            ),
+            (Scale(target="x", a=2.0), Fill(target="y", a=0.0), Fill(target="z", a=0.0)),
             "bound of 2",
         ),
         (
@@ -323,9 +311,7 @@ def test_what_is_saved_is_restored_to_the_bit_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("wrong", [np.zeros(63), np.zeros(64, np.float32)])
-def test_a_saved_vector_that_does_not_fit_is_refused(
-    wrong: NDArray[np.float64],
-) -> None:
+def test_a_saved_vector_that_does_not_fit_is_refused(wrong: NDArray[np.float64]) -> None:
     layout = Layout.of([TensorSpec(name="w", shape=(5,))], n_shards=1, dtype="float64")
     algebra = Algebra(layout, 0)
     algebra.vector("x")

@@ -17,9 +17,7 @@ N_ELEMENTS, N_GRADIENT = 80, 64
 
 
 def collecting(*, n_staged_max: int = 64) -> Collecting:
-    sums = Collecting(
-        n_elements=N_ELEMENTS, n_gradient=N_GRADIENT, dtype=np.dtype(np.float32)
-    )
+    sums = Collecting(n_elements=N_ELEMENTS, n_gradient=N_GRADIENT, dtype=np.dtype(np.float32))
     sums.open(first_grant=10, n_staged_max=n_staged_max)
     return sums
 
@@ -70,9 +68,7 @@ def test_the_sum_has_the_same_bits_in_every_order(order: list[int]) -> None:
 
 
 @given(order=st.permutations(range(32)))
-def test_memory_is_bounded_by_half_the_sets_and_their_logarithm(
-    order: list[int],
-) -> None:
+def test_memory_is_bounded_by_half_the_sets_and_their_logarithm(order: list[int]) -> None:
     sums, most = collecting(), 0
     for set_index in order:
         stage(sums, 10 + set_index)
@@ -94,8 +90,7 @@ def test_nothing_is_not_a_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grant", "why"),
-    [(9, "of another evaluation"), (12, "void"), (10, "staged"), (11, "counted")],
+    ("grant", "why"), [(9, "of another evaluation"), (12, "void"), (10, "staged"), (11, "counted")]
 )
 def test_what_does_not_count_is_not_staged(grant: int, why: str) -> None:
     sums = collecting()
@@ -149,10 +144,7 @@ def test_a_set_that_is_not_held_or_counts_already_cannot_be_counted() -> None:
 # ------------------------------------------------------------------------------- parts
 
 LAYOUT = Layout.of(
-    [
-        TensorSpec(name="w", shape=(8, 8)),
-        TensorSpec(name="z", shape=(16,), kind="buffer"),
-    ],
+    [TensorSpec(name="w", shape=(8, 8)), TensorSpec(name="z", shape=(16,), kind="buffer")],
     n_shards=1,
 )
 COLUMNS = [((0, 8), (0, 3)), ((0, 8), (3, 8))]
@@ -161,10 +153,7 @@ COLUMNS = [((0, 8), (0, 3)), ((0, 8), (3, 8))]
 def parts() -> list[Holding]:
     """What two machines hold: some columns each, and half of the buffer."""
     return [
-        Selection.of(
-            LAYOUT,
-            [("w", Region(columns)), ("z", Region(((8 * m, 8 * m + 8),)))],
-        )
+        Selection.of(LAYOUT, [("w", Region(columns)), ("z", Region(((8 * m, 8 * m + 8),)))])
         .part(0)
         .holding
         for m, columns in enumerate(COLUMNS)

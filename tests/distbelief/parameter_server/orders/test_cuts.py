@@ -204,17 +204,12 @@ def test_a_snapshot_without_a_cut_is_the_shards_alone() -> None:
         ('{"cut":5,"vectors":["parameters","s0"]}', {}),
         ('{"cut":5,"vectors":["parameters"],"earlier":[4,0]}', {}),
         ('{"cut":5,"vectors":["parameters"]}', {"earlier": np.ones(64)}),
-        (
-            '{"cut":5,"vectors":["parameters"],"earlier":[4,0]}',
-            {"earlier": np.ones(63)},
-        ),
+        ('{"cut":5,"vectors":["parameters"],"earlier":[4,0]}', {"earlier": np.ones(63)}),
     ],
 )
 def test_a_damaged_snapshot_is_refused(fact: str, arrays: dict[str, Vector]) -> None:
     snapshot = Snapshot(
-        label="3",
-        arrays={"vector.parameters": np.ones(64), **arrays},
-        facts={"cut": fact},
+        label="3", arrays={"vector.parameters": np.ones(64), **arrays}, facts={"cut": fact}
     )
     with pytest.raises(StorageError, match="snapshot '3'"):
         split(snapshot)

@@ -56,15 +56,10 @@ LAYOUT = Layout.of([TensorSpec(name="w", shape=(64,))], n_shards=1, dtype="float
 class Bench:
     """One shard, whose work is done at once, or when the test says so."""
 
-    def __init__(
-        self, *, restored: Snapshot | None = None, waits_for_lead: bool = False
-    ) -> None:
+    def __init__(self, *, restored: Snapshot | None = None, waits_for_lead: bool = False) -> None:
         self.shard = ParameterServerShard(
             ShardConfig(
-                index=0,
-                layout=LAYOUT,
-                rule=SGD(learning_rate=1.0),
-                waits_for_lead=waits_for_lead,
+                index=0, layout=LAYOUT, rule=SGD(learning_rate=1.0), waits_for_lead=waits_for_lead
             ),
             memory=PrivateMemory(),
             initialise=lambda: np.ones(LAYOUT.shard_size(0)),
@@ -209,13 +204,7 @@ def test_an_evaluation_of_nothing_is_nothing() -> None:
     """No examples say that the loss is not a number."""
     bench = Bench().begun()
     opened = bench.order(
-        3,
-        Open(
-            point="trial",
-            before=(Fill(target="trial", a=3.0),),
-            first_grant=1,
-            n_staged_max=2,
-        ),
+        3, Open(point="trial", before=(Fill(target="trial", a=3.0),), first_grant=1, n_staged_max=2)
     )
     assert opened is not None
     assert opened.clock == 1
@@ -294,14 +283,7 @@ def test_a_push_of_no_evaluation_is_taken_and_forgotten() -> None:
     bench = Bench()
     assert "sets_refused" not in bench.shard.status()[1]
     orders = bench.begun().shard._orders
-    push = Push(
-        sequence=1,
-        shard_incarnation=1,
-        fetched_clock=0,
-        n_gradients=1,
-        samples=1,
-        grant=5,
-    )
+    push = Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1, grant=5)
     client = Client(name=Address("replica-0"), incarnation=1)
     work, _ = orders.collecting(Applying(client, Slot(np.zeros(64)), push, 0))
     work()

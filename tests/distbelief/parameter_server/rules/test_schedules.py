@@ -39,9 +39,7 @@ def factors(schedule: Schedule, n_pushes: int) -> list[float]:
                 n_warm_up=2),               [0.5,  1,    1,    0.75, 0.5,  0.5 ]),
     ],
 )  # fmt: skip
-def test_factors_are_those_of_the_table(
-    schedule: Schedule, expected: list[float]
-) -> None:
+def test_factors_are_those_of_the_table(schedule: Schedule, expected: list[float]) -> None:
     assert factors(schedule, 6) == pytest.approx(expected, abs=1e-15)
 
 
@@ -54,9 +52,7 @@ def schedules() -> st.SearchStrategy[Schedule]:
         st.builds(Step, n_warm_up=warm_up, n_pushes=n_pushes, decay=decay),
         st.builds(Exponential, n_warm_up=warm_up, n_pushes=n_pushes, decay=decay),
         st.builds(InverseTime, n_warm_up=warm_up, n_pushes=n_pushes),
-        st.builds(
-            Cosine, n_warm_up=warm_up, n_pushes=n_pushes, floor=st.floats(0.0, 1.0)
-        ),
+        st.builds(Cosine, n_warm_up=warm_up, n_pushes=n_pushes, floor=st.floats(0.0, 1.0)),
     )
 
 

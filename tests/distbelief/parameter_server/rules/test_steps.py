@@ -93,9 +93,7 @@ def test_who_never_pushed_is_not_written_down() -> None:
     assert steps.words().tolist() == [3, 0]
 
 
-def test_there_is_a_bound_to_what_is_written_down(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_there_is_a_bound_to_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "N_STRIPES_MAX", 1)
     steps = Steps()
     steps.add(held((0, 10)))

@@ -42,9 +42,7 @@ PAIRS: list[tuple[UpdateRule, Callable[[list[Parameter]], Optimizer]]] = [
     ),
     (
         Momentum(learning_rate=0.1, weight_decay=0.1),
-        lambda w: torch.optim.SGD(
-            w, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True
-        ),
+        lambda w: torch.optim.SGD(w, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
     ),
     (
         Momentum(learning_rate=0.1, momentum=0.5, dampening=0.3),
@@ -61,10 +59,7 @@ PAIRS: list[tuple[UpdateRule, Callable[[list[Parameter]], Optimizer]]] = [
             w, lr=0.1, weight_decay=0.1, initial_accumulator_value=0.5, fused=True
         ),
     ),
-    (
-        RMSprop(learning_rate=0.01),
-        lambda w: torch.optim.RMSprop(w, lr=0.01, foreach=False),
-    ),
+    (RMSprop(learning_rate=0.01), lambda w: torch.optim.RMSprop(w, lr=0.01, foreach=False)),
     (
         RMSprop(learning_rate=0.01, smoothing=0.9, momentum=0.5, weight_decay=0.1),
         lambda w: torch.optim.RMSprop(
@@ -74,9 +69,7 @@ PAIRS: list[tuple[UpdateRule, Callable[[list[Parameter]], Optimizer]]] = [
     (Adam(learning_rate=0.01), lambda w: torch.optim.Adam(w, lr=0.01, fused=True)),
     (
         Adam(learning_rate=0.01, beta1=0.8, beta2=0.9, weight_decay=0.1),
-        lambda w: torch.optim.Adam(
-            w, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, fused=True
-        ),
+        lambda w: torch.optim.Adam(w, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, fused=True),
     ),
     (
         Adam(learning_rate=0.01, weight_decay=0.1, decoupled_weight_decay=True),
@@ -88,11 +81,7 @@ SETTINGS: list[dict[str, object]] = [
     {},
     {"weight_decay": 0.05},
     {"clip_value": 0.5},
-    {
-        "clip_value": 0.5,
-        "weight_decay": 0.05,
-        "schedule": Cosine(n_pushes=5, n_warm_up=2),
-    },
+    {"clip_value": 0.5, "weight_decay": 0.05, "schedule": Cosine(n_pushes=5, n_warm_up=2)},
     {"schedule": Step(n_pushes=2, decay=0.5)},
 ]
 
@@ -174,9 +163,7 @@ def test_a_worker_thread_gives_the_bits_of_the_main_thread(rule: UpdateRule) -> 
     start = start_of(n, "float32")
     pushes = gradients(n, n_pushes=2)
     results: list[Vector] = []
-    thread = threading.Thread(
-        target=lambda: results.append(trained(rule, start, pushes))
-    )
+    thread = threading.Thread(target=lambda: results.append(trained(rule, start, pushes)))
     thread.start()
     expected = trained(rule, start, pushes)
     thread.join()
@@ -198,9 +185,7 @@ def test_adagrad_without_epsilon_is_the_formula_of_the_paper() -> None:
         seen = sums > 0.0
         expected[seen] -= gamma / np.sqrt(sums[seen]) * gradient[seen]
     rule = Adagrad(learning_rate=gamma, epsilon=0.0)
-    np.testing.assert_allclose(
-        trained(rule, start, gradients(n)), expected, rtol=1e-13, atol=1e-14
-    )
+    np.testing.assert_allclose(trained(rule, start, gradients(n)), expected, rtol=1e-13, atol=1e-14)
 
 
 def test_adam_is_algorithm_1_of_its_paper() -> None:
@@ -239,9 +224,7 @@ def test_sgd_multiplies_the_sum_of_gradients_by_its_own_rate() -> None:
     ],
     ids=claim,
 )
-def test_zero_gradients_leave_parameters_alone(
-    rule: UpdateRule, dtype: ElementType
-) -> None:
+def test_zero_gradients_leave_parameters_alone(rule: UpdateRule, dtype: ElementType) -> None:
     rule = msgspec.structs.replace(rule, weight_decay=0.0)
     start = start_of(128, dtype)
     assert trained(rule, start, [np.zeros(128)] * 3).tobytes() == start.tobytes()
@@ -249,9 +232,7 @@ def test_zero_gradients_leave_parameters_alone(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("settings_", SETTINGS)
-@pytest.mark.parametrize(
-    "rule", [*RULES, Adagrad(learning_rate=0.1, epsilon=0.0)], ids=claim
-)
+@pytest.mark.parametrize("rule", [*RULES, Adagrad(learning_rate=0.1, epsilon=0.0)], ids=claim)
 def test_padding_stays_zero(
     rule: UpdateRule, settings_: dict[str, object], dtype: ElementType
 ) -> None:
@@ -286,9 +267,7 @@ def test_gradients_whose_squares_vanish_move_parameters_by_little(
 
 
 @given(exponent=st.integers(-11, 8))
-def test_the_guard_changes_no_bit_of_adagrad_where_squares_do_not_vanish(
-    exponent: int,
-) -> None:
+def test_the_guard_changes_no_bit_of_adagrad_where_squares_do_not_vanish(exponent: int) -> None:
     """With one gradient the formula is gamma * sign(g), at any scale."""
     rule = Adagrad(learning_rate=0.5, epsilon=0.0)
     gradient = np.full(64, -(10.0**exponent))
@@ -325,12 +304,8 @@ def trained_on_shards(
     sizes = [spec.n_elements for spec in layout.tensors]
     values = [torch.from_numpy(start_of(n, dtype)) for n in sizes]
     pushes = [gradients(n, n_pushes=4) for n in sizes]
-    vectors = [
-        np.full(layout.shard_size(k), np.nan, layout.dtype) for k in range(n_shards)
-    ]
-    states: list[State] = [
-        rule.state(layout.n_gradient(k), layout.dtype) for k in range(n_shards)
-    ]
+    vectors = [np.full(layout.shard_size(k), np.nan, layout.dtype) for k in range(n_shards)]
+    states: list[State] = [rule.state(layout.n_gradient(k), layout.dtype) for k in range(n_shards)]
     for k, vector in enumerate(vectors):
         layout.gather(k, values, vector)
     for clock in range(4):
@@ -352,11 +327,7 @@ def trained_on_shards(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES, ids=claim)
 @settings(max_examples=12)
-@given(
-    specs=nets(),
-    n_shards=st.integers(2, 7),
-    settings_=st.sampled_from(SETTINGS),
-)
+@given(specs=nets(), n_shards=st.integers(2, 7), settings_=st.sampled_from(SETTINGS))
 def test_any_number_of_shards_gives_the_same_bits(
     rule: UpdateRule,
     dtype: ElementType,
@@ -483,18 +454,10 @@ def test_the_rule_of_the_example_is_read() -> None:
             "dampening is 1.5; use a number from 0 to 1",
         ),
         (
-            {
-                "name": "momentum",
-                "learning_rate": 1,
-                "nesterov": True,
-                "dampening": 0.5,
-            },
+            {"name": "momentum", "learning_rate": 1, "nesterov": True, "dampening": 0.5},
             "nesterov is true with momentum 0.9 and dampening 0.5; it needs",
         ),
-        (
-            {"name": "sgd", "learning_rate": 1, "weight_decay": -1},
-            "weight_decay is -1.0; use",
-        ),
+        ({"name": "sgd", "learning_rate": 1, "weight_decay": -1}, "weight_decay is -1.0; use"),
         (
             {"name": "sgd", "learning_rate": 1, "clip_value": 0},
             "clip_value is 0.0; use a number above 0, or leave it out",
@@ -505,9 +468,7 @@ def test_the_rule_of_the_example_is_read() -> None:
         ),
     ],
 )
-def test_a_wrong_rule_is_refused_by_name_and_value(
-    table: dict[str, object], message: str
-) -> None:
+def test_a_wrong_rule_is_refused_by_name_and_value(table: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         msgspec.convert(table, UpdateRule)
 

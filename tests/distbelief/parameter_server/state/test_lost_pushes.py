@@ -22,9 +22,7 @@ def test_what_two_shards_lose_is_counted_once_where_it_is_the_same() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 1)), max_size=12))
-def test_it_is_what_a_list_of_pushes_would_tell(
-    lives: list[tuple[int, float]],
-) -> None:
+def test_it_is_what_a_list_of_pushes_would_tell(lives: list[tuple[int, float]]) -> None:
     values: list[int] = []
     lost: Lost = ()
     seen = 0

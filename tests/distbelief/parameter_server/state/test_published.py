@@ -16,9 +16,7 @@ FLOAT64 = np.dtype(np.float64)
 def both_ends(n_elements: int = 4) -> tuple[Published, Published]:
     """Return the writer's and a reader's view of one vector."""
     memory = PrivateMemory()
-    writer = Published.create(
-        memory, "values", n_elements=n_elements, dtype=FLOAT64, incarnation=3
-    )
+    writer = Published.create(memory, "values", n_elements=n_elements, dtype=FLOAT64, incarnation=3)
     reader = Published.attach(memory, "values", n_elements=n_elements, dtype=FLOAT64)
     return writer, reader
 
@@ -118,9 +116,7 @@ def test_a_region_of_another_size_is_refused_with_both_sizes() -> None:
 
 def test_poisoned_memory_reads_as_torn() -> None:
     memory = PrivateMemory(poison=True)
-    writer = Published.create(
-        memory, "values", n_elements=2, dtype=FLOAT64, incarnation=1
-    )
+    writer = Published.create(memory, "values", n_elements=2, dtype=FLOAT64, incarnation=1)
     writer.end(clock=0)
     memory.release("values")
     assert writer.read(pytest.fail) is None

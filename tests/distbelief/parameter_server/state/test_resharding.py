@@ -37,14 +37,11 @@ def tensor_specs(draw: st.DrawFn) -> list[TensorSpec]:
     sizes = st.sampled_from([0, 1, 5, 63, 64, 65, 128, 300, 1000])
     names = draw(st.lists(st.text("abc", min_size=1), max_size=6, unique=True))
     return [
-        TensorSpec(name=n, shape=(draw(sizes),), kind=draw(st.sampled_from(kinds)))
-        for n in names
+        TensorSpec(name=n, shape=(draw(sizes),), kind=draw(st.sampled_from(kinds))) for n in names
     ]
 
 
-dtypes: st.SearchStrategy[Literal["float32", "float64"]] = st.sampled_from(
-    ("float32", "float64")
-)
+dtypes: st.SearchStrategy[Literal["float32", "float64"]] = st.sampled_from(("float32", "float64"))
 numbers = st.integers(1, 7)
 
 
@@ -67,9 +64,7 @@ def trained(layout: Layout, rule: UpdateRule, *, seed: int) -> list[Content]:
             values[here] = vector_of(stream, segment.n_elements, layout.dtype)
             for vector in state.values() if segment.offset < n_gradient else ():
                 vector[here] = vector_of(stream, segment.n_elements, layout.dtype)
-        contents.append(
-            Content(values=values, state=state, clock=40 + k, steps=Steps(40 + k))
-        )
+        contents.append(Content(values=values, state=state, clock=40 + k, steps=Steps(40 + k)))
     return contents
 
 
@@ -86,15 +81,11 @@ def reads(contents: list[Content]) -> Read:
     return read
 
 
-def recut(
-    contents: list[Content], old: Layout, new: Layout, rule: UpdateRule
-) -> list[Content]:
+def recut(contents: list[Content], old: Layout, new: Layout, rule: UpdateRule) -> list[Content]:
     clocks = [content.clock for content in contents]
     steps = [content.steps for content in contents]
     return [
-        Resharding(old, new).shard(
-            k, rule=rule, clocks=clocks, steps=steps, read=reads(contents)
-        )
+        Resharding(old, new).shard(k, rule=rule, clocks=clocks, steps=steps, read=reads(contents))
         for k in range(new.n_shards)
     ]
 
@@ -107,14 +98,7 @@ def assert_same(some: list[Content], others: list[Content]) -> None:
             assert vector.tobytes() == other.state[name].tobytes()
 
 
-@given(
-    tensor_specs(),
-    dtypes,
-    numbers,
-    numbers,
-    st.sampled_from(RULES),
-    st.integers(0, 2**32),
-)
+@given(tensor_specs(), dtypes, numbers, numbers, st.sampled_from(RULES), st.integers(0, 2**32))
 def test_there_and_back_again_is_the_same_to_the_bit(
     specs: list[TensorSpec],
     dtype: Literal["float32", "float64"],
@@ -139,12 +123,8 @@ def test_the_whole_tensors_stay_the_same_and_padding_is_zero(
     before = trained(old, rule, seed=seed)
     after = recut(before, old, new, rule)
     for name in ("values", "sum_of_squares"):
-        whole = [
-            [torch.zeros(spec.n_elements) for spec in old.tensors] for _ in range(2)
-        ]
-        for tensors, layout, contents in zip(
-            whole, (old, new), (before, after), strict=True
-        ):
+        whole = [[torch.zeros(spec.n_elements) for spec in old.tensors] for _ in range(2)]
+        for tensors, layout, contents in zip(whole, (old, new), (before, after), strict=True):
             for k, content in enumerate(contents):
                 vector = content.values if name == "values" else content.state[name]
                 padded = np.zeros(layout.shard_size(k), layout.dtype)
@@ -197,9 +177,7 @@ def test_ranges_are_read_only_once_and_never_more_than_is_needed() -> None:
         return reads(contents)(shard_index, array, start, stop)
 
     for k in range(2):
-        Resharding(old, new).shard(
-            k, rule=rule, clocks=[1, 1, 1], steps=[Steps(1)] * 3, read=read
-        )
+        Resharding(old, new).shard(k, rule=rule, clocks=[1, 1, 1], steps=[Steps(1)] * 3, read=read)
     assert set(n_read.values()) == {1007}
 
 

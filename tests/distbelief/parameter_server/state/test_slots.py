@@ -22,13 +22,7 @@ def client(*, watermark: int, n_held: int) -> Client:
 
 
 def push(sequence: int) -> Push:
-    return Push(
-        sequence=sequence,
-        shard_incarnation=1,
-        fetched_clock=0,
-        n_gradients=1,
-        samples=1,
-    )
+    return Push(sequence=sequence, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
 
 
 def room(client: Client) -> list[int]:
@@ -44,8 +38,7 @@ def room(client: Client) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("watermark", "n_held", "taken"),
-    [(3, 0, [4, 5]), (3, 1, [4]), (3, 2, []), (0, 0, [1, 2])],
+    ("watermark", "n_held", "taken"), [(3, 0, [4, 5]), (3, 1, [4]), (3, 2, []), (0, 0, [1, 2])]
 )
 def test_a_push_that_is_held_keeps_its_slot_and_is_not_taken_again(
     watermark: int, n_held: int, taken: list[int]

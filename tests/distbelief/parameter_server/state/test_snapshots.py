@@ -10,12 +10,7 @@ from distbelief.errors import StorageError
 from distbelief.parameter_server.rules.steps import Steps
 from distbelief.parameter_server.rules.update_rules import SGD, Adam, Momentum
 from distbelief.parameter_server.state.slots import Client
-from distbelief.parameter_server.state.snapshots import (
-    ShardIdentity,
-    ShardState,
-    restore,
-    take,
-)
+from distbelief.parameter_server.state.snapshots import ShardIdentity, ShardState, restore, take
 from distbelief.roles import Address, Snapshot
 from distbelief.vectors import Vector
 from tests.distbelief.parameter_server.pair import CLIENT, OTHER, layout_of
@@ -65,9 +60,7 @@ def without_fact(name: str) -> Snapshot:
 
 
 @given(st.integers(0, 2**32))
-def test_values_rule_state_clock_and_watermarks_come_back_bit_for_bit(
-    seed: int,
-) -> None:
+def test_values_rule_state_clock_and_watermarks_come_back_bit_for_bit(seed: int) -> None:
     state = state_of(seed)
     back = restore(snapshot_of(state), identity=IDENTITY, incarnation=3)
     assert back.values.tobytes() == state.values.tobytes()
@@ -86,9 +79,7 @@ def test_values_rule_state_clock_and_watermarks_come_back_bit_for_bit(
 
 def test_what_was_pushed_in_parts_is_counted_on() -> None:
     steps = Steps.read(np.array([38, 0, 3, 1, 2, 5, 5, 1]), size=N)
-    back = restore(
-        snapshot_of(replace(state_of(), steps=steps)), identity=IDENTITY, incarnation=3
-    )
+    back = restore(snapshot_of(replace(state_of(), steps=steps)), identity=IDENTITY, incarnation=3)
     assert back.steps.words().tolist() == [38, 0, 3, 1, 2, 5, 5, 1]
 
 
@@ -142,9 +133,7 @@ def test_a_foreign_or_damaged_header_is_named_with_its_mend(
         ("state.other", np.zeros(3), r"\['state.other'\] mean nothing"),
     ],
 )
-def test_arrays_that_do_not_fit_are_named(
-    name: str, array: Vector | None, message: str
-) -> None:
+def test_arrays_that_do_not_fit_are_named(name: str, array: Vector | None, message: str) -> None:
     snapshot = snapshot_of()
     state_name = next(key for key in snapshot.arrays if key.startswith("state."))
     key = state_name if name == "state.first_moment" else name

@@ -18,10 +18,7 @@ def test_what_takes_longer_than_by_arithmetic_does_with_fewer_samples_too() -> N
     costs = FewerSamples(slow, batch=batch, part=part)
     half = layer.region.cut(0, [1.0, 1.0])[0]
     for name in ("forward", "backward"):
-        there = {
-            one: getattr(one, name)(layer, half, 0)
-            for one in (costs, slow, batch, part)
-        }
+        there = {one: getattr(one, name)(layer, half, 0) for one in (costs, slow, batch, part)}
         assert there[costs] / there[part] == pytest.approx(there[slow] / there[batch])
 
 

@@ -66,9 +66,7 @@ def test_messages_are_measured_also_where_there_is_no_network(
     assert measured(clock=Clock()).message_rate > 0
 
 
-def test_a_large_message_goes_through_in_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_large_message_goes_through_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_N_SENT", 1 << 20)
     assert measured(clock=Clock()).message_rate > 0
 

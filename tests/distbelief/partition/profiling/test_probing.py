@@ -8,6 +8,4 @@ def test_the_probe_is_the_median_of_its_runs() -> None:
     ticks = iter(range(10_000))
     n = probing._N_RUNS
     taken = probing.seconds(clock=lambda: float(next(ticks)) ** 2)
-    assert (
-        taken == (2 * n - 2) + 1.0
-    )  # (2 k + 1)^2 - (2 k)^2 = 4 k + 1, k = 0 ... n - 1
+    assert taken == (2 * n - 2) + 1.0  # (2 k + 1)^2 - (2 k)^2 = 4 k + 1, k = 0 ... n - 1

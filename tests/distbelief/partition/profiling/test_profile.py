@@ -64,9 +64,7 @@ def test_when_time_is_up_the_rest_is_left_for_another_time(graph: LayerGraph) ->
     n_first = len(first.layers)
     rest = profiled(graph, batch=3, limits=limits())
     assert 0 < n_first < len(rest.layers)
-    assert profiled(graph, batch=5, limits=limits(0.0)).layers.keys() == (
-        rest.layers.keys()
-    )
+    assert profiled(graph, batch=5, limits=limits(0.0)).layers.keys() == (rest.layers.keys())
 
 
 def test_a_layer_that_takes_long_is_measured_as_far_as_there_is_time() -> None:
@@ -105,9 +103,7 @@ def test_layers_larger_than_memory_are_left_to_arithmetic() -> None:
     assert digest(signature(graph["0"]), batch=1) not in profile.layers
 
 
-def test_a_file_that_is_broken_or_of_another_version_is_measured_anew(
-    graph: LayerGraph,
-) -> None:
+def test_a_file_that_is_broken_or_of_another_version_is_measured_anew(graph: LayerGraph) -> None:
     profile = profiled(graph, batch=3, limits=limits())
     path = this_host().path
     assert path.name.startswith("profile-")
@@ -218,23 +214,17 @@ class Disturbed:
 
 
 @pytest.mark.parametrize("first", [0, 40, 100])
-def test_what_others_do_for_a_while_is_measured_again(
-    first: int, graph: LayerGraph
-) -> None:
+def test_what_others_do_for_a_while_is_measured_again(first: int, graph: LayerGraph) -> None:
     """A plan of such a profile cut layers along what had not been disturbed: 1.63 of
     one machine instead of 1.86."""
     timer = Disturbed(usual=1e-3, during=range(first, first + 60), disturbed=5e-3)
-    found = profiled(
-        graph, batch=3, limits=Limits(seconds=1e3, clock=Clock(), timer=timer)
-    )
+    found = profiled(graph, batch=3, limits=Limits(seconds=1e3, clock=Clock(), timer=timer))
     for slices in found.layers.values():
         for each in slices.values():
             assert each.forward == pytest.approx([1e-3] * len(each.extents))
 
 
-def test_a_machine_that_is_never_quiet_is_not_measured_for_ever(
-    graph: LayerGraph,
-) -> None:
+def test_a_machine_that_is_never_quiet_is_not_measured_for_ever(graph: LayerGraph) -> None:
     class Worse:
         now, tick = 0.0, 1e-3
 
@@ -243,15 +233,11 @@ def test_a_machine_that_is_never_quiet_is_not_measured_for_ever(
             self.now += self.tick
             return self.now
 
-    profile = profiled(
-        graph, batch=3, limits=Limits(seconds=1e3, clock=Clock(), timer=Worse())
-    )
+    profile = profiled(graph, batch=3, limits=Limits(seconds=1e3, clock=Clock(), timer=Worse()))
     assert profile.layers
 
 
-def test_whole_layers_can_be_measured_again_without_being_kept(
-    graph: LayerGraph,
-) -> None:
+def test_whole_layers_can_be_measured_again_without_being_kept(graph: LayerGraph) -> None:
     profile = profiled(graph, batch=3, limits=limits())
     measure = present(graph, batch=3)
     for now in (measure(), measure()):
@@ -260,9 +246,7 @@ def test_whole_layers_can_be_measured_again_without_being_kept(
     assert load(this_host()) == profile
 
 
-def test_one_thread_is_measured_in_time_of_its_processor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_thread_is_measured_in_time_of_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "thread_time", lambda: 1.0)
     monkeypatch.setattr(time, "perf_counter", lambda: 2.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)

@@ -24,10 +24,7 @@ def made_up(
 ) -> Profile:
     """A profile whose halves take three quarters of the whole."""
     slices = Slices(
-        extents=(2, 4, 8),
-        operations=(1.0, 2.0, 4.0),
-        forward=forward,
-        backward=backward,
+        extents=(2, 4, 8), operations=(1.0, 2.0, 4.0), forward=forward, backward=backward
     )
     rows = {"whole": slices, "0": slices, "inputs": slices}
     host = Host(torch="2", processor="abacus", n_threads=1)
@@ -44,16 +41,11 @@ def test_what_lies_between_slices_is_interpolated(graph: LayerGraph) -> None:
     assert costs.backward(layer, Region.of(4), 4) == pytest.approx(1.5)
     assert costs.forward(layer, Region.of(4), 0, partial=True) == pytest.approx(0.75)
     other = graph["0"]
-    for mine, theirs in (
-        (costs.forward, machines.forward),
-        (costs.backward, machines.backward),
-    ):
+    for mine, theirs in ((costs.forward, machines.forward), (costs.backward, machines.backward)):
         assert mine(other, other.region, 2) == theirs(other, other.region, 2)
 
 
-def test_other_machines_are_as_much_slower_than_by_arithmetic(
-    graph: LayerGraph,
-) -> None:
+def test_other_machines_are_as_much_slower_than_by_arithmetic(graph: LayerGraph) -> None:
     machines = AnalyticCosts(unequal(), batch=3)
     host = AnalyticCosts(equal(1), batch=3)
     costs = ProfiledCosts(made_up(graph), machines=machines, host=host)
@@ -83,9 +75,7 @@ def test_more_takes_longer_also_as_measured(graph: LayerGraph) -> None:
 def test_fewer_samples_take_the_share_that_was_measured(graph: LayerGraph) -> None:
     profile = made_up(graph)
     ((key, rows),) = profile.layers.items()
-    samples = Slices(
-        extents=(1, 3), operations=(1.0, 3.0), forward=(0.5, 1.0), backward=(0.5, 2.0)
-    )
+    samples = Slices(extents=(1, 3), operations=(1.0, 3.0), forward=(0.5, 1.0), backward=(0.5, 2.0))
     layers = {key: {**rows, "samples": samples}}
     known = msgspec.structs.replace(profile, layers=layers)
     costs = ProfiledCosts(known, machines=AnalyticCosts(equal(1), batch=3))

@@ -39,9 +39,7 @@ def test_layers_that_differ_are_told_in_words_and_no_others() -> None:
     assert told & set(ONE.placements) == layers != set()
 
 
-@pytest.mark.parametrize(
-    ("change", "what"), [({"batch": 64}, "batch"), ({"loss": "mse"}, "loss")]
-)
+@pytest.mark.parametrize(("change", "what"), [({"batch": 64}, "batch"), ({"loss": "mse"}, "loss")])
 def test_one_change_is_one_difference(change: dict[str, object], what: str) -> None:
     changed = msgspec.structs.replace(ONE, **change)
     assert [row[0] for row in differences(ONE, changed)] == [what]
@@ -49,7 +47,5 @@ def test_one_change_is_one_difference(change: dict[str, object], what: str) -> N
 
 def test_a_layer_that_only_one_has_is_not_there_in_the_other() -> None:
     name, *rest = ONE.placements
-    less = msgspec.structs.replace(
-        ONE, placements={other: ONE.placements[other] for other in rest}
-    )
+    less = msgspec.structs.replace(ONE, placements={other: ONE.placements[other] for other in rest})
     assert differences(ONE, less) == [(name, "whole on machine 0", "not there")]

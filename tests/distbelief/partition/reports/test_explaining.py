@@ -34,9 +34,7 @@ def test_who_follows_is_explained_by_whom_it_follows() -> None:
     for node in DONE.decoder.nodes:
         for layer in node.group.members[1:]:
             assert explain(DONE, layer.name) == explain(DONE, node.group.root.name)
-            assert f"it follows {node.group.root.name}" in str(
-                show(DONE, layer.name).title
-            )
+            assert f"it follows {node.group.root.name}" in str(show(DONE, layer.name).title)
 
 
 def test_what_lacks_memory_says_so() -> None:

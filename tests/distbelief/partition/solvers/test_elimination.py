@@ -48,8 +48,7 @@ def test_a_node_without_choice_joins_nothing() -> None:
     sizes = [1] + [7] * 30
     star = Problem(
         costs=tuple(rng.random(size) for size in sizes),
-        edges={(0, v): rng.random((1, 7)) for v in range(1, 31)}
-        | {(1, 2): rng.random((7, 7))},
+        edges={(0, v): rng.random((1, 7)) for v in range(1, 31)} | {(1, 2): rng.random((7, 7))},
     )
     assert elimination_order(star).entries == 49
     assert eliminate(star).exact
@@ -57,9 +56,7 @@ def test_a_node_without_choice_joins_nothing() -> None:
 
 def test_ties_go_to_the_first_candidate() -> None:
     assert eliminate(crowded(3, caps=9)).choice == (0, 0, 0)
-    level = Problem(
-        costs=(np.zeros(3),) * 4, edges={(v, v + 1): np.eye(3) for v in range(3)}
-    )
+    level = Problem(costs=(np.zeros(3),) * 4, edges={(v, v + 1): np.eye(3) for v in range(3)})
     assert eliminate(level).cost == 0
     assert eliminate(level) == eliminate(level)
 

@@ -5,13 +5,7 @@ from hypothesis import given, settings
 from distbelief.graph.layer import GraphError
 from distbelief.partition.solvers.enumeration import enumerate_all
 from distbelief.partition.solvers.problem import TOLERANCE, Problem
-from tests.distbelief.partition.solvers.problems import (
-    best,
-    chain,
-    choices,
-    crowded,
-    problems,
-)
+from tests.distbelief.partition.solvers.problems import best, chain, choices, crowded, problems
 
 
 @settings(max_examples=40)

@@ -87,20 +87,12 @@ def test_of_ties_the_first_is_lowest_even_if_rounded() -> None:
             {"caps": np.ones(2), "memory": (np.ones((2, 2)), np.ones((2, 2)))},
             r"node 1 .* of shape \(3, 2\)",
         ),
-        (
-            {"caps": np.ones(1), "memory": (np.full((2, 1), -1.0), np.ones((3, 1)))},
-            "node 0",
-        ),
+        ({"caps": np.ones(1), "memory": (np.full((2, 1), -1.0), np.ones((3, 1)))}, "node 0"),
     ],
 )
 def test_numbers_that_do_not_fit_together_are_refused(
     fields: dict[str, object], message: str
 ) -> None:
-    whole = {
-        "costs": PAIR.costs,
-        "edges": PAIR.edges,
-        "memory": None,
-        "caps": None,
-    } | fields
+    whole = {"costs": PAIR.costs, "edges": PAIR.edges, "memory": None, "caps": None} | fields
     with pytest.raises(GraphError, match=message):
         Problem(**whole)  # type: ignore[arg-type]

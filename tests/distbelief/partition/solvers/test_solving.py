@@ -99,10 +99,7 @@ def test_when_time_is_over_the_best_known_and_its_bound_are_returned() -> None:
     free = chain(n, k, seed=7, skip=3)
     memory = rng.random((n, k, machines))
     problem = Problem(
-        costs=free.costs,
-        edges=free.edges,
-        memory=tuple(memory),
-        caps=np.full(machines, 0.4 * n),
+        costs=free.costs, edges=free.edges, memory=tuple(memory), caps=np.full(machines, 0.4 * n)
     )
     ticks = count()
     solution = solve(problem, seconds=40, clock=lambda: float(next(ticks)))

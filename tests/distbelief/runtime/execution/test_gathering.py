@@ -34,8 +34,7 @@ def test_a_sum_is_the_sum_index_by_index(
 ) -> None:
     known = [(slot, region) for slot, (region, _) in enumerate(pieces)]
     values = [
-        torch.randn(*(2,) * samples, *region.shape) if there else None
-        for region, there in pieces
+        torch.randn(*(2,) * samples, *region.shape) if there else None for region, there in pieces
     ]
     spec = gather(wanted, known, how="sum", samples=bool(samples), what="a state")
     given_values = [values[piece.slot] for piece in spec.pieces]
@@ -54,13 +53,9 @@ def test_a_sum_is_the_sum_index_by_index(
 @given(wanted=regions(), cut=st.integers(0, 5), samples=st.integers(0, 1))
 def test_what_is_cut_is_what_was_there(wanted: Region, cut: int, samples: int) -> None:
     whole = torch.arange(20.0).view(EXTENTS).expand(*(2,) * samples, *EXTENTS)
-    known = [
-        (slot, Region((rows, (0, 4)))) for slot, rows in enumerate([(0, cut), (cut, 5)])
-    ]
+    known = [(slot, Region((rows, (0, 4)))) for slot, rows in enumerate([(0, cut), (cut, 5)])]
     spec = gather(wanted, known, how="cut", samples=bool(samples), what="a state")
-    pieces: list[torch.Tensor | None] = [
-        whole[at(known[piece.slot][1])] for piece in spec.pieces
-    ]
+    pieces: list[torch.Tensor | None] = [whole[at(known[piece.slot][1])] for piece in spec.pieces]
     found = gathered(spec, pieces, like=torch.zeros(2, 1))
     assert found is not None
     torch.testing.assert_close(found, whole[at(wanted)])

@@ -47,15 +47,9 @@ def test_gradients_of_tensors_come_when_nothing_urgent_is_left() -> None:
     gradients = [
         (task.layer.name, operation.places)
         for operation in done
-        if isinstance(operation, Back)
-        and isinstance(task := flow.operations[operation.task], Task)
+        if isinstance(operation, Back) and isinstance(task := flow.operations[operation.task], Task)
     ]
-    assert gradients == [
-        ("fc3", (0,)),
-        ("fc2", (0,)),
-        ("fc3", (1, 2)),
-        ("fc2", (1, 2)),
-    ]
+    assert gradients == [("fc3", (0,)), ("fc2", (0,)), ("fc3", (1, 2)), ("fc2", (1, 2))]
 
 
 def test_a_machine_that_nobody_waits_for_pushes_as_soon_as_it_can() -> None:

@@ -7,22 +7,12 @@ from hypothesis import given, settings, strategies as st
 from distbelief.errors import RemoteProtocolError
 from distbelief.messages import Taken, Transfer
 from distbelief.roles import Action, Address, Send
-from distbelief.runtime.machine.courier import (
-    AGAIN_SECONDS,
-    TAKEN_EVERY,
-    WINDOW,
-    Courier,
-    Parcel,
-)
+from distbelief.runtime.machine.courier import AGAIN_SECONDS, TAKEN_EVERY, WINDOW, Courier, Parcel
 
 
 def parcel(step: int) -> Parcel:
     return Parcel(
-        step=step,
-        micro_batch=0,
-        way=1,
-        block_index=0,
-        values=np.full(3, step, np.float32),
+        step=step, micro_batch=0, way=1, block_index=0, values=np.full(3, step, np.float32)
     )
 
 

@@ -4,15 +4,7 @@ import msgspec
 import pytest
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.messages import (
-    Alive,
-    Gather,
-    Gathered,
-    Message,
-    Proceed,
-    SetOrder,
-    Stepped,
-)
+from distbelief.messages import Alive, Gather, Gathered, Message, Proceed, SetOrder, Stepped
 from distbelief.runtime.machine.leading import LIFE_BITS, STOP_SECONDS, Leader, Outgoing
 
 
@@ -23,9 +15,7 @@ def gathered(life: int, samples: int = 0, *, pushes: bool = True) -> Gathered:
     return Gathered(life=life, pushes=pushes, samples=samples)
 
 
-def stepped(
-    life: int, steps: int, *, ended: bool = False, square: float = 0.0
-) -> Stepped:
+def stepped(life: int, steps: int, *, ended: bool = False, square: float = 0.0) -> Stepped:
     return Stepped(
         life=life,
         steps=steps,
@@ -85,9 +75,7 @@ def leader_of_two(*, steps_max: int | None = None) -> Leader:
     assert leader.begin(0.0) == []
     assert leader.hear(0, 1, gathered(LIFE, 8), 0.0) == []
     assert leader.waiting_for == {1}
-    go = proceed(
-        LIFE, min(2, steps_max or 2), position=4, is_last=steps_max is not None
-    )
+    go = proceed(LIFE, min(2, steps_max or 2), position=4, is_last=steps_max is not None)
     assert same(leader.hear(1, 5, gathered(LIFE, 4), 0.0), (0, go), (1, go))
     return leader
 
@@ -293,9 +281,7 @@ def test_a_leader_is_not_told_anything_else() -> None:
 
 def test_a_life_about_an_order_is_told_of_it_and_a_lost_machine_ends_it() -> None:
     leader = leader_of_two()
-    order = SetOrder(
-        epoch=1, evaluation=1, versions=(), attempt=3, start=0, stop=4, keeps=()
-    )
+    order = SetOrder(epoch=1, evaluation=1, versions=(), attempt=3, start=0, stop=4, keeps=())
     told = leader.new_life(1.0, position=0, limit=2, order=order)
     gather = Gather(life=LIFE + 1, plan="p", order=order)
     assert same(told, (0, gather), (1, gather))
@@ -314,9 +300,7 @@ def test_losses_are_added_in_the_order_of_machines_whoever_was_first() -> None:
         for machine in range(3):
             leader.hear(machine, 1, gathered(LIFE, 0), 0.0)
         for machine in order:
-            said = msgspec.structs.replace(
-                stepped(LIFE, 1), loss=(1e16, 1.0, -1e16)[machine]
-            )
+            said = msgspec.structs.replace(stepped(LIFE, 1), loss=(1e16, 1.0, -1e16)[machine])
             leader.hear(machine, 1, said, 1.0)
         losses.append(leader.life_done().loss)
         assert leader.square == 0.0

@@ -48,9 +48,7 @@ def test_losses_are_summed_where_they_are_computed() -> None:
 
 def test_what_is_of_a_life_that_is_over_is_refused() -> None:
     machine = living()
-    with pytest.raises(
-        RemoteProtocolError, match="sent Gather of life 4, after life 5"
-    ):
+    with pytest.raises(RemoteProtocolError, match="sent Gather of life 4, after life 5"):
         machine.gather(Gather(life=4, plan="p"))
     with pytest.raises(RemoteProtocolError, match="sent Proceed of life 4"):
         machine.proceed(proceed(4, steps=9))

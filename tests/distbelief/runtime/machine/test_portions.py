@@ -53,23 +53,15 @@ def test_a_portion_is_what_this_machine_needs_and_no_more() -> None:
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "nll", "one_vs_all"])
 @pytest.mark.parametrize("label", [2, -1, 9])
-def test_a_label_that_no_machine_has_a_class_for_is_refused(
-    loss: str, label: int
-) -> None:
+def test_a_label_that_no_machine_has_a_class_for_is_refused(loss: str, label: int) -> None:
     """It once counted as a sample without a loss: each machine left it to the other.
 
     One process was told by torch, replicas of several trained on.
     """
     labels = [0, 1, 0, label]
     reading = reader(Labelled(labels), loss=loss)
-    assert reading.read(1, 0, chosen(0, 1, 2)).inputs["targets"][0].tolist() == [
-        0,
-        1,
-        0,
-    ]
-    claim = (
-        rf"\[data.train\] sample 3 has label {label}, .* 2 outputs \(labels 0 to 1\)"
-    )
+    assert reading.read(1, 0, chosen(0, 1, 2)).inputs["targets"][0].tolist() == [0, 1, 0]
+    claim = rf"\[data.train\] sample 3 has label {label}, .* 2 outputs \(labels 0 to 1\)"
     with pytest.raises(JobError, match=claim):
         reading.read(1, 0, chosen(1, 3))
 

@@ -109,9 +109,7 @@ def test_who_is_waited_for_is_known() -> None:
         ({"n": 14}, "has 14 numbers"),
     ],
 )
-def test_what_is_not_of_the_program_is_refused(
-    changes: dict[str, int], text: str
-) -> None:
+def test_what_is_not_of_the_program_is_refused(changes: dict[str, int], text: str) -> None:
     stepping, way = second_of_two()
     stepping.place(0.0)
     with pytest.raises(RemoteProtocolError, match=text):

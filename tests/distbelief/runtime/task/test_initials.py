@@ -30,17 +30,13 @@ def test_the_distribution_is_that_of_torch(module: nn.Module) -> None:
     initials = model.initials()
     for name, tensor in model.named_tensors().items():
         n = tensor.numel()
-        drawn = draw(
-            initials[name], seed=1, tensor=name, start=0, stop=n, dtype=np.float64
-        )
+        drawn = draw(initials[name], seed=1, tensor=name, start=0, stop=n, dtype=np.float64)
         theirs = tensor.detach().double().numpy().reshape(-1)
         if n < 1000:  # too few to compare: at least it is of that size
             assert np.abs(drawn).max() <= 1.5 * max(np.abs(theirs).max(), 0.01), name
         else:
             assert drawn.std() == pytest.approx(theirs.std(), rel=0.05), name
-            assert np.abs(drawn).max() == pytest.approx(
-                np.abs(theirs).max(), rel=0.3
-            ), name
+            assert np.abs(drawn).max() == pytest.approx(np.abs(theirs).max(), rel=0.3), name
 
 
 def test_norms_and_counters_begin_as_the_module_has_them() -> None:

@@ -22,17 +22,13 @@ def recorded(make: Callable[[], nn.Module]) -> dict[str, Initial]:
     "make",
     [
         lambda: nn.Linear(7, 3),
-        lambda: nn.Sequential(
-            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GroupNorm(2, 4)
-        ),
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GroupNorm(2, 4)),
         lambda: nn.LSTM(3, 4),
         lambda: nn.Embedding(5, 4),
         lambda: nn.MultiheadAttention(8, 2),
     ],
 )
-def test_layers_are_drawn_as_they_draw_themselves(
-    make: Callable[[], nn.Module],
-) -> None:
+def test_layers_are_drawn_as_they_draw_themselves(make: Callable[[], nn.Module]) -> None:
     module = make()
     names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
     known = initials_of(module, names)
@@ -123,10 +119,7 @@ def untouched() -> nn.Module:
     [
         (scaled, "cannot repeat"),
         (truncated, "cannot repeat"),
-        (
-            doubled,
-            r"cast to another type after .*layer in that type \(dtype=torch\.float64\)",
-        ),
+        (doubled, r"cast to another type after .*layer in that type \(dtype=torch\.float64\)"),
         (turned, "cannot repeat"),
         (in_parts, "cannot repeat"),
         (infinite, "cannot repeat"),

@@ -107,8 +107,7 @@ def test_a_missing_module_is_named_with_where_it_was_looked_for(
     with pytest.raises(JobError) as caught:
         build_model(ModelSpec(factory="nowhere.models:net"))
     assert str(caught.value).startswith(
-        "[model] there is no module 'nowhere' (of 'nowhere.models'); searched: "
-        "/somewhere/else, "
+        "[model] there is no module 'nowhere' (of 'nowhere.models'); searched: /somewhere/else, "
     )
 
 
@@ -158,16 +157,11 @@ def test_a_factory_that_fails_is_named_with_its_line() -> None:
     ("factory", "claim"),
     [
         ("no_module", "returned a list, not an nn.Module"),
-        (
-            "module_class",
-            r"returned the class Identity, .*let it return Identity\(...\)",
-        ),
+        ("module_class", r"returned the class Identity, .*let it return Identity\(...\)"),
         ("lazy_net", "parameter 'weight' has no shape yet"),
     ],
 )
-def test_a_factory_of_no_model_is_told_what_it_returned(
-    factory: str, claim: str
-) -> None:
+def test_a_factory_of_no_model_is_told_what_it_returned(factory: str, claim: str) -> None:
     with pytest.raises(JobError, match=claim):
         build_model(ModelSpec(factory=f"{HERE}:{factory}"))
 
@@ -206,26 +200,17 @@ def test_a_factory_of_no_data_is_told_what_it_returned() -> None:
                 "(labels 0 to 1): give it more outputs, or mend the labels"
             ),
         ),
-        (
-            task(test="bad_labels"),
-            "[data.test] sample 13 has label 5, but the model has 2 outputs",
-        ),
+        (task(test="bad_labels"), "[data.test] sample 13 has label 5, but the model has 2 outputs"),
         (task(train="empty"), "a data set of 0 samples"),
         (task(train="float_labels"), "targets are float64 of shape (8,), but loss"),
-        (
-            task(train="wide_labels"),
-            "targets have shape (8, 3), but loss cross_entropy",
-        ),
+        (task(train="wide_labels"), "targets have shape (8, 3), but loss cross_entropy"),
         (task(train="nan_frames"), "[data.train] sample 9 has NaN or infinite inputs"),
         (task(model="nan_net"), "is nan for samples 0, ..., whose inputs and targets"),
         (task(model="nothing_to_train"), "none of its 4 parameters requires grad"),
         (task(model="no_parameters"), "nothing to train: it has no parameters"),
         (task(model="wrapped", kind="tuple"), "returned a tuple, not a tensor"),
         (task(model="wrapped", kind="scalar"), "outputs of shape () for 16 samples"),
-        (
-            task(model="wrapped", kind="detached"),
-            "does not depend on the model's param",
-        ),
+        (task(model="wrapped", kind="detached"), "does not depend on the model's param"),
         (
             task(model="wrapped", kind="bug"),
             "after layer 'layer' (Linear): RuntimeError: a bug of the user's",
@@ -251,10 +236,7 @@ def test_a_factory_of_no_data_is_told_what_it_returned() -> None:
             "(8,) and float32: let the data set return targets of shape (8, 2) and f",
         ),
         (task(loss="mse"), "use loss = 'cross_entropy' if they are class labels"),
-        (
-            task(loss="mse", train="double_targets"),
-            "targets are float64, but the model",
-        ),
+        (task(loss="mse", train="double_targets"), "targets are float64, but the model"),
         (task(loss="crossentropy"), "there is no loss 'crossentropy'"),
         (task(loss="crossentropy"), "Did you mean 'cross_entropy'?"),
         (task(loss=f"{HERE}:loss_per_sample"), "returned a tensor of shape (16,)"),
@@ -276,9 +258,7 @@ def test_a_gradient_that_is_no_number_names_its_parameter() -> None:
 
 def test_a_width_that_is_wrong_inside_the_model_blames_its_layers() -> None:
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(5, 2))
-    with pytest.raises(
-        JobError, match="width 5, but the layers before it give width 3"
-    ):
+    with pytest.raises(JobError, match="width 5, but the layers before it give width 3"):
         trial.train(
             module,
             torch.zeros(2, 4),
@@ -315,24 +295,12 @@ def forward_fails(module: nn.Module, inputs: torch.Tensor) -> str:
 @pytest.mark.parametrize(
     ("module", "shape", "claim"),
     [
-        (
-            nn.Linear(5, 2),
-            (2, 4),
-            "m, the Linear: it takes inputs of width 5, but",
-        ),
-        (
-            nn.Conv1d(3, 2, 1),
-            (2, 4, 5),
-            "takes inputs of width 3, but [data",
-        ),
+        (nn.Linear(5, 2), (2, 4), "m, the Linear: it takes inputs of width 5, but"),
+        (nn.Conv1d(3, 2, 1), (2, 4, 5), "takes inputs of width 3, but [data"),
         (nn.Conv2d(3, 2, 1), (2, 1, 5, 5), "gives width 1 (shape (2, 1, 5, 5))"),
         (nn.Conv3d(3, 2, 1), (2, 1, 5, 5, 5), "inputs of width 3, but"),
         (nn.Conv2d(3, 2, 1), (2, 5), "inputs of width 3, but [data.train] gives width"),
-        (
-            nn.BatchNorm1d(3),
-            (2, 4),
-            "of width 3, but [data.train] gives width 4",
-        ),
+        (nn.BatchNorm1d(3), (2, 4), "of width 3, but [data.train] gives width 4"),
         (nn.LayerNorm(3), (2, 4), "of width 3, but [data.train] gives width 4"),
         (nn.GRU(3, 2), (2, 2, 4), "of width 3, but [data.train] gives width 4"),
         (nn.BatchNorm1d(4), (1, 4), "the BatchNorm1d: ValueError: Expected more than"),
@@ -356,9 +324,7 @@ def test_a_gradient_that_reaches_no_parameter_is_told() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x[:, :2].clone().requires_grad_()
 
-    assert "no parameter received a gradient" in forward_fails(
-        Beside(), torch.zeros(2, 4)
-    )
+    assert "no parameter received a gradient" in forward_fails(Beside(), torch.zeros(2, 4))
 
 
 def test_a_backward_that_fails_is_told() -> None:
@@ -374,9 +340,7 @@ def test_a_backward_that_fails_is_told() -> None:
             hidden.zero_()
             return outputs
 
-    assert "the backward pass of m failed" in forward_fails(
-        Overwritten(), torch.zeros(2, 4)
-    )
+    assert "the backward pass of m failed" in forward_fails(Overwritten(), torch.zeros(2, 4))
 
 
 # -------------------------------------------------------------------- metrics
@@ -394,10 +358,7 @@ def test_a_loss_of_ones_own_is_judged_by_what_its_targets_are(
 ) -> None:
     """A net that foretells numbers was said to have an accuracy of 9 %."""
     sample = Sample(
-        input_shape=(4,),
-        input_is_integer=False,
-        target_shape=(2,),
-        target_is_integer=is_integer,
+        input_shape=(4,), input_is_integer=False, target_shape=(2,), target_is_integer=is_integer
     )
     assert metric_name(task(loss="a.b:own"), sample) == name
     assert metric_name(task(loss="a.b:own", metric="top5"), sample) == "top5"
@@ -409,9 +370,7 @@ def test_accuracy_is_the_part_that_is_right() -> None:
     accuracy = build_metric(task())
     assert float(accuracy(outputs, torch.tensor([0, 1, 0, 1]))) == 0.5
     assert float(accuracy(outputs, torch.eye(2)[[0, 1, 1, 1]])) == 0.75
-    assert (
-        float(accuracy(outputs[..., None], torch.tensor([[0], [1], [0], [1]]))) == 0.5
-    )
+    assert float(accuracy(outputs[..., None], torch.tensor([[0], [1], [0], [1]]))) == 0.5
 
 
 def test_top5_counts_labels_among_the_five_largest() -> None:
@@ -426,9 +385,7 @@ def test_mse_is_the_mean_of_squares() -> None:
     assert float(mse(torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [1.0]]))) == 2.5
 
 
-def test_which_way_a_metric_is_better_its_function_may_say(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_which_way_a_metric_is_better_its_function_may_say(monkeypatch: pytest.MonkeyPatch) -> None:
     own = f"{HERE}:mean_output"
     assert higher_is_better("accuracy")
     assert not higher_is_better("mse")

@@ -75,7 +75,5 @@ def test_a_missing_tensor_is_named_with_those_there_are(path: str) -> None:
 
 def test_another_shape_is_named_with_both(path: str) -> None:
     read = reader(path, layout_of({"matrix": torch.zeros(3, 3)}))
-    with pytest.raises(
-        StorageError, match=r"has shape \(20, 15\), the model's has \(3"
-    ):
+    with pytest.raises(StorageError, match=r"has shape \(20, 15\), the model's has \(3"):
         read("matrix", 0, 9)

@@ -41,9 +41,7 @@ def order_of(workload: Workload) -> Order:
 
 def replica(workload: Workload, way: Way) -> list[BareMachine]:
     sizes = micro_sizes(workload.batch_size, way.micro_batches)
-    compiled = compile_plan(
-        workload.graph(), way.placements, batch=sizes[0], n_machines=2
-    )
+    compiled = compile_plan(workload.graph(), way.placements, batch=sizes[0], n_machines=2)
     return [
         BareMachine(compiled, index, workload=workload, micro_batches=way.micro_batches)
         for index in range(2)
@@ -61,9 +59,7 @@ def run(machines: Sequence[BareMachine | Repertoire], *, n_steps: int) -> None:
                 done = Computed(name=action.name, result=action.work())
                 events.append((index, done))
             case Send():
-                message = Received(
-                    sender=names[index], incarnation=1, message=action.message
-                )
+                message = Received(sender=names[index], incarnation=1, message=action.message)
                 events.append((names.index(action.receiver), message))
             case _:
                 pass
@@ -140,9 +136,7 @@ def test_machines_that_know_several_plans_take_steps_by_the_one_that_is_chosen(
     for name in ("one", "units", "layers, 2 parts"):
         paths[name] = str(tmp_path / f"{name}.json")
         plan_of(found[name], order, loss=workload.loss).save(paths[name])
-    setting = Setting(
-        workload=workload, plans=paths, n_machines=2, folder=str(tmp_path)
-    )
+    setting = Setting(workload=workload, plans=paths, n_machines=2, folder=str(tmp_path))
     machines = [repertoire(setting, index) for index in range(2)]
     for n_done, name in enumerate(("units", "one", "layers, 2 parts", "units")):
         for machine in machines:

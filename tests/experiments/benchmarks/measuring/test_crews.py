@@ -26,9 +26,7 @@ def test_it_takes_as_many_steps_as_each_line_says(
 
 @pytest.mark.processes
 @pytest.mark.soak
-def test_a_crew_takes_turns_and_a_step_takes_as_long_as_its_slowest(
-    tmp_path: Path,
-) -> None:
+def test_a_crew_takes_turns_and_a_step_takes_as_long_as_its_slowest(tmp_path: Path) -> None:
     file = tmp_path / "workload.json"
     workload = Workload(net="speech", batch_size=4, small=True)
     file.write_bytes(msgspec.json.encode(workload))

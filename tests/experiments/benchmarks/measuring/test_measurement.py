@@ -25,14 +25,10 @@ def test_a_family_has_children_and_their_children() -> None:
         "child.wait()\n"
     )
     command = [sys.executable, "-c", program]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         grandchild = int(child.stdout.readline())
-        assert {os.getpid(), child.pid, grandchild} <= set(
-            measurement.family(os.getpid())
-        )
+        assert {os.getpid(), child.pid, grandchild} <= set(measurement.family(os.getpid()))
         child.communicate(b"\n")
 
 
@@ -52,7 +48,4 @@ def test_what_has_ended_has_used_nothing() -> None:
 
 def test_the_last_line_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     measurement.conclude("x", {"a": 1.23456})
-    assert json.loads(capsys.readouterr().out) == {
-        "benchmark": "x",
-        "figures": {"a": 1.235},
-    }
+    assert json.loads(capsys.readouterr().out) == {"benchmark": "x", "figures": {"a": 1.235}}

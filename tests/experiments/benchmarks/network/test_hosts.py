@@ -49,10 +49,7 @@ def test_hosts_reach_each_other_by_their_link_and_are_gone_afterwards() -> None:
 def test_a_link_that_cannot_be_made_is_told_and_leaves_nothing() -> None:
     if hosts.obstacle():
         pytest.skip("no namespaces here")
-    with (
-        pytest.raises(OSError, match="tbf"),
-        hosts.linked(bits_per_second=0.0),
-    ):
+    with pytest.raises(OSError, match="tbf"), hosts.linked(bits_per_second=0.0):
         pass
     assert not namespaces()
 

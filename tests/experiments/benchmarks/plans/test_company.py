@@ -26,12 +26,8 @@ def test_plans_take_turns_in_the_same_processes(tmp_path: Path) -> None:
     with Company(workload, plans, tmp_path) as company:
         assert company.n_machines("one") == 1
         one, two = company.paces(1), company.paces(2)
-        turns = list(
-            rounds(company, list(plans), n_rounds=2, n_steps=2, seconds_max=60.0)
-        )
-        first = list(
-            rounds(company, list(plans), n_rounds=2, n_steps=2, seconds_max=0.0)
-        )
+        turns = list(rounds(company, list(plans), n_rounds=2, n_steps=2, seconds_max=60.0))
+        first = list(rounds(company, list(plans), n_rounds=2, n_steps=2, seconds_max=0.0))
     assert one.alone is one.together
     assert two.alone.keys() == two.together.keys() == one.alone.keys()
     assert len(two.alone) >= 4

@@ -17,9 +17,7 @@ from experiments.benchmarks.plans.nets import NETS
         ("densenet121", 7_978_856),
     ],
 )
-def test_nets_have_as_many_parameters_as_others_say(
-    name: str, n_parameters: int
-) -> None:
+def test_nets_have_as_many_parameters_as_others_say(name: str, n_parameters: int) -> None:
     with torch.device("meta"):
         net = NETS[name].make()
     assert sum(parameter.numel() for parameter in net.parameters()) == n_parameters

@@ -34,7 +34,6 @@ def test_of_a_small_problem_it_finds_the_best() -> None:
 def test_equal_seeds_find_the_same() -> None:
     problem = chain(12, 6, seed=5)
     one, again = (
-        search(problem, words(problem), problem.cost, [], tries=100, seed=7)
-        for _ in range(2)
+        search(problem, words(problem), problem.cost, [], tries=100, seed=7) for _ in range(2)
     )
     assert one == again

@@ -62,21 +62,13 @@ def test_what_takes_twice_as_long_at_half_the_pace_is_as_predicted() -> None:
         "units": by_units(graph, cluster),
         "layers": Way(placements=layers),
     }
-    plans = {
-        name: plan_of(way, order, loss=workload.loss)
-        for name, way in found_ways.items()
-    }
+    plans = {name: plan_of(way, order, loss=workload.loss) for name, way in found_ways.items()}
     slow, slower = (dict.fromkeys(keys, (n, 2 * n)) for n in (2.0, 4.0))
     paces = Paces(alone=slow, together=slower)
     seconds = {"one": 30.0, "units": 40.0, "layers": 30.0}
     turns = [
         Turn(
-            plan=name,
-            seconds=seconds[name],
-            cpu_seconds=0.0,
-            others=0.0,
-            before=paces,
-            after=paces,
+            plan=name, seconds=seconds[name], cpu_seconds=0.0, others=0.0, before=paces, after=paces
         )
         for name in plans
     ]

@@ -53,9 +53,7 @@ def test_the_worst_of_all_jobs_counts(
     }
     monkeypatch.setattr(simulated_truth, "CASES", cases)
     monkeypatch.setattr(
-        simulated_truth,
-        "both_ways",
-        lambda job, **_: both["a" if job.batch_size == 1 else "b"],
+        simulated_truth, "both_ways", lambda job, **_: both["a" if job.batch_size == 1 else "b"]
     )
     figures = truth(["a", "b"])
     assert figures.pop("others") >= 0.0  # of this machine, whatever it does
