@@ -122,9 +122,7 @@ def headers_without_size() -> Iterator[None]:
     """Let time and bytes be those of arrays alone: headers name classes and fields."""
     encode = Encoded.sent
 
-    def sent(
-        post: Encoded, action: Send, *, sender: Address, incarnation: int
-    ) -> object:
+    def sent(post: Encoded, action: Send, *, sender: Address, incarnation: int) -> object:
         payload = encode(post, action, sender=sender, incarnation=incarnation)
         post.size = 0, post.size[1]
         return payload
@@ -203,10 +201,7 @@ def split(seed: int) -> Figures:
     run = Group(
         COUNTING,
         downpour(
-            max_steps=30,
-            loss=COUNTING.loss,
-            rule=SGD(learning_rate=1.0),
-            n_push=1 + seed // 3 % 2,
+            max_steps=30, loss=COUNTING.loss, rule=SGD(learning_rate=1.0), n_push=1 + seed // 3 % 2
         ),
         inputs=[InputSpec(shape=(200,))],
         n_machines=n_machines,
@@ -226,13 +221,9 @@ def lbfgs(seed: int, *, warm_steps: int = 0) -> Figures:
     """L-BFGS by whole replicas; replicas, shards or the coordinator die."""
     scene = sandblasts.drawn(seed)
     roles = [COORDINATOR, *scene.replicas, *scene.shards]
-    kill = Kill(
-        at=0.005 + 0.003 * seed, role=roles[seed % len(roles)], restart_after=0.01
-    )
+    kill = Kill(at=0.005 + 0.003 * seed, role=roles[seed % len(roles)], restart_after=0.01)
     faults = (*scene.faults, kill)
-    run = sandblasts.Run(
-        replace(scene, faults=faults, warm_steps=warm_steps, trace="order")
-    )
+    run = sandblasts.Run(replace(scene, faults=faults, warm_steps=warm_steps, trace="order"))
     watch = Watch(run.cluster)
     run.play()
     return watch.figures(run.values)
@@ -246,9 +237,7 @@ def lbfgs_split(seed: int) -> Figures:
     """L-BFGS by replicas of several machines; these, shards or the coordinator die."""
     scene = split_scenes.drawn(seed)
     roles = [COORDINATOR, *scene.shards, *scene.replicas]
-    kill = Kill(
-        at=0.005 + 0.003 * seed, role=roles[seed % len(roles)], restart_after=0.01
-    )
+    kill = Kill(at=0.005 + 0.003 * seed, role=roles[seed % len(roles)], restart_after=0.01)
     run = split_sandblasts.Run(replace(scene, faults=(*scene.faults, kill)))
     watch = Watch(run.cluster)
     run.play()
@@ -325,9 +314,7 @@ def is_as_recorded() -> bool:
 
 
 SLOW = [pytest.mark.slow]  # whose first case captures a graph
-PARAMETERS = [
-    pytest.param(*case, marks=SLOW if "split" in case[0] else []) for case in CASES
-]
+PARAMETERS = [pytest.param(*case, marks=SLOW if "split" in case[0] else []) for case in CASES]
 
 
 @pytest.mark.parametrize(("family", "seed"), PARAMETERS, ids=KEYS)
