@@ -28,36 +28,36 @@ if TYPE_CHECKING:
         PeerLostError as PeerLostError,
         StorageError as StorageError,
     )
-    from distbelief.forecast.simulating import simulate as simulate
-    from distbelief.job.directory.run import Run as Run
-    from distbelief.job.training import train as train
+    from distbelief.forecast.api import simulate as simulate
     from distbelief.optimizer import DownpourSGD as DownpourSGD
-    from distbelief.parameter_server.rules.update_rules import (
+    from distbelief.parameter_server.optimizers import (
         SGD as SGD,
         Adagrad as Adagrad,
         Adam as Adam,
         Momentum as Momentum,
         RMSprop as RMSprop,
     )
-    from distbelief.partition.outlook import plan as plan
-    from distbelief.serving.server import ParameterServer as ParameterServer
+    from distbelief.partition.api import plan as plan
+    from distbelief.run.result import Run as Run
+    from distbelief.serve.server import ParameterServer as ParameterServer
+    from distbelief.trainer import train as train
 
 _HOMES = {
     "DistBeliefError": "distbelief.errors",
     "JobError": "distbelief.errors",
     "PeerLostError": "distbelief.errors",
     "StorageError": "distbelief.errors",
-    "Run": "distbelief.job.directory.run",
-    "train": "distbelief.job.training",
-    "simulate": "distbelief.forecast.simulating",
+    "Run": "distbelief.run.result",
+    "train": "distbelief.trainer",
+    "simulate": "distbelief.forecast.api",
     "DownpourSGD": "distbelief.optimizer",
-    "ParameterServer": "distbelief.serving.server",
-    "plan": "distbelief.partition.outlook",
-    "SGD": "distbelief.parameter_server.rules.update_rules",
-    "Adagrad": "distbelief.parameter_server.rules.update_rules",
-    "Adam": "distbelief.parameter_server.rules.update_rules",
-    "Momentum": "distbelief.parameter_server.rules.update_rules",
-    "RMSprop": "distbelief.parameter_server.rules.update_rules",
+    "ParameterServer": "distbelief.serve.server",
+    "plan": "distbelief.partition.api",
+    "SGD": "distbelief.parameter_server.optimizers",
+    "Adagrad": "distbelief.parameter_server.optimizers",
+    "Adam": "distbelief.parameter_server.optimizers",
+    "Momentum": "distbelief.parameter_server.optimizers",
+    "RMSprop": "distbelief.parameter_server.optimizers",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 -- derived, so that the two cannot differ

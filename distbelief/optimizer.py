@@ -35,11 +35,11 @@ from typing import ParamSpec, TypeVar, cast, final
 import torch
 from typing_extensions import override
 
-from distbelief.downpour.worker import FETCH, INSTALLED, PUSHED, StagedPush
 from distbelief.errors import JobError, PeerLostError
-from distbelief.roles import Computed
-from distbelief.serving.server import ServerAddress
-from distbelief.serving.session import Session
+from distbelief.roles.role import Computed
+from distbelief.serve.client_session import Session
+from distbelief.serve.server import ServerAddress
+from distbelief.worker.loop_worker import FETCH, INSTALLED, PUSHED, StagedPush
 
 
 TORN_WAIT_SECONDS = 1e-3
@@ -333,7 +333,7 @@ def _refusal(key: str) -> JobError:
         return JobError(
             f"DownpourSGD: parameter groups have no {key!r}, and torch's schedulers "
             "do not work: give the server's rule learning_rate= and schedule= "
-            "(distbelief.parameter_server.rules.schedules)"
+            "(distbelief.parameter_server.optimizers)"
         )
     return JobError(
         f"DownpourSGD: parameter groups have no {key!r}: it belongs to the rule of the "

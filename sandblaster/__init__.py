@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from sandblaster.minimizing import minimize as minimize
-    from sandblaster.reasons import Reason as Reason
+    from sandblaster.api import minimize as minimize
+    from sandblaster.optimizers.termination import Reason as Reason
 
-_HOMES = {"Reason": "sandblaster.reasons", "minimize": "sandblaster.minimizing"}
+_HOMES = {"Reason": "sandblaster.optimizers.termination", "minimize": "sandblaster.api"}
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 -- derived, so that the two cannot differ
 

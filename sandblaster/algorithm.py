@@ -7,13 +7,13 @@ on the shards by small commands, and deals portions of the batch to the replicas
 from collections.abc import Mapping
 from typing import Final, final
 
+from distbelief.config.job import ClusterTable, Verdict
 from distbelief.errors import JobError, LocalProtocolError
-from distbelief.job.configuration.sections import ClusterTable
-from distbelief.job.configuration.verdicts import Verdict
-from distbelief.parameter_server.rules.update_rules import SGD
-from distbelief.roles import Role
-from distbelief.runtime.assembling import Split
-from distbelief.runtime.common_roles import (
+from distbelief.parameter_server.optimizers import SGD
+from distbelief.roles.role import Role
+from distbelief.task.task import BuildContext, RosterEntry
+from distbelief.worker.build import (
+    Split,
     build_evaluator,
     build_shard,
     evaluator_entries,
@@ -21,14 +21,12 @@ from distbelief.runtime.common_roles import (
     shard_entries,
     shard_names,
 )
-from distbelief.runtime.machine.machine_names import place_of
-from distbelief.runtime.task.task import BuildContext, RosterEntry
-from sandblaster.building import build_coordinator, build_replica
+from distbelief.worker.group import place_of
+from sandblaster.build import build_coordinator, build_machine, build_replica
+from sandblaster.chunks import COORDINATOR
 from sandblaster.config import SandblasterSettings
-from sandblaster.coordination.shares import NAMES as SHARES
-from sandblaster.names import COORDINATOR
-from sandblaster.reasons import Reason
-from sandblaster.replicas.machines import build_machine
+from sandblaster.coordinator.metrics import NAMES as SHARES
+from sandblaster.optimizers.termination import Reason
 
 
 _NO_RULE: Final = SGD(learning_rate=1.0)

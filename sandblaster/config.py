@@ -22,15 +22,15 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
-from distbelief.downpour.settings import DownpourSettings
-from distbelief.parameter_server.rules.update_rules import UpdateRule
-from sandblaster.methods.any_method import AnyMethod
-from sandblaster.methods.conjugate_gradient import ConjugateGradient
-from sandblaster.methods.gradient_descent import GradientDescent
-from sandblaster.methods.lbfgs import LBFGS
-from sandblaster.methods.multi_batch import MultiBatchLBFGS
-from sandblaster.methods.owlqn import OWLQN
-from sandblaster.sets import Cutting
+from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.worker.config import DownpourSettings
+from sandblaster.chunks import Cutting
+from sandblaster.optimizers import AnyMethod
+from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
+from sandblaster.optimizers.gradient_descent import GradientDescent
+from sandblaster.optimizers.lbfgs import LBFGS
+from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
+from sandblaster.optimizers.owlqn import OWLQN
 
 
 MethodName = Literal["l-bfgs", "conjugate-gradient", "gradient-descent", "owl-qn"]

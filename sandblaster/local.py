@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distbelief.commands import Command, Scalars, VectorName, combine
-from distbelief.parameter_server.layout.layout import ElementType, Layout, TensorSpec
-from distbelief.parameter_server.orders.algebra import Algebra
-from distbelief.vectors import Vector
-from sandblaster.requests import (
+from distbelief.core.vectors import Vector
+from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
+from distbelief.parameter_server.vector_store import Algebra
+from distbelief.protocol.vector_commands import Command, Scalars, VectorName, combine
+from sandblaster.optimizers.base import (
     Evaluate,
     Evaluation,
     Examples,

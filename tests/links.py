@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from distbelief.transport.reach import Reach
+from distbelief.transport.config import Reach
 from distbelief.transport.zmq_transport import ZmqTransport
 
 

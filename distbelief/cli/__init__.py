@@ -1,1 +1,1 @@
-"""The command line `distbelief`."""
+"""The command line."""

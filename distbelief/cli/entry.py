@@ -13,7 +13,7 @@ def main() -> None:
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # else somebody ignores it: so do we
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from distbelief.cli.app import app  # noqa: PLC0415 -- takes time
+    from distbelief.cli.main import app  # noqa: PLC0415 -- takes time
 
     signal.signal(signal.SIGINT, before)
     app()

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distbelief.cli.errors import told
-from distbelief.cli.options import TracebackOption
+from distbelief.cli.options import TracebackOption, told
 
 
 ListenOption = Annotated[
@@ -147,10 +146,10 @@ def join(  # noqa: PLR0913 -- options
     130 stopped by Ctrl+C.
     """
     with told(show_traceback=show_traceback):
-        from distbelief import units  # noqa: PLC0415 -- start quickly
-        from distbelief.job.hosts import joining  # noqa: PLC0415 -- torch
+        from distbelief.cluster import join as join_module  # noqa: PLC0415 -- torch
+        from distbelief.core import units  # noqa: PLC0415 -- start quickly
 
-        wanted = joining.Wanted(
+        wanted = join_module.Wanted(
             address=address,
             keys=keys,
             cores=cores,
@@ -161,7 +160,7 @@ def join(  # noqa: PLR0913 -- options
             stays=stay,
             wait_seconds=wait,
         )
-        exit_code = joining.join(wanted, tell=_say)
+        exit_code = join_module.join(wanted, tell=_say)
     raise typer.Exit(exit_code)
 
 

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from distbelief.cli.errors import told
-from distbelief.cli.options import JsonOption, TracebackOption
+from distbelief.cli.options import JsonOption, TracebackOption, told
 from distbelief.errors import JobError
 
 
 if TYPE_CHECKING:
-    from distbelief.transport.key_files import KeyFiles
+    from distbelief.transport.keys import KeyFiles
 
 
 DEFAULT: Final = Path("~/.distbelief/keys")
@@ -96,8 +95,7 @@ def allow(
     A server that is running takes note of it at once.
     """
     with told(show_traceback=tracebacks):
-        from distbelief.transport.key_files import Allowed  # noqa: PLC0415 -- pyzmq
-        from distbelief.transport.keys import public_key  # noqa: PLC0415 -- pyzmq
+        from distbelief.transport.keys import Allowed, public_key  # noqa: PLC0415 -- pyzmq
 
         entry = Allowed(
             key=public_key(key),
@@ -164,6 +162,6 @@ def rotate(
 
 
 def _files(directory: Path) -> "KeyFiles":
-    from distbelief.transport.key_files import KeyFiles  # noqa: PLC0415 -- pyzmq
+    from distbelief.transport.keys import KeyFiles  # noqa: PLC0415 -- pyzmq
 
     return KeyFiles(directory.expanduser())

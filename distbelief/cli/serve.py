@@ -6,8 +6,14 @@ from typing import Annotated, Final
 
 import typer
 
-from distbelief.cli.errors import FAILED, told
-from distbelief.cli.options import FromScratchOption, ModelArgument, SeedOption, TracebackOption
+from distbelief.cli.options import (
+    FAILED,
+    FromScratchOption,
+    ModelArgument,
+    SeedOption,
+    TracebackOption,
+    told,
+)
 from distbelief.errors import JobError
 
 
@@ -103,11 +109,11 @@ def serve(  # noqa: PLR0913 -- options
                 "there is no model to serve: name the function that makes it, as in "
                 "`distbelief serve nets:make --rule adagrad --learning-rate 0.02`"
             )
-        from distbelief.serving import options as serving_options, standing  # noqa: PLC0415 -- torch
+        from distbelief.serve import options as serving_options, standalone  # noqa: PLC0415 -- torch
 
         here = str(Path.cwd())  # where a function beside the user is found
         sys.path[:0] = [] if here in sys.path else [here]
-        wanted = standing.Wanted(
+        wanted = standalone.Wanted(
             model=serving_options.model(model, seed=seed),
             rule=serving_options.rule(rule, learning_rate, options or ()),
             shards=shards,
@@ -116,7 +122,7 @@ def serve(  # noqa: PLR0913 -- options
             snapshot_every=snapshot_every,
             reach=serving_options.reach(bind, keys=keys, insecure=insecure),
         )
-        error = standing.stand(wanted, directory, tell=_say, from_scratch=from_scratch)
+        error = standalone.stand(wanted, directory, tell=_say, from_scratch=from_scratch)
         if error is not None:
             typer.echo(error, err=True)
             raise typer.Exit(FAILED)

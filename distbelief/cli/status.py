@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from distbelief.cli.errors import told
-from distbelief.cli.options import JsonOption, RunArgument, TracebackOption
+from distbelief.cli.options import JsonOption, RunArgument, TracebackOption, told
 from distbelief.errors import JobError
 
 
 if TYPE_CHECKING:
-    from distbelief.job.directory.run_directory import RunDirectory, Status
+    from distbelief.run.directory import RunDirectory, Status
 
 
 STALE_SECONDS: Final = 5.0
@@ -36,7 +35,7 @@ def status(
     The figures are those of the job's last second; of a job that has ended, its last.
     """
     with told(show_traceback=show_traceback):
-        from distbelief.job.directory.run_directory import RunDirectory  # noqa: PLC0415 -- torch
+        from distbelief.run.directory import RunDirectory  # noqa: PLC0415 -- torch
 
         run = (
             _newest_run()
@@ -50,7 +49,7 @@ def status(
 
 def _newest_run() -> "RunDirectory":
     """Return the newest run under runs/: a running one if there is any."""
-    from distbelief.job.directory.run_directory import RunDirectory  # noqa: PLC0415 -- torch
+    from distbelief.run.directory import RunDirectory  # noqa: PLC0415 -- torch
 
     files = sorted(RUNS.glob("*/job.toml"), key=lambda file: file.stat().st_mtime)
     runs = [RunDirectory.open(file.parent, write=False) for file in reversed(files)]
@@ -69,7 +68,7 @@ def _show_status(run: "RunDirectory", *, pid: int | None, now: float, as_json: b
     from rich.console import Console  # noqa: PLC0415 -- start quickly
     from rich.text import Text  # noqa: PLC0415 -- start quickly
 
-    from distbelief.job.display.screen import Screen  # noqa: PLC0415 -- start quickly
+    from distbelief.display.screen import Screen  # noqa: PLC0415 -- start quickly
 
     last = run.read_status()
     if last is not None and pid is not None and last.pid != pid:
@@ -97,9 +96,9 @@ def _remark(
     run: "RunDirectory", last: "Status | None", *, pid: int | None, age: float | None
 ) -> tuple[str, str]:
     """Return in a sentence how far the status is to be trusted, and its style."""
-    from distbelief.job.display import words  # noqa: PLC0415 -- start quickly
+    from distbelief.core import formatting  # noqa: PLC0415 -- start quickly
 
-    old = "" if age is None else words.duration(age)
+    old = "" if age is None else formatting.duration(age)
     if last is not None and last.ended:
         how = "interrupted" if last.view.phase == "interrupted" else "ended"
         how = f"failed: {last.error}" if last.error else how

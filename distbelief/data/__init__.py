@@ -1,1 +1,1 @@
-"""Data sets as index ranges, a subset per replica, and batches prefetched from them."""
+"""Data sets, and which samples each replica trains in which order."""

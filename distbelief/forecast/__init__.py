@@ -1,1 +1,1 @@
-"""A job in virtual time: what it would do on a cluster, and what breaking it does."""
+"""Predicts speed and progress of a job on a cluster, by simulating it."""

@@ -1,8 +1,16 @@
-"""A forecast as a table for people, and as JSON for programs."""
+"""A run in virtual time as a picture for a trace viewer: who worked on what when.
 
+For chrome://tracing and ui.perfetto.dev, like the timeline of a planned step
+(`program.timeline`): a process per role, with a row for each of its lanes.
+"""
+
+import math
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -10,44 +18,49 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from distbelief.forecast.outcome import Spread, has_target
-from distbelief.forecast.sweeping import Variant
-from distbelief.job.configuration.sections import Job
-from distbelief.job.display import words
+from distbelief.config.job import Job
+from distbelief.core import files, formatting
+from distbelief.errors import JobError, StorageError
+from distbelief.forecast.result import Spread, has_target
+from distbelief.forecast.run import Ledger, Span
+from distbelief.forecast.sweep import Variant
+from distbelief.roles.role import Address, Lane, Seconds
 
+
+# A forecast as a table for people, and as JSON for programs.
 
 Show = Callable[[float | None], str]
 
 
 def _milliseconds(seconds: float | None) -> str:
     if seconds is None:
-        return words.DASH
+        return formatting.DASH
     if seconds >= 10:
-        return words.duration(seconds)
+        return formatting.duration(seconds)
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _share(value: float | None) -> str:
-    return words.DASH if value is None else f"{value:.0%}".replace("%", " %")
+    return formatting.DASH if value is None else f"{value:.0%}".replace("%", " %")
 
 
 def _small(value: float | None) -> str:
-    return words.DASH if value is None else f"{value:.2g}"
+    return formatting.DASH if value is None else f"{value:.2g}"
 
 
 def _hours(value: float | None) -> str:
-    return words.DASH if value is None else f"{value:.3g}"
+    return formatting.DASH if value is None else f"{value:.3g}"
 
 
 COLUMNS: Final[Mapping[str, tuple[str, Show]]] = {
     "step_seconds": ("step", _milliseconds),
-    "samples_per_second": ("samples/s", words.rate),
-    "target_seconds": ("to target", words.duration),
-    "training_seconds": ("training", words.duration),
+    "samples_per_second": ("samples/s", formatting.rate),
+    "target_seconds": ("to target", formatting.duration),
+    "training_seconds": ("training", formatting.duration),
     "staleness_mean": ("staleness", _small),
     "staleness_p95": ("p95", _small),
-    "pushed_bytes": ("pushed", words.size),
-    "fetched_bytes": ("fetched", words.size),
+    "pushed_bytes": ("pushed", formatting.size),
+    "fetched_bytes": ("fetched", formatting.size),
     "machine_hours": ("machine-hours", _hours),
 }
 
@@ -76,7 +89,7 @@ def table_of(variants: Sequence[Variant], *, best: Variant | None = None) -> Tab
         cells += [
             spread_text(found.get(name), show, n_runs=n_runs) for name, (_, show) in shown.items()
         ]
-        accuracy = partial(words.metric, name=metric)
+        accuracy = partial(formatting.metric, name=metric)
         cells.append(spread_text(found.get("metric"), accuracy, n_runs=n_runs))
         style = "bold green" if variant is best else None
         table.add_row(*cells, style=style)
@@ -92,7 +105,7 @@ def spread_text(spread: Spread | None, show: Show, *, n_runs: int) -> str:
         n_runs: How many runs there were; how many have it is told if not all do.
     """
     if spread is None:
-        return words.DASH
+        return formatting.DASH
     text = show(spread.p50)
     low, high = show(spread.p10), show(spread.p90)
     if spread.n > 1 and low != high:
@@ -111,7 +124,7 @@ def details_of(variant: Variant) -> RenderableType:
         lines.append(Text(f"at work: {busy}"))
     if outcome.traffic:
         sent = ", ".join(
-            f"{ends} {words.size(n_bytes)}" for ends, n_bytes in outcome.traffic.items()
+            f"{ends} {formatting.size(n_bytes)}" for ends, n_bytes in outcome.traffic.items()
         )
         lines.append(Text(f"messages: {sent}"))
     notes = []
@@ -119,7 +132,7 @@ def details_of(variant: Variant) -> RenderableType:
         notes.append(f"{outcome.pushes_lost:,} pushes lost")
     if outcome.restarts:
         notes.append(f"{outcome.restarts} restarts")
-    notes += words.named(outcome.figures)
+    notes += formatting.named(outcome.figures)
     if notes:
         lines.append(Text("; ".join(notes)))
     lines.append(
@@ -190,3 +203,106 @@ def _plain(variant: Variant) -> dict[str, object]:
         "outcomes": variant.outcomes,
         "left_out": variant.left_out,
     }
+
+
+TraceEvent = dict[str, str | int | float | dict[str, str]]
+
+N_BYTES_TRIED: Final = 1 << 16
+"""Written to find out whether the disk takes anything; a timeline is often larger."""
+
+_ROWS: Final = {Lane.COMPUTE: 0, Lane.DATA: 1}
+
+
+def chrome_trace(ledger: Ledger) -> list[TraceEvent]:
+    """Return the work of a run in the trace event format: to be written as JSON."""
+    roles: dict[Address, int] = {}
+    for span in ledger.spans:
+        roles.setdefault(span.role, len(roles))
+    trace: list[TraceEvent] = []
+    for role, number in roles.items():
+        trace.append(_name("process_name", number, 0, role))
+        trace += [_name("thread_name", number, row, lane.value) for lane, row in _ROWS.items()]
+    trace += [
+        {
+            "ph": "X",
+            "pid": roles[span.role],
+            "tid": _ROWS[span.lane],
+            "name": span.name,
+            "cat": span.name.partition(":")[2] or span.name,
+            "ts": (end - span.seconds) * 1e6,
+            "dur": span.seconds * 1e6,
+            "args": {"role": span.role},
+        }
+        for span, end in zip(ledger.spans, ends_of(ledger.spans), strict=True)
+    ]
+    return trace
+
+
+def ends_of(spans: Sequence[Span]) -> list[Seconds]:
+    """Return when each piece of work ended, as late as may be.
+
+    That a process was told of it is later, where processes have to wake up and have
+    events before it to handle; but a lane has one piece at a time, so each ended before
+    the next of its lane began.
+    """
+    begins: dict[tuple[Address, Lane], Seconds] = {}
+    ends = []
+    for span in reversed(spans):
+        lane = span.role, span.lane
+        end = min(span.ends, begins.get(lane, math.inf))
+        begins[lane] = end - span.seconds
+        ends.append(end)
+    return ends[::-1]
+
+
+def check_place(path: Path) -> None:
+    """Refuse a place where no timeline can be written, before a long run and not after.
+
+    Raises:
+        JobError: it names the place.
+        StorageError: the disk takes nothing now.
+    """
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise JobError(
+            f"--trace {path}: nothing can be written there: name a file, in a "
+            "directory that there is, and that you may write to"
+        )
+    if path.exists() and not path.is_file():
+        return  # a device or a pipe would have been written to
+    try:
+        with tempfile.NamedTemporaryFile(
+            dir=folder, prefix=f"{path.name}.", suffix=files.TEMPORARY
+        ) as file:
+            file.write(bytes(N_BYTES_TRIED))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _refused(path, error) from error
+
+
+def write_trace(path: Path, ledger: Ledger) -> None:
+    """Write the timeline of a run.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    content = msgspec.json.encode({"traceEvents": chrome_trace(ledger)})
+    try:
+        files.write(path, content)
+    except StorageError as error:
+        if isinstance(error.__cause__, OSError):
+            raise _refused(path, error.__cause__) from error
+        raise
+
+
+def _refused(path: Path, error: OSError) -> StorageError:
+    """Return why nothing can be written; there is no run to go on with."""
+    return StorageError(
+        f"--trace {path}: cannot write the timeline: {error.strerror or error}: mend "
+        "that, or name another place"
+    )
+
+
+def _name(what: str, process: int, row: int, text: str) -> TraceEvent:
+    return {"ph": "M", "pid": process, "tid": row, "name": what, "args": {"name": text}}

@@ -1,1 +1,1 @@
-"""What is computed: regions of layers, and which region needs which."""
+"""Layer graphs: captured from torch modules, with a rule for each operator to be split."""

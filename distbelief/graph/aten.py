@@ -13,8 +13,8 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from distbelief.graph.layer import GraphError
-from distbelief.graph.translation import knows_function
+from distbelief.graph.graph import GraphError
+from distbelief.graph.lowering.registry import knows_function
 
 
 Tensor = fx.Node | torch.Tensor

@@ -17,10 +17,8 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from distbelief.graph.building import Builder
-from distbelief.graph.kinds.class_losses import cross_entropy_layers
-from distbelief.graph.kinds.place_losses import place_loss_layer
-from distbelief.graph.layer import GraphError, Layer, LayerGraph
+from distbelief.graph.graph import Builder, GraphError, Layer, LayerGraph
+from distbelief.graph.ops.losses import cross_entropy_layers, place_loss_layer
 from distbelief.graph.region import Shape
 
 

@@ -12,7 +12,7 @@ from typing import final
 
 import torch
 
-from distbelief.graph.layer import GraphError
+from distbelief.graph.graph import GraphError
 from distbelief.graph.region import Shape
 
 

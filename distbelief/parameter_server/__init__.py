@@ -1,1 +1,1 @@
-"""The parameter server: layout, shard role, update rules, client, snapshots."""
+"""The sharded parameter server: shards, their copies, checkpoints and named vectors."""

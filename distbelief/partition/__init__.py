@@ -1,1 +1,1 @@
-"""How to split a model: candidates, their costs, the best choice and its proof."""
+"""The planner: costs, candidates and solvers that split a layer graph over machines."""

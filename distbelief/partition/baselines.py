@@ -7,13 +7,13 @@ whole layers   runs of whole layers on one machine after the other: a pipeline
 import math
 from collections.abc import Mapping, Sequence
 
-from distbelief.graph.kind import kind_of
-from distbelief.graph.layer import Layer, LayerGraph
+from distbelief.graph.graph import Layer, LayerGraph
+from distbelief.graph.operator import kind_of
 from distbelief.partition.candidates import partial_sums, split, summed_dims, whole
 from distbelief.partition.grouping import groups
 from distbelief.program.cluster import Cluster
+from distbelief.program.cost import Costs
 from distbelief.program.placement import Placement
-from distbelief.program.pricing import Costs
 
 
 def even(graph: LayerGraph, cluster: Cluster) -> dict[str, Placement]:

@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from distbelief.graph.kind import Cut, kind_of
-from distbelief.graph.layer import Layer
+from distbelief.graph.graph import Layer
+from distbelief.graph.operator import Cut, kind_of
 from distbelief.graph.region import Region, Shape
 from distbelief.program.cluster import UNLIMITED, Cluster, weights
 from distbelief.program.placement import Placement, grid

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal, final
 
-from distbelief.graph.kind import joined, kind_of
-from distbelief.graph.layer import INPUT, Layer, LayerGraph
+from distbelief.graph.graph import INPUT, Layer, LayerGraph
+from distbelief.graph.operator import joined, kind_of
 from distbelief.graph.region import Interval, Region, Shape
 from distbelief.program.placement import Cuts, Placement
 

@@ -1,1 +1,1 @@
-"""Who computes what: plans, compiled to one program per machine, and their price."""
+"""Plans, placements and clusters, and the programs that each rank executes."""

@@ -37,6 +37,7 @@ Machines are counted from 0 in the order of the file. Keys are those of `Cluster
 `Machine`, and no others: a mistake names the file, the key and what to write instead.
 """
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from importlib import resources
@@ -44,20 +45,194 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, get_args
 
-from distbelief.graph.layer import GraphError
-from distbelief.program.cluster import UNLIMITED, Cluster, Machine, Origin
-from distbelief.program.cluster_hazards import origins_of, outages_of, switches_of, trace_of
-from distbelief.program.cluster_values import (
-    ENDS,
-    Table,
-    check_keys,
-    count_of,
-    excerpt,
-    quantity,
-    text_of,
+from distbelief.core.formatting import nearest
+from distbelief.core.units import Dimension, parse
+from distbelief.errors import JobFileError
+from distbelief.graph.graph import GraphError
+from distbelief.program.cluster import (
+    UNLIMITED,
+    Cluster,
+    Machine,
+    Origin,
+    Outages,
+    OutageTrace,
+    Switch,
+    read_trace,
 )
-from distbelief.spelling import nearest
-from distbelief.units import Dimension
+
+
+# Values of a cluster file, checked; a mistake names the key and what to write.
+
+Table = Mapping[str, object]
+
+ENDS: Final = re.compile(r"(0|[1-9][0-9]{0,5})-(0|[1-9][0-9]{0,5})")
+"""Two machines, or the first and the last of a group: "0-15"."""
+
+
+def quantity(
+    table: Table, key: str, dimension: Dimension, where: str, *, default: float | None = None
+) -> float:
+    """Return a quantity of this dimension; the default if the key is missing.
+
+    Raises:
+        GraphError: naming the key and the mend.
+    """
+    if key not in table:
+        if default is not None:
+            return default
+        raise GraphError(f"{where} lacks the key '{key}'")
+    try:
+        return parse(table[key], dimension)
+    except JobFileError as error:
+        raise GraphError(f"{where} {key} = {error}".lstrip()) from None
+
+
+def text_of(table: Table, key: str, *, default: str) -> str:
+    """Return a text; the default if the key is missing.
+
+    Raises:
+        GraphError: naming the key and the mend.
+    """
+    value = table.get(key, default)
+    if not isinstance(value, str):
+        raise GraphError(f'{key} = {excerpt(value)}: wants text in quotes: "..."')
+    return value
+
+
+def count_of(table: Table, key: str, where: str) -> int:
+    """Return a whole number above 0; 1 if the key is missing.
+
+    Raises:
+        GraphError: naming the key and the mend.
+    """
+    value = table.get(key, 1)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise GraphError(f"{where} {key} = {excerpt(value)}: wants a whole number, at least 1")
+    return value
+
+
+def table_of(value: object, keys: Iterable[str], where: str) -> Table:
+    """Return a value that is a table with these keys only.
+
+    Raises:
+        GraphError: naming the key and the mend.
+    """
+    if not isinstance(value, dict):
+        raise GraphError(f"{where} = {excerpt(value)}: wants a table of keys")
+    check_keys(value, keys, where)
+    return value
+
+
+def check_keys(table: Table, known: Iterable[str], where: str) -> None:
+    """Refuse keys that are not known, and name the nearest.
+
+    Raises:
+        GraphError: naming the key and the mend.
+    """
+    for key in table:
+        if key not in known:
+            raise GraphError(f"{where} has no key '{key}'. {nearest(key, known)}")
+
+
+def excerpt(value: object, *, n_max: int = 60) -> str:
+    """Return a value as text, not too long."""
+    text = f'"{value}"' if isinstance(value, str) else str(value)
+    return text if len(text) <= n_max else text[: n_max - 3] + "..."
+
+
+# What a cluster file says of switches and outages, for simulations only.
+
+N_TRACE_BYTES_MAX: Final = 1 << 26
+
+
+def switches_of(groups: object) -> tuple[Switch, ...]:
+    """Return what [[switches]] says.
+
+    Raises:
+        GraphError: naming the key and the mend.
+    """
+    if not isinstance(groups, list):
+        raise GraphError("switches: begin each of them with [[switches]]")
+    switches = []
+    for index, entry in enumerate(groups, start=1):
+        where = f"[[switches]] {index}"
+        group = table_of(entry, ("machines", "bandwidth"), where)
+        ends = ENDS.fullmatch(text_of(group, "machines", default=""))
+        if ends is None:
+            raise GraphError(
+                f"{where} machines = {excerpt(group.get('machines'))}: write the "
+                'first and the last of a group, like "0-15"'
+            )
+        bandwidth = quantity(group, "bandwidth", "rate", where)
+        first, last = int(ends[1]), int(ends[2])
+        switches.append(Switch(first=first, last=last, bandwidth=bandwidth))
+    return tuple(switches)
+
+
+def outages_of(table: Table, key: str) -> Outages | None:
+    """Return what [failures] or [preemptions] says; None if nothing.
+
+    Raises:
+        GraphError: naming the key and the mend.
+    """
+    if key not in table:
+        return None
+    where = f"[{key}]"
+    group = table_of(table[key], ("mean_time", "away", "group"), where)
+    try:
+        return Outages(
+            mean_time=quantity(group, "mean_time", "time", where),
+            away=quantity(group, "away", "time", where),
+            group=count_of(group, "group", where),
+        )
+    except GraphError as error:
+        text = str(error)
+        raise GraphError(text if where in text else f"{where}: {text}") from None
+
+
+def trace_of(table: object, directory: Path | None, *, n_machines: int) -> OutageTrace | None:
+    """Return the trace that [trace] names; None if it is missing.
+
+    Raises:
+        GraphError: naming the key and the mend.
+    """
+    if table is None:
+        return None
+    file = text_of(table_of(table, ("file",), "[trace]"), "file", default="")
+    if not file or directory is None:
+        raise GraphError(
+            f"[trace] file = {excerpt(file)}: write the name of a CSV file that lies "
+            "beside this one"
+        )
+    path = directory / file
+    try:
+        with path.open("rb") as opened:
+            content = opened.read(N_TRACE_BYTES_MAX + 1)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise GraphError(f"[trace] {file} cannot be read: {why}") from error
+    except ValueError as error:  # a zero byte, say
+        raise GraphError(f"[trace] file = {file!r} is no path: {error}") from None
+    if len(content) > N_TRACE_BYTES_MAX:
+        raise GraphError(f"[trace] {file} is larger than {N_TRACE_BYTES_MAX} bytes")
+    try:
+        return read_trace(content.decode("utf-8-sig"), n_machines=n_machines)
+    except UnicodeDecodeError as error:
+        raise GraphError(f"[trace] {file} is no UTF-8 text: {error.reason}") from None
+    except GraphError as error:
+        raise GraphError(f"[trace] {file}: {error}") from None
+
+
+def origins_of(table: object, *, figures: Iterable[str]) -> dict[str, str]:
+    """Return what [origins] says of the figures of machines, and of others.
+
+    Raises:
+        GraphError: naming the key and the mend.
+    """
+    known = ("latency", "message_overhead", "jitter", "cores", "switches", "failures")
+    keys = (*known, "preemptions", "trace", "links", *figures)
+    group = table_of(table, keys, "[origins]")
+    return {key: text_of(group, key, default="") for key in group}
 
 
 N_BYTES_MAX: Final = 1 << 20

@@ -20,8 +20,8 @@ from typing import Self, final
 import msgspec
 from typing_extensions import override
 
-from distbelief.graph.kind import kind_of
-from distbelief.graph.layer import GraphError, Layer
+from distbelief.graph.graph import GraphError, Layer
+from distbelief.graph.operator import kind_of
 from distbelief.graph.region import Interval, Region, Shape
 
 

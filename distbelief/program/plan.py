@@ -23,12 +23,12 @@ from typing import Final, Literal, final
 
 import msgspec
 
-from distbelief import files
-from distbelief.graph.layer import INPUT, GraphError, LayerGraph
+from distbelief.core import files
+from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.region import Shape
 from distbelief.program.cluster import Cluster
 from distbelief.program.placement import Placement
-from distbelief.program.schedule import statistics_of
+from distbelief.program.step_graph import statistics_of
 
 
 VERSION: Final[Literal[1]] = 1

@@ -1,1 +1,1 @@
-"""The seeded network: any number of roles in one process, on a virtual clock."""
+"""Runs the real roles on a simulated network, in virtual time, from a seed."""

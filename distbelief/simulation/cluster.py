@@ -18,8 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import assert_never
 
-from distbelief.roles import Address, Event, Received, Report, Role, Seconds
-from distbelief.simulation.disk import Disk
+from distbelief.roles.role import Address, Event, Received, Report, Role, Seconds
 from distbelief.simulation.driver import Driver
 from distbelief.simulation.faults import (
     CutOff,
@@ -36,14 +35,11 @@ from distbelief.simulation.faults import (
     Supersede,
     TornSnapshot,
 )
-from distbelief.simulation.lives import Life
-from distbelief.simulation.memory import HostMemory
-from distbelief.simulation.options import ClusterOptions
-from distbelief.simulation.scales import blocks_of
-from distbelief.simulation.streams import Streams
-from distbelief.simulation.trace import Trace
-from distbelief.simulation.traffic import Traffic
-from distbelief.simulation.world import Builder, Counts, Observer, World
+from distbelief.simulation.machines import ClusterOptions, blocks_of
+from distbelief.simulation.processes import Life
+from distbelief.simulation.storage import Disk, HostMemory
+from distbelief.simulation.trace import Trace, Traffic
+from distbelief.simulation.world import Builder, Counts, Observer, Streams, World
 
 
 N_EVENTS_MAX = 1_000_000  # of one `run`

@@ -11,7 +11,7 @@ from functools import partial
 from typing import assert_never
 
 from distbelief.errors import DistBeliefError, LocalProtocolError, RemoteProtocolError
-from distbelief.roles import (
+from distbelief.roles.role import (
     Action,
     CancelTimer,
     Compute,
@@ -33,18 +33,16 @@ from distbelief.roles import (
     Snapshot,
     Terminate,
 )
-from distbelief.simulation.disk import NO_SPACE, checksums, size_of
-from distbelief.simulation.lanes import Work
-from distbelief.simulation.lives import Life, Lives
-from distbelief.simulation.network import Network, Packet
-from distbelief.simulation.post import Encoded, PassedOn, Post
-from distbelief.simulation.scales import ONE
-from distbelief.simulation.sharing import Demand
+from distbelief.simulation.cpu import Demand, Work
+from distbelief.simulation.machines import ONE
+from distbelief.simulation.network import Encoded, Network, Packet, PassedOn, Post
+from distbelief.simulation.processes import Life, Lives
+from distbelief.simulation.storage import NO_SPACE, checksums, size_of
 from distbelief.simulation.world import Happening, World
 
 
 class Driver:
-    """What `distbelief.node` is to one real role, for all roles of a simulation."""
+    """What `distbelief.transport.node` is to one real role, for all roles of a simulation."""
 
     def __init__(self, world: World) -> None:
         self.lives = Lives(world, self.deliver, self._handle)

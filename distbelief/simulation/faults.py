@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distbelief.roles import Address, Seconds
+from distbelief.roles.role import Address, Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

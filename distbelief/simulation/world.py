@@ -1,21 +1,57 @@
 """What the parts of one simulation share: clock, chance, disk, trace, counts."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
-from distbelief.memory import Memory
-from distbelief.roles import Action, Address, Event, Received, Report, Role, Seconds
-from distbelief.simulation.agenda import Agenda
-from distbelief.simulation.disk import Disk
-from distbelief.simulation.fabric import Fabric, Ports
+from distbelief.core.memory import Memory
+from distbelief.roles.role import Action, Address, Event, Received, Report, Role, Seconds
+from distbelief.simulation.cpu import Sharing
+from distbelief.simulation.event_queue import Agenda
 from distbelief.simulation.faults import Slow
-from distbelief.simulation.options import ClusterOptions
-from distbelief.simulation.sharing import Sharing
-from distbelief.simulation.streams import Streams
+from distbelief.simulation.machines import ClusterOptions
+from distbelief.simulation.storage import Disk
+from distbelief.simulation.topology import Fabric, Ports
 from distbelief.simulation.trace import SimulationFailed, Trace
+
+
+# Random numbers: one stream per concern, all from one seed.
+#
+# With one stream for everything a single extra message would reshuffle every fault after
+# it, and two runs of almost the same system could not be compared.
+
+_N_DRAWN = 256
+
+
+def draws(stream: np.random.Generator) -> Iterator[float]:
+    """Yield what `stream.random()` would return, call by call; nobody else may draw.
+
+    A single draw costs twenty times as much as one of many.
+    """
+    while True:
+        yield from stream.random(_N_DRAWN).tolist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streams:
+    """The generators of one simulation."""
+
+    schedule: np.random.Generator  # how long work takes
+    network: np.random.Generator  # how long messages travel
+    disk: np.random.Generator  # how long a snapshot takes
+    faults: np.random.Generator  # which message a fault hits
+    user: np.random.Generator  # what the test itself draws
+
+    @staticmethod
+    def of(seed: int) -> "Streams":
+        """Return the streams of `seed`, in the order of the fields."""
+        schedule, network, disk, faults, user = (
+            np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(5)
+        )
+        return Streams(schedule=schedule, network=network, disk=disk, faults=faults, user=user)
 
 
 Builder = Callable[[Memory], Role]

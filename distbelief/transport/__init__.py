@@ -1,1 +1,1 @@
-"""The real side of the seam: ZeroMQ, memory shared by processes, threads, timers."""
+"""ZeroMQ, encryption, keys and shared memory: the only package with sockets."""

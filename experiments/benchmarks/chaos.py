@@ -32,10 +32,10 @@ from typing import final
 import numpy as np
 import torch
 
-from distbelief.forecast.chaos.hands import Hands
+from distbelief.chaos.local_faults import Hands
 from distbelief.optimizer import DownpourSGD
-from distbelief.parameter_server.rules.update_rules import SGD
-from distbelief.serving.server import ParameterServer
+from distbelief.parameter_server.optimizers import SGD
+from distbelief.serve.server import ParameterServer
 from experiments.benchmarks.marks import worker as marked_worker
 from experiments.benchmarks.marks.ledger import Ledger, MarkedNet, Verdict, judge
 from experiments.benchmarks.measuring import measurement

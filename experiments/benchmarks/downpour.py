@@ -32,7 +32,7 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.job.configuration import toml_text
+from distbelief.config import toml
 from experiments.benchmarks.bare import plain_loop
 from experiments.benchmarks.bare.plain_loop import Setting
 from experiments.benchmarks.measuring import measurement
@@ -190,7 +190,7 @@ class Race:
                 "snapshot_every": "24 h",  # the others take none
             },
         }
-        return toml_text.write(tables)
+        return toml.write(tables)
 
     def _warm_up(self, name: str) -> None:
         contestant = self.contestants[name]

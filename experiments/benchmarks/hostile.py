@@ -44,10 +44,10 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.serving.server import ServerAddress
-from distbelief.serving.shards import Request
-from distbelief.transport.key_files import Allowed, KeyFiles
-from distbelief.transport.peers import Caps
+from distbelief.serve.server import ServerAddress
+from distbelief.serve.server_process import Request
+from distbelief.transport.keys import Allowed, KeyFiles
+from distbelief.transport.limits import Caps
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.network.hostile_peer import ATTACKS, CONTROLS, Told
 from experiments.benchmarks.network.hosts import INTERFACE, Host, obstacle

@@ -47,9 +47,10 @@ from typing import Final, NamedTuple, final
 import msgspec
 import torch
 
-from distbelief.allocator import keep_memory
-from distbelief.partition.planning import Order, plan, played
-from distbelief.partition.profiling.host import Network
+from distbelief.core.memory import keep_memory
+from distbelief.partition.planner import plan, played
+from distbelief.partition.profiling.this_host import Network
+from distbelief.partition.search import Order
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.crews import Crew
 from experiments.benchmarks.measuring.hands import Hand

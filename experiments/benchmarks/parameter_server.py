@@ -52,9 +52,9 @@ from typing import Final, final
 
 import torch
 
-from distbelief.allocator import keep_memory
-from distbelief.parameter_server.rules.update_rules import Adagrad
-from distbelief.serving.server import ParameterServer
+from distbelief.core.memory import keep_memory
+from distbelief.parameter_server.optimizers import Adagrad
+from distbelief.serve.server import ParameterServer
 from experiments.benchmarks.bare import links as bare_links, rpc_server
 from experiments.benchmarks.bare.client import BareClient
 from experiments.benchmarks.measuring import measurement

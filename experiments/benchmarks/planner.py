@@ -31,10 +31,10 @@ from typing import Final
 
 import torch
 
-from distbelief.graph.layer import LayerGraph
-from distbelief.partition.costs import AnalyticCosts, single_sample
-from distbelief.partition.jitter import Jitter
-from distbelief.partition.planning import Order, Planned, each_plan, plan, player_of
+from distbelief.graph.graph import LayerGraph
+from distbelief.partition.cost_model import AnalyticCosts, Jitter, single_sample
+from distbelief.partition.planner import Planned, each_plan, plan
+from distbelief.partition.search import Order, player_of
 from distbelief.partition.solvers.problem import Choice
 from distbelief.program.cluster import Cluster
 from distbelief.program.cluster_file import load_cluster

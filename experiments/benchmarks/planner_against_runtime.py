@@ -41,8 +41,8 @@ from typing import Final
 import msgspec
 import torch
 
-from distbelief.allocator import keep_memory
-from distbelief.partition.profiling.measuring import profiled
+from distbelief.core.memory import keep_memory
+from distbelief.partition.profiling.layer_timer import profiled
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.measurement import Spread
 from experiments.benchmarks.measuring.workload import NetName, Workload

@@ -21,12 +21,12 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.forecast.staging import StagedJob, Staging
-from distbelief.forecast.watching import Tell
-from distbelief.memory import Memory
-from distbelief.roles import Action, Address, Event, Role, Seconds
+from distbelief.core.memory import Memory
+from distbelief.forecast.prepare import StagedJob, Staging
+from distbelief.forecast.run import Tell
+from distbelief.roles.role import Action, Address, Event, Role, Seconds
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.machines import ClusterOptions
 from distbelief.simulation.world import Builder
 from experiments.figures.code import code_of
 from experiments.figures.courses import Course, Point, course_of, identity, kept_course, run

@@ -10,10 +10,9 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.forecast.staging import Staging
-from distbelief.forecast.virtual_run import Host, run_virtually
-from distbelief.forecast.watching import Tell
-from distbelief.job.configuration.jobfile import parse_job
+from distbelief.config.load import parse_job
+from distbelief.forecast.prepare import Staging
+from distbelief.forecast.run import Host, Tell, run_virtually
 from experiments.figures import task
 from experiments.figures.entries import Entry
 from experiments.figures.results import RESULTS, fingerprint, keep, kept, slug

@@ -10,8 +10,9 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.partition.costs import AnalyticCosts, single_sample
-from distbelief.partition.planning import Order, plan
+from distbelief.partition.cost_model import AnalyticCosts, single_sample
+from distbelief.partition.planner import plan
+from distbelief.partition.search import Order
 from distbelief.program.cluster_file import load_cluster
 from experiments.benchmarks.plans.nets import IMAGES, SPEECH, Net
 from experiments.figures.results import RESULTS

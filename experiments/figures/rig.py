@@ -18,13 +18,13 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.forecast.staging import StagedJob
+from distbelief.forecast.prepare import StagedJob
 from distbelief.program.cluster import Cluster, Machine
 from distbelief.program.cluster_file import load_cluster
-from distbelief.roles import SUPERVISOR, Address
+from distbelief.roles.role import SUPERVISOR, Address
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.options import ClusterOptions
-from distbelief.simulation.placing import Place, options_for
+from distbelief.simulation.machines import ClusterOptions
+from distbelief.simulation.placement import Place, options_for
 from distbelief.simulation.world import Builder
 
 

@@ -9,9 +9,9 @@ from typing import Self, final
 
 from rich.console import Console
 
-from distbelief.forecast.staging import Staging
-from distbelief.forecast.waiting import Waiting
-from distbelief.forecast.watching import Tell
+from distbelief.display.progress import Waiting
+from distbelief.forecast.prepare import Staging
+from distbelief.forecast.run import Tell
 from experiments.figures.entries import Entry
 
 

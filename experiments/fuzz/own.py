@@ -16,16 +16,15 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from distbelief.job.directory.metrics import Measurement, measurements_in
-from distbelief.job.directory.run_directory import RunDirectory, Status, status_in
-from distbelief.job.hosts.address import JobAddress
-from distbelief.job.resuming.cuts import Cut, cut_in
-from distbelief.parameter_server.layout.layout import Layout, TensorSpec
-from distbelief.parameter_server.rules.steps import Steps
-from distbelief.parameter_server.rules.update_rules import SGD
-from distbelief.parameter_server.state.snapshots import ShardIdentity, ShardState, restore, take
-from distbelief.serving.server import ServerAddress
-from distbelief.transport.key_files import entries_in, pair_in
+from distbelief.cluster.address import JobAddress
+from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, restore, take
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.optimizers import SGD, Steps
+from distbelief.run.directory import RunDirectory, Status, status_in
+from distbelief.run.metrics_file import Measurement, measurements_in
+from distbelief.run.resume import Cut, cut_in
+from distbelief.serve.server import ServerAddress
+from distbelief.transport.keys import entries_in, pair_in
 from experiments.fuzz.mutating import numbers
 from experiments.fuzz.samples import Sampler
 from experiments.fuzz.targets import Decoder, Open, plain

@@ -18,24 +18,22 @@ import msgspec
 import torch
 from torch import nn
 
+from distbelief.cluster.bootstrap import Reading, moved_here, read_brief, write_brief
+from distbelief.config.load import job_from_json, parse_job
 from distbelief.errors import LocalProtocolError, RemoteProtocolError
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
-from distbelief.job.configuration.jobfile import job_from_json, parse_job
-from distbelief.job.hosts.brief import moved_here, read_brief, write_brief
-from distbelief.job.hosts.documents import Reading
-from distbelief.job.processes.process import Spec
-from distbelief.messages import Blob, Message, Piece
-from distbelief.parameter_server.layout.layout import Layout, TensorSpec
+from distbelief.launch.role_process import Spec
+from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.program.cluster import Machine, uniform
 from distbelief.program.placement import Placement
 from distbelief.program.plan import decode, encode, plan_for
-from distbelief.roles import HOST
-from distbelief.transport.key_files import Allowed, KeyFiles
-from distbelief.transport.keyring import Keyring
-from distbelief.transport.keys import KeyPair
-from distbelief.transport.places import Place
-from distbelief.wire import Frame, Wire
+from distbelief.protocol import Blob, Message, Piece
+from distbelief.protocol.codec import Frame, Wire
+from distbelief.roles.role import HOST
+from distbelief.transport.address import Place
+from distbelief.transport.config import Keyring
+from distbelief.transport.keys import Allowed, KeyFiles, KeyPair
 from experiments.fuzz.mutating import numbers
 from experiments.fuzz.samples import Sampler
 from experiments.fuzz.targets import Decoder, Open, plain

@@ -6,8 +6,8 @@ from typing import Final, TypeVar, final
 import numpy as np
 from msgspec import inspect
 
-from distbelief.messages import Blob
-from distbelief.vectors import ELEMENT_TYPES
+from distbelief.core.vectors import ELEMENT_TYPES
+from distbelief.protocol import Blob
 
 
 Choice = TypeVar("Choice")

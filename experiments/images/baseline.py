@@ -20,17 +20,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from distbelief.config.job import Job
+from distbelief.config.load import load_job
 from distbelief.data.dataset import Dataset, read_batch
 from distbelief.errors import DistBeliefError
-from distbelief.job.configuration.jobfile import load_job
-from distbelief.job.configuration.sections import Job
-from distbelief.runtime.task.task import (
-    build_dataset,
-    build_loss,
-    build_metric,
-    build_model,
-    prepare,
-)
+from distbelief.task.task import build_dataset, build_loss, build_metric, build_model, prepare
 from experiments.images.errors import ImagesError
 
 

@@ -42,10 +42,9 @@ from typing import Final, Literal
 
 from torch import nn
 
-from distbelief.graph.kinds.contrast import LocalContrastNorm2d
-from distbelief.graph.kinds.l2_pooling import L2Pool2d
-from distbelief.graph.kinds.locally_connected import LocallyConnected2d
-from distbelief.graph.window import Window
+from distbelief.graph.ops.local_norms import LocalContrastNorm2d
+from distbelief.graph.ops.locally_connected import LocallyConnected2d
+from distbelief.graph.ops.windows import L2Pool2d, Window
 
 
 Maps = tuple[int, int, int]

@@ -17,8 +17,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from distbelief.job.directory.metrics import Measurement, read_metrics
-from distbelief.job.display.words import is_share
+from distbelief.core.formatting import is_share
+from distbelief.run.metrics_file import Measurement, read_metrics
 
 
 _PANELS: Final = ("loss in training", "loss held out", "metric")

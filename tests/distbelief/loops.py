@@ -13,19 +13,20 @@ import torch
 from torch import nn
 
 import distbelief
-from distbelief.downpour.worker import Worker
-from distbelief.memory import Memory
-from distbelief.messages import Join, PeerEntry, Peers
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.layout.layout import Layout
-from distbelief.parameter_server.rules.update_rules import UpdateRule
-from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
-from distbelief.roles import SUPERVISOR, Address, Computed, Received
-from distbelief.serving.server import ServerAddress, parameter_specs
+from distbelief.core.memory import Memory
+from distbelief.core.vectors import Vector
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.protocol import Join, PeerEntry, Peers
+from distbelief.roles.role import SUPERVISOR, Address, Computed, Received
+from distbelief.serve.server import ServerAddress, parameter_specs
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.machines import Machine
-from distbelief.simulation.options import ClusterOptions
-from distbelief.vectors import Vector
+from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.worker.loop_worker import Worker
 
 
 class Server:

@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from typing_extensions import override
 
 import distbelief
-from distbelief.parameter_server.rules.update_rules import UpdateRule
+from distbelief.parameter_server.optimizers import UpdateRule
 from tests.distbelief.loops import Server
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import distbelief
-from distbelief.messages import Finished, Join, Message, PeerEntry, Peers
-from distbelief.roles import SUPERVISOR
-from distbelief.serving.server import ServerAddress
+from distbelief.protocol import Finished, Join, Message, PeerEntry, Peers
+from distbelief.roles.role import SUPERVISOR
+from distbelief.serve.server import ServerAddress
+from distbelief.transport.address import LOOPBACK, Place
+from distbelief.transport.config import Reach
 from distbelief.transport.keys import new_secret
-from distbelief.transport.places import LOOPBACK, Place
-from distbelief.transport.reach import Reach
 from distbelief.transport.zmq_transport import ZmqTransport
 from tests.elsewhere import answers
 from tests.links import link

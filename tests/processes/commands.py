@@ -15,8 +15,8 @@ from typing import cast
 
 import numpy as np
 
-from distbelief.parameter_server.copies.copies import shard_of
-from distbelief.roles import Address
+from distbelief.parameter_server.replication import shard_of
+from distbelief.roles.role import Address
 from tests.processes.nursery import Forked
 
 

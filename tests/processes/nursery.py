@@ -28,7 +28,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, cast
 
-from distbelief.job.processes import forkserver, launcher
+from distbelief.launch import forkserver, local
 
 
 MESSAGE_BYTES_MAX = 1 << 16
@@ -171,13 +171,13 @@ class Subprocesses:
 def main() -> None:
     """Fork commands until the tests are over."""
     link = socket.socket(fileno=int(sys.argv[1]))
-    commands = ("distbelief.job.training", "distbelief.cli.app")
+    commands = ("distbelief.trainer", "distbelief.cli.main")
     for module in (*forkserver.MODULES, *commands):
         import_module(module)
-    import_module("distbelief.job.directory.curve")
+    import_module("distbelief.run.plot")
     gc.collect()
     gc.freeze()
-    vars(launcher)["subprocess"] = Subprocesses
+    vars(local)["subprocess"] = Subprocesses
     with selectors.DefaultSelector() as selector:
         selector.register(link, selectors.EVENT_READ)
         while True:

@@ -23,9 +23,9 @@ from safetensors import safe_open
 from torch import nn
 
 import distbelief
+from distbelief.config.load import load_job
 from distbelief.errors import DistBeliefError, JobError, StorageError
-from distbelief.job.configuration.jobfile import load_job
-from distbelief.runtime.task.checks import check
+from distbelief.task.validation import check
 from distbelief.transport.shared_memory import FileMemory
 from tests.processes.commands import COMMAND, Command, alive, poll, train
 

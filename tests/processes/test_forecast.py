@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from distbelief.forecast.agreement import both_ways
-from distbelief.forecast.chaos.real import break_really
+from distbelief.chaos.local_faults import break_really
+from experiments.benchmarks.simulated.agreement import both_ways
 from tests.distbelief.forecast.jobs import TEXT, small
 
 

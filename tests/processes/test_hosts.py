@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.transport.key_files import Allowed, KeyFiles
+from distbelief.transport.keys import Allowed, KeyFiles
 from experiments.benchmarks.network.hosts import Host, linked, obstacle
 from tests.processes.commands import COMMAND
 from tests.processes.test_serve import MODULE, Server

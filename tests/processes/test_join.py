@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.transport.key_files import Allowed, KeyFiles
+from distbelief.transport.keys import Allowed, KeyFiles
 from tests.processes.commands import COMMAND, MODULE, Command, poll, train, write_job
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.transport.key_files import Allowed, KeyFiles
+from distbelief.transport.keys import Allowed, KeyFiles
 from experiments.benchmarks.network.hosts import Host, obstacle
 from experiments.benchmarks.network.switch import Lan, switched
 from tests.processes.commands import COMMAND, JOB, MODULE, Command, poll

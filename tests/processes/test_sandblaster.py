@@ -17,10 +17,10 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import sandblaster
 from distbelief.errors import JobError
 from distbelief.program.plan import load
-from sandblaster.calling.result import MinimizeResult
+from sandblaster.api import MinimizeResult
 from sandblaster.local import minimize_flat
-from sandblaster.methods.lbfgs import LBFGS
-from sandblaster.reasons import Reason
+from sandblaster.optimizers.lbfgs import LBFGS
+from sandblaster.optimizers.termination import Reason
 from tests.processes.commands import MODULE, Command, poll, train
 
 

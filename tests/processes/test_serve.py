@@ -14,7 +14,7 @@ import zmq.utils.z85
 from torch import nn
 
 import distbelief
-from distbelief.transport.key_files import Allowed, KeyFiles
+from distbelief.transport.keys import Allowed, KeyFiles
 from tests.processes.commands import COMMAND
 
 

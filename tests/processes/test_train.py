@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from distbelief.job.directory.store import SnapshotStore
+from distbelief.run.checkpoints import SnapshotStore
 from tests.processes.commands import SHARED_MEMORY, Command, alive, poll, train, write_job
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from distbelief.errors import DistBeliefError, JobError
-from distbelief.job.rehearsal.rehearsal import Rehearsal, rehearse
-from distbelief.runtime.task.samples import Sample
-from distbelief.runtime.task.task import DataSpec, ModelSpec, TaskSpec
+from distbelief.partition.verify_run import Rehearsal, rehearse
+from distbelief.task.task import DataSpec, ModelSpec, Sample, TaskSpec
 from tests.processes.commands import COMMAND, poll
 
 

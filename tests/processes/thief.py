@@ -23,8 +23,8 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from distbelief.messages import Stop
-from distbelief.wire import Wire
+from distbelief.protocol import Stop
+from distbelief.protocol.codec import Wire
 
 
 SIGNATURE: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01"

@@ -5,24 +5,25 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
+from distbelief.config.algorithms import roster_of
+from distbelief.config.job import Job
+from distbelief.config.load import parse_job
+from distbelief.core.memory import PrivateMemory
 from distbelief.errors import JobError, JobFileError, LocalProtocolError
-from distbelief.job.configuration.algorithms import roster_of
-from distbelief.job.configuration.jobfile import Job, parse_job
-from distbelief.memory import PrivateMemory
-from distbelief.parameter_server.layout.layout import Layout, TensorSpec
+from distbelief.parameter_server.layout import Layout, TensorSpec
 from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.runtime.evaluator import Evaluator
-from distbelief.runtime.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec
+from distbelief.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec
+from distbelief.worker.evaluator import Evaluator
 from sandblaster.algorithm import SANDBLASTER, reason_of
 from sandblaster.config import SandblasterSettings
-from sandblaster.coordination.coordinator import Coordinator
-from sandblaster.methods.conjugate_gradient import ConjugateGradient
-from sandblaster.methods.gradient_descent import GradientDescent
-from sandblaster.methods.lbfgs import LBFGS
-from sandblaster.methods.multi_batch import MultiBatchLBFGS
-from sandblaster.methods.owlqn import OWLQN
-from sandblaster.reasons import Reason
-from sandblaster.replicas.warm_start import WarmStartReplica
+from sandblaster.coordinator.coordinator import Coordinator
+from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
+from sandblaster.optimizers.gradient_descent import GradientDescent
+from sandblaster.optimizers.lbfgs import LBFGS
+from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
+from sandblaster.optimizers.owlqn import OWLQN
+from sandblaster.optimizers.termination import Reason
+from sandblaster.warm_start_worker import WarmStartReplica
 
 
 JOB = """

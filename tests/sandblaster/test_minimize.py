@@ -12,20 +12,26 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import sandblaster
-from distbelief import files
+from distbelief.core import files
 from distbelief.data.dataset import read_batch
 from distbelief.errors import JobError, StorageError
-from distbelief.job.directory.run_directory import RunDirectory
-from distbelief.job.display.view import SupervisorView
+from distbelief.run.directory import RunDirectory
+from distbelief.supervisor.view import SupervisorView
 from experiments.digits.digits import images, net
-from sandblaster.calling.callback import CallbackWatch
-from sandblaster.calling.plain import plain
-from sandblaster.calling.problem import Problem, own_problem, problem_of
-from sandblaster.calling.recipes import build, recipe_of
-from sandblaster.calling.result import MinimizeResult
-from sandblaster.calling.sources import factory_table, import_path
-from sandblaster.calling.tensor_files import as_pair, pairs, write_pairs
-from sandblaster.minimizing import minimize
+from sandblaster.api import CallbackWatch, MinimizeResult, minimize
+from sandblaster.problem_files import (
+    Problem,
+    as_pair,
+    build,
+    factory_table,
+    import_path,
+    own_problem,
+    pairs,
+    plain,
+    problem_of,
+    recipe_of,
+    write_pairs,
+)
 
 
 class Scaled(nn.Module):

@@ -7,21 +7,19 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from distbelief.commands import Axpy, Copy, Dot, Fill
 from distbelief.errors import DistBeliefError
-from distbelief.messages import Begin, Finished, Performed, Progress, Push, Refused, Save, Stop
 from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.roles import SUPERVISOR, Address, Received, Report, Role, TimerFired
+from distbelief.protocol import Begin, Finished, Performed, Progress, Push, Refused, Save, Stop
+from distbelief.protocol.vector_commands import Axpy, Copy, Dot, Fill
+from distbelief.roles.role import SUPERVISOR, Address, Received, Report, Role, TimerFired
 from distbelief.simulation.faults import DiskFull, Kill, Slow
-from sandblaster.coordination.coordinator import Coordinator
-from sandblaster.coordination.coordinator_config import CoordinatorConfig
-from sandblaster.coordination.course import _check
-from sandblaster.coordination.crew import Crew
-from sandblaster.coordination.granting import Granting, Numbers
-from sandblaster.coordination.workloads import Workloads
-from sandblaster.names import COORDINATOR
-from sandblaster.reasons import Reason
-from sandblaster.requests import (
+from sandblaster.chunks import COORDINATOR
+from sandblaster.coordinator.config import CoordinatorConfig
+from sandblaster.coordinator.coordinator import Coordinator
+from sandblaster.coordinator.run import _check
+from sandblaster.coordinator.work_queue import Granting, Numbers, Workloads
+from sandblaster.coordinator.workers import Crew
+from sandblaster.optimizers.base import (
     Evaluate,
     Evaluation,
     Examples,
@@ -31,6 +29,7 @@ from sandblaster.requests import (
     Request,
     Result,
 )
+from sandblaster.optimizers.termination import Reason
 from tests.simulation.sandblasts import DIRECTED, Run, Sandblast, logistic, play, undisturbed
 
 

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from distbelief.config.load import parse_job
 from distbelief.errors import JobError
-from distbelief.job.configuration.jobfile import parse_job
-from distbelief.job.directory.run import Run
-from distbelief.job.directory.summary import Summary
-from sandblaster.calling.result import result_of
-from sandblaster.reasons import Reason
+from distbelief.run.result import Run
+from distbelief.run.summary import Summary
+from sandblaster.api import result_of
+from sandblaster.optimizers.termination import Reason
 
 
 HERE = "tests.sandblaster.test_result"

@@ -17,17 +17,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from distbelief import vectors
-from distbelief.memory import Memory
-from distbelief.messages import Acknowledge, Alone, Heartbeat, Save, Whole
-from distbelief.parameter_server.client.client import ClientConfig
-from distbelief.parameter_server.copies import forwarding
-from distbelief.parameter_server.copies.copies import copy_names
-from distbelief.parameter_server.copies.pairing import Decision, Pairing
-from distbelief.parameter_server.layout.layout import Layout
-from distbelief.parameter_server.rules.update_rules import UpdateRule
-from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
-from distbelief.roles import (
+from distbelief.core import vectors
+from distbelief.core.memory import Memory
+from distbelief.parameter_server import replication
+from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.replication import copy_names
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.protocol import Acknowledge, Alone, Heartbeat, Save, Whole
+from distbelief.roles.role import (
     SUPERVISOR,
     Action,
     Address,
@@ -46,9 +46,9 @@ from distbelief.roles import (
 )
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.machines import Machine
-from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.machines import ClusterOptions, Machine
 from distbelief.simulation.world import Happening
+from distbelief.supervisor.failover import Decision, Pairing
 from tests.simulation.workers import (
     N_MARKS,
     PLAIN,
@@ -271,7 +271,7 @@ def small(*, block_bytes: int = 1024, window_pieces: int = 1) -> Iterator[None]:
     """Let blocks and windows be so small that a shard of marks has several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vectors, "BLOCK_BYTES", block_bytes)
-        patch.setattr(forwarding, "WINDOW_PIECES", window_pieces)
+        patch.setattr(replication, "WINDOW_PIECES", window_pieces)
         yield
 
 

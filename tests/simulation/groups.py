@@ -7,30 +7,27 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from distbelief.downpour.algorithm import DOWNPOUR
-from distbelief.downpour.machines import build_machine
-from distbelief.downpour.settings import DownpourSettings
+from distbelief.algorithms.downpour import DOWNPOUR
+from distbelief.core.memory import Memory
+from distbelief.core.vectors import Vector
 from distbelief.graph.capture import InputSpec
-from distbelief.graph.layer import INPUT
-from distbelief.memory import Memory
-from distbelief.messages import Begin, Evaluate, Message, Stop
-from distbelief.parameter_server.layout.initial import shard_values
-from distbelief.parameter_server.layout.layout import ElementType, Layout
+from distbelief.graph.graph import INPUT
+from distbelief.parameter_server.initial_values import shard_values
+from distbelief.parameter_server.layout import ElementType, Layout
 from distbelief.parameter_server.shard import ParameterServerShard
 from distbelief.program.placement import Placement
 from distbelief.program.plan import Plan, Target
-from distbelief.roles import SUPERVISOR, Address, Received, Role
-from distbelief.runtime.assembling import Split
-from distbelief.runtime.machine.machine import Machine as ModelMachine
-from distbelief.runtime.machine.machine_names import member_names
-from distbelief.runtime.task.capturing import Captured, capture_task
-from distbelief.runtime.task.local_model import LocalModel
-from distbelief.runtime.task.task import BuildContext, TaskSpec, build_model
+from distbelief.protocol import Begin, Evaluate, Message, Stop
+from distbelief.roles.role import SUPERVISOR, Address, Received, Role
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.machines import Machine
-from distbelief.simulation.options import ClusterOptions
-from distbelief.vectors import Vector
+from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.task.task import BuildContext, Captured, TaskSpec, build_model, capture_task
+from distbelief.worker.build import Split, build_machine
+from distbelief.worker.config import DownpourSettings
+from distbelief.worker.group import member_names
+from distbelief.worker.local_executor import LocalModel
+from distbelief.worker.partition import Machine as ModelMachine
 from tests.distbelief.program.plans import random_plan
 
 

@@ -24,16 +24,16 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from distbelief.messages import Acknowledge, Leading, Welcome
-from distbelief.parameter_server.client.client import Installed
+from distbelief.core.vectors import Vector
+from distbelief.parameter_server.client.buffers import Installed
 from distbelief.parameter_server.client.link import Link
-from distbelief.parameter_server.copies.pairing import Pairing
+from distbelief.parameter_server.session_state import N_SLOTS
 from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.parameter_server.state.slots import N_SLOTS
-from distbelief.roles import Address, Computed, Role, Send, Started
+from distbelief.protocol import Acknowledge, Leading, Welcome
+from distbelief.roles.role import Address, Computed, Role, Send, Started
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.world import Happening
-from distbelief.vectors import Vector
+from distbelief.supervisor.failover import Pairing
 from tests.simulation.workers import N_MARKS, Ledger, Unreadable, Worker, marks_of
 
 

@@ -6,23 +6,23 @@ from functools import partial
 import pytest
 from _pytest.mark import ParameterSet
 
-from distbelief.downpour.algorithm import DOWNPOUR
-from distbelief.downpour.settings import DownpourSettings
-from distbelief.job.configuration.sections import PATIENCE_SECONDS, StopTable
-from distbelief.job.display.view import SupervisorView
-from distbelief.job.supervision.figures import Before
-from distbelief.job.supervision.member import Member, MemberConfig, heartbeat_seconds
-from distbelief.job.supervision.stop_rules import StopRules
-from distbelief.job.supervision.supervisor import Supervisor
-from distbelief.job.supervision.supervisor_config import SupervisorConfig
-from distbelief.memory import Memory
-from distbelief.messages import Stop
-from distbelief.parameter_server.copies.copies import copy_names
-from distbelief.parameter_server.layout.layout import Layout
-from distbelief.parameter_server.rules.update_rules import Adagrad
-from distbelief.roles import SUPERVISOR, USER, Address, Received, Role
-from distbelief.runtime.task.local_model import LocalModel
-from distbelief.runtime.task.task import (
+from distbelief.algorithms.downpour import DOWNPOUR
+from distbelief.config.job import PATIENCE_SECONDS, StopTable
+from distbelief.core.memory import Memory
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.optimizers import Adagrad
+from distbelief.parameter_server.replication import copy_names
+from distbelief.protocol import Stop
+from distbelief.roles.role import SUPERVISOR, USER, Address, Received, Role
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.faults import Fault
+from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.supervisor.metrics import Before
+from distbelief.supervisor.state import SupervisorConfig
+from distbelief.supervisor.stop_rules import StopRules
+from distbelief.supervisor.supervisor import Supervisor
+from distbelief.supervisor.view import SupervisorView
+from distbelief.task.task import (
     BuildContext,
     DataSpec,
     ModelSpec,
@@ -30,13 +30,12 @@ from distbelief.runtime.task.task import (
     build_dataset,
     build_model,
 )
-from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.faults import Fault
-from distbelief.simulation.machines import Machine
-from distbelief.simulation.options import ClusterOptions
+from distbelief.worker.config import DownpourSettings
+from distbelief.worker.local_executor import LocalModel
+from distbelief.worker.member import Member, MemberConfig, heartbeat_seconds
 
 
-EXAMPLES = "tests.distbelief.runtime.examples"
+EXAMPLES = "tests.distbelief.examples"
 TASK = TaskSpec(
     model=ModelSpec(
         factory=f"{EXAMPLES}:net", arguments={"width": 40, "hidden": [70]}, initial="seed", seed=3

@@ -10,20 +10,18 @@ from typing import Final
 
 import msgspec
 
-from distbelief.messages import Mark, Order, Performed
-from distbelief.parameter_server.orders.collecting import Collecting
-from distbelief.parameter_server.orders.cuts import Cuts
-from distbelief.parameter_server.orders.orders import Orders
-from distbelief.roles import Action, Received, Seconds
-from sandblaster.coordination.course import Course
-from sandblaster.coordination.crew import Copy
-from sandblaster.coordination.granting import Granting, _Set
-from sandblaster.coordination.shard_orders import ShardOrders
-from sandblaster.coordination.supervision import Supervision
-from sandblaster.replicas.parameters import Parameters
-from sandblaster.replicas.portion_sums import PortionSums
-from sandblaster.replicas.tries import Tries
-from sandblaster.requests import Iterated
+from distbelief.parameter_server.command_log import Orders
+from distbelief.parameter_server.gradient_sums import Collecting
+from distbelief.parameter_server.savepoints import Cuts
+from distbelief.protocol import Mark, Order, Performed
+from distbelief.roles.role import Action, Received, Seconds
+from sandblaster.coordinator.coordinator import Supervision
+from sandblaster.coordinator.run import Course
+from sandblaster.coordinator.shard_commands import ShardOrders
+from sandblaster.coordinator.work_queue import Granting, _Set
+from sandblaster.coordinator.workers import Copy
+from sandblaster.optimizers.base import Iterated
+from sandblaster.worker import Parameters, PortionSums, Tries
 from tests.simulation.variants import Patch, Variant
 
 

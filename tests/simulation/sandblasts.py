@@ -21,12 +21,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from distbelief.data.subset import DataShard
-from distbelief.downpour.config import DownpourConfig
-from distbelief.downpour.replica import ModelReplica
-from distbelief.downpour.steps import Trainer
-from distbelief.memory import Memory
-from distbelief.messages import (
+from distbelief.core.memory import Memory
+from distbelief.core.vectors import Vector
+from distbelief.data.sharding import DataShard, Samples
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.optimizers import SGD
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.protocol import (
     Fold,
     Keep,
     Open,
@@ -38,11 +42,7 @@ from distbelief.messages import (
     Seal,
     Task,
 )
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.layout.layout import Layout
-from distbelief.parameter_server.rules.update_rules import SGD
-from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
-from distbelief.roles import (
+from distbelief.roles.role import (
     SUPERVISOR,
     Address,
     Compute,
@@ -55,27 +55,23 @@ from distbelief.roles import (
     Send,
     Started,
 )
-from distbelief.runtime.task import trial
-from distbelief.runtime.task.local_model import LocalModel
-from distbelief.runtime.task.losses import Loss
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import CutOff, Fault, Kill, Supersede, TornSnapshot, random_faults
-from distbelief.simulation.links import Link
-from distbelief.simulation.machines import Machine
-from distbelief.simulation.options import ClusterOptions, TraceKind
-from distbelief.simulation.scales import Scale
+from distbelief.simulation.machines import ClusterOptions, Machine, Scale, TraceKind
+from distbelief.simulation.topology import Link
 from distbelief.simulation.world import Builder, Happening
-from distbelief.vectors import Vector
-from sandblaster.coordination.coordinator import Coordinator
-from sandblaster.coordination.coordinator_config import CoordinatorConfig
-from sandblaster.coordination.course import Method
-from sandblaster.methods.lbfgs import LBFGS
-from sandblaster.names import COORDINATOR
-from sandblaster.replicas.replica import ReplicaConfig, SandblasterReplica
-from sandblaster.replicas.samples import Samples
-from sandblaster.replicas.sums import summed
-from sandblaster.replicas.warm_start import WarmStartReplica
-from sandblaster.sets import Cutting
+from distbelief.task import dry_run
+from distbelief.task.losses import Loss
+from distbelief.worker.config import DownpourConfig
+from distbelief.worker.local_executor import LocalModel, Trainer
+from distbelief.worker.replica import ModelReplica
+from sandblaster.chunks import COORDINATOR, Cutting
+from sandblaster.coordinator.config import CoordinatorConfig
+from sandblaster.coordinator.coordinator import Coordinator
+from sandblaster.coordinator.run import Method
+from sandblaster.optimizers.lbfgs import LBFGS
+from sandblaster.warm_start_worker import WarmStartReplica
+from sandblaster.worker import ReplicaConfig, SandblasterReplica, summed
 
 
 N_SAMPLES = 30
@@ -447,7 +443,7 @@ class Run:
             model,
             points(scene.n_samples, scene.n_inputs),
             loss=summed(scene.loss),
-            names=trial.Names(model="test:module", loss="logistic", data="data.train"),
+            names=dry_run.Names(model="test:module", loss="logistic", data="data.train"),
             clip_norm=None,
             always_check=False,
             seed=(3, 0),
@@ -480,7 +476,7 @@ class Run:
             model,
             points(scene.n_samples, scene.n_inputs),
             loss=scene.loss,
-            names=trial.Names(model="test:module", loss="logistic", data="data.train"),
+            names=dry_run.Names(model="test:module", loss="logistic", data="data.train"),
             clip_norm=None,
             always_check=False,
             seed=(3, index),

@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
-from distbelief import vectors
-from distbelief.memory import Memory
-from distbelief.messages import Acknowledge, Refused, Save
-from distbelief.parameter_server.client.client import ClientConfig, Installed
-from distbelief.parameter_server.copies import forwarding, pairing
-from distbelief.parameter_server.copies.copies import copy_names, other_copy
-from distbelief.parameter_server.copies.pairing import Decision
-from distbelief.parameter_server.rules.update_rules import UpdateRule
-from distbelief.roles import (
+from distbelief.core import vectors
+from distbelief.core.memory import Memory
+from distbelief.parameter_server import replication
+from distbelief.parameter_server.client.buffers import Installed
+from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.replication import copy_names, other_copy
+from distbelief.protocol import Acknowledge, Refused, Save
+from distbelief.roles.role import (
     SUPERVISOR,
     Action,
     Address,
@@ -56,10 +56,11 @@ from distbelief.simulation.faults import (
     Supersede,
     TornSnapshot,
 )
-from distbelief.simulation.links import Link
-from distbelief.simulation.machines import Machine
-from distbelief.simulation.options import ClusterOptions, TraceKind
+from distbelief.simulation.machines import ClusterOptions, Machine, TraceKind
+from distbelief.simulation.topology import Link
 from distbelief.simulation.world import Happening
+from distbelief.supervisor import failover
+from distbelief.supervisor.failover import Decision
 from tests.simulation import copies
 from tests.simulation.copies import Beating, Overseer
 from tests.simulation.invariants import Scene, shard_in, watch
@@ -538,14 +539,14 @@ def set_for(scenario: Scenario) -> Iterator[None]:
     """Let blocks be smaller than a megabyte, and whoever waits for a twin hasty."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vectors, "BLOCK_BYTES", scenario.block_bytes)
-        patch.setattr(forwarding, "WINDOW_PIECES", 1)
-        patch.setattr(forwarding, "WINDOW_BLOCKS", 1 + scenario.seed % 3)
+        patch.setattr(replication, "WINDOW_PIECES", 1)
+        patch.setattr(replication, "WINDOW_BLOCKS", 1 + scenario.seed % 3)
         patch.setattr(copies, "BEAT_SECONDS", max(0.03, copies.BEAT_SECONDS * scenario.haste))
         patch.setattr(copies, "TICK_SECONDS", max(0.02, copies.TICK_SECONDS * scenario.haste))
         for name in ("TICK", "SILENCE", "STALL", "ALONE"):
-            seconds = getattr(forwarding, f"{name}_SECONDS")
-            patch.setattr(forwarding, f"{name}_SECONDS", seconds * scenario.haste)
-        patch.setattr(pairing, "REST_SECONDS", pairing.REST_SECONDS * scenario.haste)
+            seconds = getattr(replication, f"{name}_SECONDS")
+            patch.setattr(replication, f"{name}_SECONDS", seconds * scenario.haste)
+        patch.setattr(failover, "REST_SECONDS", failover.REST_SECONDS * scenario.haste)
         yield
 
 

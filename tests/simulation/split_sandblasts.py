@@ -15,34 +15,40 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from distbelief.core.memory import Memory
+from distbelief.core.vectors import Vector
+from distbelief.execution.dataflow import dataflow
+from distbelief.execution.executor import with_counts
 from distbelief.graph.capture import InputSpec
-from distbelief.memory import Memory
-from distbelief.messages import Fold, Open, Order, Performed, Progress, Seal, Task
-from distbelief.parameter_server.layout.layout import Layout
-from distbelief.parameter_server.layout.selection import Selection
+from distbelief.parameter_server.layout import Layout
 from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.parameter_server.slices import Selection
 from distbelief.program.plan import Plan, Target
-from distbelief.roles import SUPERVISOR, Address, Compute, Received, Role, Seconds, Send
-from distbelief.runtime.assembling import Split
-from distbelief.runtime.execution.counting import with_counts
-from distbelief.runtime.execution.dataflow import dataflow
-from distbelief.runtime.machine.machine_names import machine_name, place_of
-from distbelief.runtime.task.capturing import Captured, capture_task
-from distbelief.runtime.task.local_model import LocalModel
-from distbelief.runtime.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec, build_model
+from distbelief.protocol import Fold, Open, Order, Performed, Progress, Seal, Task
+from distbelief.roles.role import SUPERVISOR, Address, Compute, Received, Role, Seconds, Send
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.links import Link
-from distbelief.simulation.machines import Machine
-from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.topology import Link
 from distbelief.simulation.world import Happening
-from distbelief.vectors import Vector
+from distbelief.task.task import (
+    BuildContext,
+    Captured,
+    DataSpec,
+    ModelSpec,
+    TaskSpec,
+    build_model,
+    capture_task,
+)
+from distbelief.worker.build import Split
+from distbelief.worker.group import machine_name, place_of
+from distbelief.worker.local_executor import LocalModel
 from sandblaster.algorithm import SANDBLASTER
+from sandblaster.build import build_machine
+from sandblaster.chunks import COORDINATOR
 from sandblaster.config import SandblasterSettings
-from sandblaster.coordination.coordinator import Coordinator
-from sandblaster.coordination.coordinator_config import CoordinatorConfig
-from sandblaster.names import COORDINATOR
-from sandblaster.replicas.machines import build_machine
+from sandblaster.coordinator.config import CoordinatorConfig
+from sandblaster.coordinator.coordinator import Coordinator
 from tests.distbelief.program.plans import random_plan
 
 

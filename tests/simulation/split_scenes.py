@@ -10,12 +10,12 @@ from functools import cache
 
 import numpy as np
 
-from distbelief.messages import Assignment, PushPart
-from distbelief.roles import Address, Received, Seconds
-from distbelief.runtime.machine.machine_names import machine_name
+from distbelief.protocol import Assignment, PushPart
+from distbelief.roles.role import Address, Received, Seconds
 from distbelief.simulation.faults import CutOff, Kill, Pause, TornSnapshot, random_faults
 from distbelief.simulation.world import Happening
-from sandblaster.names import COORDINATOR
+from distbelief.worker.group import machine_name
+from sandblaster.chunks import COORDINATOR
 from tests.simulation.split_sandblasts import Run, Scene
 
 

@@ -9,17 +9,15 @@ from typing import Final
 
 import msgspec
 
-from distbelief.messages import Account, Assignment
-from distbelief.parameter_server.orders.collecting import Collecting
-from distbelief.roles import Received, Seconds
-from distbelief.runtime.execution.execution import Put
-from distbelief.runtime.machine.course import Chosen
-from distbelief.runtime.machine.leading import Outgoing
-from distbelief.runtime.machine.portions import Portion
-from sandblaster.coordination.crew import Crew
-from sandblaster.replicas.foreman import Foreman
-from sandblaster.replicas.part_pushes import PartPushes
-from sandblaster.replicas.part_sums import PartSums
+from distbelief.execution.executor import Put
+from distbelief.parameter_server.gradient_sums import Collecting
+from distbelief.protocol import Account, Assignment
+from distbelief.roles.role import Received, Seconds
+from distbelief.worker.batches import Chosen, Portion
+from distbelief.worker.group_leader import Outgoing
+from sandblaster.coordinator.workers import Crew
+from sandblaster.group_tasks import Foreman
+from sandblaster.partitioned_worker import PartPushes, PartSums
 from tests.simulation.variants import Patch, Variant
 
 

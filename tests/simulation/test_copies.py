@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distbelief.parameter_server.rules.update_rules import UpdateRule
-from distbelief.roles import Address, Seconds
+from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.roles.role import Address, Seconds
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
 from tests.simulation.copies import Run, apart, each_copy_apart, small, together
 from tests.simulation.workers import PLACES, PLAIN, WITH_STATE, marks_of

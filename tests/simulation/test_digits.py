@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from distbelief.downpour.settings import DownpourSettings
-from distbelief.messages import Begin
-from distbelief.parameter_server.rules.update_rules import SGD
-from distbelief.runtime.task.task import DataSpec, ModelSpec, TaskSpec
+from distbelief.parameter_server.optimizers import SGD
+from distbelief.protocol import Begin
+from distbelief.task.task import DataSpec, ModelSpec, TaskSpec
+from distbelief.worker.config import DownpourSettings
 from experiments.digits import digits
 from tests.simulation.test_downpour import Cluster
 

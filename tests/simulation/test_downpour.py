@@ -17,20 +17,20 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from typing_extensions import override
 
-from distbelief.data.subset import BatchCursor, DataShard
-from distbelief.downpour.algorithm import DOWNPOUR
-from distbelief.downpour.replica import ModelReplica
-from distbelief.downpour.settings import DownpourSettings
-from distbelief.memory import Memory
-from distbelief.messages import Begin, Evaluate, Finished, Measured, Progress, Stop
-from distbelief.parameter_server.layout.initial import shard_values
-from distbelief.parameter_server.layout.layout import Layout
-from distbelief.parameter_server.rules.update_rules import SGD, Adagrad, UpdateRule
+from distbelief.algorithms.downpour import DOWNPOUR
+from distbelief.core.memory import Memory
+from distbelief.data.sharding import BatchCursor, DataShard
+from distbelief.parameter_server.initial_values import shard_values
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.optimizers import SGD, Adagrad, UpdateRule
 from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.roles import SUPERVISOR, Address, Received, Role
-from distbelief.runtime.task.local_model import LocalModel
-from distbelief.runtime.task.losses import loss_function
-from distbelief.runtime.task.task import (
+from distbelief.protocol import Begin, Evaluate, Finished, Measured, Progress, Stop
+from distbelief.roles.role import SUPERVISOR, Address, Received, Role
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
+from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.task.losses import loss_function
+from distbelief.task.task import (
     BuildContext,
     DataSpec,
     ModelSpec,
@@ -38,15 +38,14 @@ from distbelief.runtime.task.task import (
     build_dataset,
     build_model,
 )
-from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
-from distbelief.simulation.machines import Machine
-from distbelief.simulation.options import ClusterOptions
+from distbelief.worker.config import DownpourSettings
+from distbelief.worker.local_executor import LocalModel
+from distbelief.worker.replica import ModelReplica
 from tests.elsewhere import answers
 
 
 HERE = "tests.simulation.test_downpour"
-EXAMPLES = "tests.distbelief.runtime.examples"
+EXAMPLES = "tests.distbelief.examples"
 HOSTS = {"one host": "host-0", "block messages": ""}
 
 both_data_paths = pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS.keys())

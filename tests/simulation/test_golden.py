@@ -24,19 +24,19 @@ import pytest
 import torch
 from torch.nn import functional
 
+from distbelief.config.job import StopTable
+from distbelief.core.vectors import Vector
 from distbelief.graph.capture import InputSpec
-from distbelief.job.configuration.sections import StopTable
-from distbelief.parameter_server.client.client import Installed
-from distbelief.parameter_server.layout.layout import Layout
-from distbelief.parameter_server.rules.update_rules import SGD
-from distbelief.roles import Address, Computed, Role, Send
-from distbelief.runtime.machine.machine_names import machine_name
+from distbelief.parameter_server.client.buffers import Installed
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.optimizers import SGD
+from distbelief.roles.role import Address, Computed, Role, Send
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Kill, Pause, random_faults
-from distbelief.simulation.post import Encoded
+from distbelief.simulation.network import Encoded
 from distbelief.simulation.world import Happening
-from distbelief.vectors import Vector
-from sandblaster.names import COORDINATOR
+from distbelief.worker.group import machine_name
+from sandblaster.chunks import COORDINATOR
 from tests.simulation import sandblasts, scenarios, split_sandblasts, split_scenes
 from tests.simulation.groups import Group
 from tests.simulation.invariants import shard_in

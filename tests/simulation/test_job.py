@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from distbelief.job.configuration.sections import StopTable
-from distbelief.messages import Acknowledge
-from distbelief.parameter_server.copies.copies import shard_of
-from distbelief.roles import FIRST_LABEL, SUPERVISOR, Address, Send
-from distbelief.simulation.disk import Disk
+from distbelief.config.job import StopTable
+from distbelief.parameter_server.replication import shard_of
+from distbelief.protocol import Acknowledge
+from distbelief.roles.role import FIRST_LABEL, SUPERVISOR, Address, Send
 from distbelief.simulation.faults import Delay, DiskFull, Drop, Fault, Kill, Pause, random_faults
+from distbelief.simulation.storage import Disk
 from distbelief.simulation.world import Happening
 from tests.simulation.jobs import EXAMPLES, STEP_SECONDS, TASK, JobCluster, seeds
 

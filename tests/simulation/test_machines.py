@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from distbelief.data.dataset import read_batch
-from distbelief.data.subset import DataShard
+from distbelief.data.sharding import DataShard
 from distbelief.graph.capture import InputSpec
-from distbelief.messages import Finished, Stop
-from distbelief.parameter_server.rules.update_rules import SGD
-from distbelief.roles import Address, PeerLost
-from distbelief.runtime.machine.course import TrainingCourse
-from distbelief.runtime.machine.machine_names import machine_name
-from distbelief.runtime.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset
+from distbelief.parameter_server.optimizers import SGD
+from distbelief.protocol import Finished, Stop
+from distbelief.roles.role import Address, PeerLost
 from distbelief.simulation.faults import Delay, Drop, Duplicate, Fault, Kill, Pause
+from distbelief.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset
+from distbelief.worker.batches import TrainingCourse
+from distbelief.worker.group import machine_name
 from tests.simulation.groups import Group
 from tests.simulation.test_downpour import downpour
 

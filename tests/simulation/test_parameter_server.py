@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from distbelief.memory import Memory
-from distbelief.messages import Save
+from distbelief.core.memory import Memory
 from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.roles import Address, PeerLost, Received
+from distbelief.protocol import Save
+from distbelief.roles.role import Address, PeerLost, Received
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import (
     CutOff,
@@ -23,8 +23,7 @@ from distbelief.simulation.faults import (
     Supersede,
     random_faults,
 )
-from distbelief.simulation.machines import Machine
-from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.machines import ClusterOptions, Machine
 from tests.simulation.invariants import Scene, times_applied, watch
 from tests.simulation.workers import N_MARKS, Ledger, Worker, config_of, layout_of, shard_of
 

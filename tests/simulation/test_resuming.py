@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from distbelief.downpour.settings import DownpourSettings
-from distbelief.job.directory.store import SnapshotStore
-from distbelief.job.resuming.recutting import Recutting
-from distbelief.messages import Save
-from distbelief.parameter_server.layout.layout import Layout
-from distbelief.parameter_server.rules.update_rules import SGD, Adagrad, Adam, Momentum, UpdateRule
-from distbelief.roles import SUPERVISOR, Received
-from distbelief.runtime.task.task import DataSpec, ModelSpec, TaskSpec
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.optimizers import SGD, Adagrad, Adam, Momentum, UpdateRule
+from distbelief.protocol import Save
+from distbelief.roles.role import SUPERVISOR, Received
+from distbelief.run.checkpoints import SnapshotStore
+from distbelief.run.reshard import Recutting
+from distbelief.task.task import DataSpec, ModelSpec, TaskSpec
+from distbelief.worker.config import DownpourSettings
 from tests.simulation.test_downpour import Cluster, downpour, same
 
 
-EXAMPLES = "tests.distbelief.runtime.examples"
+EXAMPLES = "tests.distbelief.examples"
 RULES: tuple[UpdateRule, ...] = (
     SGD(learning_rate=0.1),
     Momentum(learning_rate=0.05),

@@ -13,14 +13,13 @@ from itertools import chain, pairwise
 
 import pytest
 
-from distbelief.messages import Account, Assignment, Open, Order, Performed, Seal
-from distbelief.roles import Address, Seconds, Send
+from distbelief.protocol import Account, Assignment, Open, Order, Performed, Seal
+from distbelief.protocol.codec import Wire
+from distbelief.roles.role import Address, Seconds, Send
 from distbelief.simulation.faults import Kill, Pause, Slow
 from distbelief.simulation.trace import SimulationFailed
 from distbelief.simulation.world import Happening
-from distbelief.wire import Wire
-from sandblaster.names import COORDINATOR
-from sandblaster.sets import Cutting
+from sandblaster.chunks import COORDINATOR, Cutting
 from tests.simulation.sandblast_variants import VARIANTS
 from tests.simulation.sandblasts import (
     DIRECTED,

@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 import torch
 
-from distbelief.messages import Assignment, PartStaged, PushPart
-from distbelief.roles import Address, Seconds, Send
+from distbelief.protocol import Assignment, PartStaged, PushPart
+from distbelief.roles.role import Address, Seconds, Send
 from distbelief.simulation.faults import Drop, Duplicate, Kill, Pause
 from distbelief.simulation.trace import SimulationFailed
 from distbelief.simulation.world import Happening

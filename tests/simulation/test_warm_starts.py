@@ -5,13 +5,13 @@ from functools import cache
 
 import pytest
 
-from distbelief.messages import Order, Push, Save
 from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.roles import SUPERVISOR, Address, Received, Send
+from distbelief.protocol import Order, Push, Save
+from distbelief.roles.role import SUPERVISOR, Address, Received, Send
 from distbelief.simulation.faults import Kill, Slow
 from distbelief.simulation.world import Happening
-from sandblaster.methods.lbfgs import LBFGS
-from sandblaster.names import COORDINATOR
+from sandblaster.chunks import COORDINATOR
+from sandblaster.optimizers.lbfgs import LBFGS
 from tests.simulation.sandblasts import Run, Sandblast, drawn
 
 

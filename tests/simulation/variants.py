@@ -15,7 +15,27 @@ from typing import Final
 import msgspec
 import pytest
 
-from distbelief.messages import (
+from distbelief.parameter_server import shard as agenda_module
+from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, take
+from distbelief.parameter_server.client import client as client_module
+from distbelief.parameter_server.client.fetch import Fetching
+from distbelief.parameter_server.client.link import Ranking
+from distbelief.parameter_server.client.push import Pushing
+from distbelief.parameter_server.client_service import ClientMessage, Service
+from distbelief.parameter_server.pinned_versions import Copy, Leases
+from distbelief.parameter_server.push_handler import Applying, Pushes
+from distbelief.parameter_server.replication import Following, Forwarding
+from distbelief.parameter_server.session_state import N_SLOTS, Client, Slot
+from distbelief.parameter_server.sessions import Clients
+from distbelief.parameter_server.shard import (
+    Agenda,
+    CopyMessage,
+    FromLeader,
+    ParameterServerShard,
+    Standing,
+)
+from distbelief.parameter_server.shared_vector import Published
+from distbelief.protocol import (
     Acknowledge,
     Follow,
     Forward,
@@ -26,25 +46,8 @@ from distbelief.messages import (
     PushBlock,
     StateBlock,
 )
-from distbelief.parameter_server import agenda as agenda_module
-from distbelief.parameter_server.agenda import Agenda
-from distbelief.parameter_server.client import client as client_module
-from distbelief.parameter_server.client.fetching import Fetching
-from distbelief.parameter_server.client.pushing import Pushing
-from distbelief.parameter_server.client.ranking import Ranking
-from distbelief.parameter_server.copies.following import Following
-from distbelief.parameter_server.copies.forwarding import Forwarding
-from distbelief.parameter_server.copies.pairing import Decision, Pairing
-from distbelief.parameter_server.service import ClientMessage, Service
-from distbelief.parameter_server.serving.clients import Clients
-from distbelief.parameter_server.serving.leases import Copy, Leases
-from distbelief.parameter_server.serving.pushes import Applying, Pushes
-from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.parameter_server.standing import CopyMessage, FromLeader, Standing
-from distbelief.parameter_server.state.published import Published
-from distbelief.parameter_server.state.slots import N_SLOTS, Client, Slot
-from distbelief.parameter_server.state.snapshots import ShardIdentity, ShardState, take
-from distbelief.roles import Action, Address, Received, Seconds, Send, Snapshot
+from distbelief.roles.role import Action, Address, Received, Seconds, Send, Snapshot
+from distbelief.supervisor.failover import Decision, Pairing
 
 
 Patch = pytest.MonkeyPatch

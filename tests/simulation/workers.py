@@ -18,21 +18,19 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from distbelief.core.memory import Memory
+from distbelief.core.vectors import Vector
 from distbelief.graph.region import Region
-from distbelief.memory import Memory
-from distbelief.parameter_server.client.client import (
-    ClientConfig,
-    Installed,
-    ParameterClient,
-    Staged,
-)
-from distbelief.parameter_server.layout.holding import Holding
-from distbelief.parameter_server.layout.layout import Layout, TensorSpec
-from distbelief.parameter_server.layout.selection import Selection
-from distbelief.parameter_server.rules.update_rules import SGD, Adagrad, UpdateRule
-from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
-from distbelief.parameter_server.state.values import ShardValues
-from distbelief.roles import (
+from distbelief.parameter_server.client.buffers import Installed, Staged
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.optimizers import SGD, Adagrad, UpdateRule
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.parameter_server.slices import Holding, Selection
+from distbelief.parameter_server.store import ShardValues
+from distbelief.roles.role import (
     Action,
     Address,
     Compute,
@@ -44,7 +42,6 @@ from distbelief.roles import (
     Started,
     TimerFired,
 )
-from distbelief.vectors import Vector
 
 
 N_MARKS = 512  # pushes of one test; a multiple of 64

@@ -1,1 +1,1 @@
-"""The client of all shards: embedded in roles that fetch and push."""
+"""The client of the parameter server: fetches from all shards and pushes to them."""

@@ -23,23 +23,22 @@ Rules:
   that hold some of them; "every shard" is every one of those. It may be none.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never, final
 
 import torch
 
-from distbelief.errors import RemoteProtocolError
-from distbelief.memory import Memory
-from distbelief.parameter_server.client.config import ClientConfig
-from distbelief.parameter_server.client.fetches import ClientFetches
-from distbelief.parameter_server.client.link import TIMER, Link, ShardReply
-from distbelief.parameter_server.client.pushes import ClientPushes
-from distbelief.parameter_server.client.staging import Draft, Installed, Staged
-from distbelief.parameter_server.layout.layout import Layout
-from distbelief.parameter_server.layout.selection import Part, Selection
-from distbelief.parameter_server.state.lost_pushes import n_lost
-from distbelief.parameter_server.state.staleness import Staleness
-from distbelief.roles import (
+from distbelief.core.memory import Memory
+from distbelief.errors import LocalProtocolError, RemoteProtocolError
+from distbelief.parameter_server.client.buffers import Draft, Installed, Staged, installing, staging
+from distbelief.parameter_server.client.fetch import ShardReader
+from distbelief.parameter_server.client.link import TIMER, ClientConfig, Link, ShardReply
+from distbelief.parameter_server.client.push import StagedSlot
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.lost_pushes import n_lost
+from distbelief.parameter_server.session_state import Staleness
+from distbelief.parameter_server.slices import Part, Selection
+from distbelief.roles.role import (
     Action,
     Address,
     Computed,
@@ -48,10 +47,210 @@ from distbelief.roles import (
     PeerLost,
     Persisted,
     Received,
+    Report,
     Seconds,
     Started,
     TimerFired,
 )
+
+
+# A client's fetches from all its shards: what is installed, and what was torn.
+#
+# begin ... complete   install ~~> installed     (torn: again)
+
+
+@final
+class ClientFetches:
+    """One client's fetches.
+
+    Args:
+        links: Its shards, by index, in that order.
+
+    Attributes:
+        n_torn: Reads that were torn, each of one shard.
+    """
+
+    def __init__(self, links: Mapping[int, Link]) -> None:
+        self._links = links
+        self._installing: dict[int, ShardReader] | None = None
+        self.n_torn = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Does work touch the memory of shards?"""
+        return self._installing is not None
+
+    @property
+    def clocks(self) -> tuple[int, ...]:
+        """Per shard, the clock of the values installed last."""
+        return tuple(link.fetching.clock for link in self._links.values())
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """Per shard, its life and the clock of the values installed last."""
+        return tuple(link.fetching.version for link in self._links.values())
+
+    @property
+    def complete(self) -> bool:
+        """Can the fetch be installed? From shared memory it can be tried at once."""
+        return all(link.fetching.complete for link in self._links.values())
+
+    def begin(self, now: Seconds) -> list[Action]:
+        """Fetch anew from every shard; see `ParameterClient.begin_fetch`."""
+        if self._installing is not None:
+            raise LocalProtocolError("begin_fetch while an install is under way")
+        actions: list[Action] = []
+        for link in self._links.values():
+            actions += [*link.begin_fetch(now), *link.wait(now)]
+        return actions
+
+    def install(self, tensors: Sequence[torch.Tensor]) -> Callable[[], Installed]:
+        """Return the work that installs; see `ParameterClient.install`."""
+        if self._installing is not None:
+            raise LocalProtocolError("install while an install is under way")
+        fetches = {index: link.fetching for index, link in self._links.items()}
+        readers = {
+            index: fetching.reader()
+            for index, fetching in fetches.items()
+            if fetching.wanted and fetching.complete
+        }
+        missing = [index for index, one in fetches.items() if not one.complete]
+        self._installing = readers
+        known = {
+            index: -1 if fetching.wanted else fetching.clock for index, fetching in fetches.items()
+        }
+        return installing(readers, tensors, missing=missing, known=known)
+
+    @property
+    def readable_share(self) -> float:
+        """Part of the shards from which the install under way can copy now."""
+        readers = self._installing or {}
+        n_readable = sum(reader.readable for reader in readers.values())
+        return n_readable / max(len(self._links), 1)
+
+    def installed(self, outcome: Installed, now: Seconds) -> list[Action]:
+        """Note what an install did; see `ParameterClient.installed`."""
+        if self._installing is None:
+            raise LocalProtocolError("installed without an install")
+        readers, self._installing = self._installing, None
+        clocks = dict(zip(self._links, outcome.clocks, strict=True))
+        actions: list[Action] = []
+        for index, reader in readers.items():
+            link = self._links[index]
+            if index in outcome.torn:
+                self.n_torn += 1
+                actions += [*link.torn(now), *link.wait(now)]
+            else:
+                link.fetching.installed(clocks[index], reader)
+        return actions
+
+
+# A client's pushes to all its shards: each is all shards' or nobody's.
+#
+#     can_push   stage ~~> staged ... unacknowledged = 0
+#                draft ~~> staged                          the same, tensor by tensor
+#
+# Rules:
+#
+# * A push has one sequence, and is not begun before every shard has room for it. Nothing
+#   that is not finite is pushed: all slots are filled before any shard hears of it.
+# * At most one push is being staged; its slots belong to the work until it is done.
+
+
+@final
+class ClientPushes:
+    """One client's pushes.
+
+    Args:
+        links: Its shards, by index, in that order.
+        tensors: What it pushes.
+        allowed: Did it say that it would push?
+
+    Attributes:
+        n_pushed: Pushes made.
+        n_non_finite: Pushes not made, for what was staged was not finite.
+    """
+
+    def __init__(
+        self, links: Mapping[int, Link], *, tensors: Sequence[TensorSpec], allowed: bool
+    ) -> None:
+        self._links = links
+        self._tensors = tensors
+        self._allowed = allowed
+        self._staging: list[StagedSlot] | None = None
+        self.n_pushed = 0
+        self.n_non_finite = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Does work touch the memory of shards?"""
+        return self._staging is not None
+
+    @property
+    def can_push(self) -> bool:
+        """Has every shard room for a push, and is none being staged?"""
+        return (
+            self._allowed
+            and self._staging is None
+            and all(link.welcome and link.pushing.has_room for link in self._links.values())
+        )
+
+    @property
+    def unacknowledged(self) -> int:
+        """Pushes that some shard has not acknowledged."""
+        # All have issued the same.
+        pushes = [link.pushing for link in self._links.values()]
+        return max((one.issued - one.settled for one in pushes), default=0)
+
+    def stage(
+        self, tensors: Sequence[torch.Tensor | None], clocks: Sequence[int], *, skip_missing: bool
+    ) -> Callable[[], Staged]:
+        """Return the work that fills every slot; see `ParameterClient.stage`."""
+        names = [spec.name for spec in self._tensors]
+        touched = tensors if skip_missing else None
+        return staging(self._begin(clocks, touched=touched), tensors, names=names)
+
+    def draft(self, clocks: Sequence[int]) -> Draft:
+        """Return a push to be filled; see `ParameterClient.draft`."""
+        return Draft(self._begin(clocks), self._tensors)
+
+    def abandon(self) -> None:
+        """Push nothing of what was staged, or drafted; no work touches it any more."""
+        if self._staging is None:
+            raise LocalProtocolError("abandon without a stage or a draft")
+        self._staging = None
+
+    def staged(
+        self, outcome: Staged, *, n_gradients: int, samples: int, grant: int, now: Seconds
+    ) -> list[Action]:
+        """Push what was staged, if it is finite; see `ParameterClient.staged`."""
+        if self._staging is None:
+            raise LocalProtocolError("staged without a stage: stage a push first")
+        slots, self._staging = self._staging, None
+        if not outcome.finite:
+            self.n_non_finite += 1
+            text = f"not pushed: NaN or infinity in {', '.join(outcome.culprits)}"
+            return [Report(text=text, level="warning")]
+        self.n_pushed += 1
+        actions: list[Action] = []
+        for link, slot in zip(self._links.values(), slots, strict=True):
+            actions += link.issue(
+                slot, n_gradients=n_gradients, samples=samples, grant=grant, now=now
+            )
+            actions += link.wait(now)
+        return actions
+
+    def _begin(
+        self, fetched_clocks: Sequence[int], *, touched: Sequence[torch.Tensor | None] | None = None
+    ) -> list[StagedSlot]:
+        if not self.can_push:
+            raise LocalProtocolError("stage while not can_push: wait until it is")
+        self._staging = [
+            # Gradients may have waited since a life of the shard with a higher clock.
+            link.pushing.slot(fetched_clock=min(clock, link.clock), touched=touched)
+            for link, clock in zip(self._links.values(), fetched_clocks, strict=True)
+        ]
+        return self._staging
 
 
 __all__ = ["ClientConfig", "Draft", "Installed", "ParameterClient", "Staged"]

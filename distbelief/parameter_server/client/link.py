@@ -23,11 +23,17 @@ Rules:
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import assert_never, final
 
-from distbelief.errors import JobError, PeerLostError
-from distbelief.memory import Memory
-from distbelief.messages import (
+from distbelief.core.memory import Memory
+from distbelief.errors import JobError, MemoryGoneError, PeerLostError
+from distbelief.parameter_server.client.fetch import Fetching
+from distbelief.parameter_server.client.push import Pushing, Room, StagedSlot
+from distbelief.parameter_server.session_state import Staleness, slot_views
+from distbelief.parameter_server.shared_vector import Published
+from distbelief.parameter_server.slices import Part
+from distbelief.protocol import (
     Acknowledge,
     Hello,
     Leading,
@@ -38,14 +44,7 @@ from distbelief.messages import (
     Refused,
     Welcome,
 )
-from distbelief.parameter_server.client.attached import Attached
-from distbelief.parameter_server.client.config import ClientConfig
-from distbelief.parameter_server.client.fetching import Fetching
-from distbelief.parameter_server.client.pushing import Pushing, StagedSlot
-from distbelief.parameter_server.client.ranking import Ranking
-from distbelief.parameter_server.layout.selection import Part
-from distbelief.parameter_server.state.staleness import Staleness
-from distbelief.roles import (
+from distbelief.roles.role import (
     Action,
     Address,
     PeerJoined,
@@ -55,6 +54,178 @@ from distbelief.roles import (
     Send,
     SetTimer,
 )
+
+
+# The memory of one shard that one client has attached: values to read, slots to fill.
+#
+# Rules:
+#
+# * A Welcome names both, or neither, or one. All that it names is attached, or nothing
+#   changes: what was attached before holds pushes in flight, which are copied from there
+#   once there is somewhere to copy them to.
+# * What is no longer used is released when the client says that no work touches it.
+# * Memory that cannot be attached, three times in a row, is done without: the next Hello
+#   names no host.
+
+N_ATTACH_MAX = 3
+"""Failures in a row after which a client does without shared memory."""
+
+
+@final
+class Attached:
+    """One shard's memory, as one client sees it.
+
+    Attributes:
+        published: The shard's values; None if they come by blocks.
+        room: Slots to push into; None if pushes go by blocks.
+    """
+
+    def __init__(self, memory: Memory, part: Part) -> None:
+        self._memory = memory
+        self._part = part
+        self._slots_name = ""
+        self._held: set[str] = set()  # attached, if they were there, and not yet released
+        self._n_failures = 0
+        self.published: Published | None = None
+        self.room: Room | None = None
+
+    @property
+    def host(self) -> str:
+        """What to say in Hello."""
+        return self._memory.host if self._n_failures < N_ATTACH_MAX else ""
+
+    def forgive(self) -> None:
+        """Somebody else leads, whose memory may well be there."""
+        self._n_failures = 0
+
+    def follow(self, welcome: Welcome) -> bool:
+        """Attach what `welcome` names; return whether all of it was there.
+
+        Raises:
+            RemoteProtocolError: it is of another size.
+        """
+        try:
+            published = self._published(welcome.parameters_region)
+            room = self._room(welcome.slots_region)
+        except MemoryGoneError:
+            self._n_failures += 1
+            return False
+        self.published, self.room = published, room
+        self._slots_name = welcome.slots_region
+        return True
+
+    def release(self) -> None:
+        """Let go of what is no longer used; call when no work touches it."""
+        if not self._held:  # as of every shard of another host
+            return
+        used = {self._slots_name}
+        if self.published is not None:
+            used.add(self.published.name)
+        for name in self._held - used:
+            self._memory.release(name)
+        self._held &= used
+
+    def _published(self, name: str) -> Published | None:
+        if self.published is not None and self.published.name == name:
+            return self.published
+        if not name:
+            return None
+        self._held.add(name)
+        return Published.attach(
+            self._memory, name, n_elements=self._part.shard_size, dtype=self._part.dtype
+        )
+
+    def _room(self, name: str) -> Room | None:
+        if name == self._slots_name:
+            return self.room
+        if not name:
+            return None
+        self._held.add(name)
+        region = self._memory.attach(name)
+        n_elements = self._part.holding.n_elements
+        return slot_views(region, n_elements=n_elements, dtype=self._part.dtype)
+
+
+# How a client talks to its shards, as numbers.
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig:
+    """How a client talks to its shards."""
+
+    pushes: bool
+    retry_seconds: Seconds = 0.5
+    retry_seconds_max: Seconds = 4.0
+    silence_seconds_max: Seconds = 60.0  # without a word
+    stall_seconds_max: Seconds = 600.0  # with words, but without progress
+    torn_seconds_max: Seconds = 1.0  # then a fetch from shared memory goes by blocks
+    credit_blocks: int = 16  # blocks of 1 MiB under way per shard and direction
+
+    def __post_init__(self) -> None:
+        for name in (
+            "retry_seconds",
+            "retry_seconds_max",
+            "silence_seconds_max",
+            "stall_seconds_max",
+        ):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
+        if not self.torn_seconds_max >= 0:
+            raise ValueError(f"torn_seconds_max is {self.torn_seconds_max}; use 0 or more")
+        if not 1 <= self.credit_blocks <= 64:
+            raise ValueError(f"credit_blocks is {self.credit_blocks}; use 1 to 64")
+
+
+# Which copy of a shard leads, as far as one client can tell.
+#
+#     shard-0 leads, number 3 --> Leading or Welcome, number 5 --> shard-0b leads
+#
+# Rules:
+#
+# * Leaders are ordered by their number alone, the `shard_incarnation` of what they say.
+#   Whoever says a lower one than the highest heard of is deposed, and is not heard.
+# * Of each copy the newest life is known, from the envelopes and from the driver. What an
+#   older life said, or what is said of it, means nothing any more.
+# * The numbers of two copies are the supervisor's, those of a single one its lives.
+
+
+@final
+class Ranking:
+    """The copies of one shard, as one client hears of them.
+
+    Attributes:
+        copies: One or two addresses.
+        leader: Whoever said Welcome last; the first copy until somebody has.
+        number: The highest that a leader is known to have; 0 if none is.
+    """
+
+    def __init__(self, copies: Sequence[Address]) -> None:
+        self.copies = tuple(copies)
+        self.leader = self.copies[0]
+        self.number = 0
+        self._lives = dict.fromkeys(self.copies, 0)
+
+    @property
+    def others(self) -> tuple[Address, ...]:
+        """All copies but the leader."""
+        return tuple(copy for copy in self.copies if copy != self.leader)
+
+    def is_over(self, copy: Address, incarnation: int) -> bool:
+        """Return whether `copy` has begun a later life than that."""
+        return incarnation < self._lives[copy]
+
+    def meet(self, copy: Address, incarnation: int) -> bool:
+        """Note that this life began; return whether that of the leader is over so."""
+        before = self._lives[copy]
+        self._lives[copy] = max(before, incarnation)
+        return copy == self.leader and 0 < before < incarnation
+
+    def rise(self, number: int) -> bool:
+        """Note that somebody leads under `number`; return whether none higher did."""
+        rises = number > self.number
+        self.number = max(self.number, number)
+        return rises
 
 
 TIMER = "client:"

@@ -1,1 +1,1 @@
-"""What this host takes for layers: measured, kept, and used as costs."""
+"""Measures layers and this host for the cost model."""

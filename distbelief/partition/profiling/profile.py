@@ -24,7 +24,7 @@ from typing import Final, final
 import msgspec
 import torch
 
-from distbelief import files
+from distbelief.core import files
 from distbelief.errors import StorageError
 
 

@@ -1,1 +1,1 @@
-"""The choice of one candidate per node, in numbers only: problems and their solvers."""
+"""Solvers of the placement problem; they see numbers only."""

@@ -6,12 +6,12 @@ from typing import Final
 
 import numpy as np
 
-from distbelief.partition.solvers.deadline import Deadline
 from distbelief.partition.solvers.problem import (
     TIE,
     TOLERANCE,
     Array,
     Choice,
+    Deadline,
     Problem,
     first_lowest,
 )

@@ -1,15 +1,12 @@
-"""The choice to be made, in numbers only: one candidate per node, at the least cost.
+"""Candidates that need no look: forbidden, too large, or never better than another.
 
-    minimise    sum_v costs[v][x_v]  +  sum_uv edges[u, v][x_u, x_v]
-    subject to  sum_v memory[v][x_v, q] <= caps[q]            for every machine q
-
-Costs may be infinite, which forbids (a pin forbids all candidates but one). Caps are
-met up to one part in 1e9, so that rounding decides nothing. Whatever a solver returns
-carries a bound: proof of how good it is at most possible to be.
+Each function returns, per node, the indices of the candidates to keep, ascending.
+Nothing that is dropped could make the best choice cheaper, whatever else is chosen.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, final
@@ -17,8 +14,44 @@ from typing import Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from distbelief.graph.layer import GraphError
+from distbelief.graph.graph import GraphError
 
+
+# How long a search may go on.
+
+
+@final
+class Deadline:
+    """A moment after which a search returns the best it has.
+
+    Args:
+        seconds: From now.
+        clock: Monotonic, seconds; tests pass their own.
+    """
+
+    def __init__(self, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._end = clock() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds left, 0 at least."""
+        return max(0.0, self._end - self._clock())
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is over."""
+        return self.left <= 0
+
+
+# The choice to be made, in numbers only: one candidate per node, at the least cost.
+#
+#     minimise    sum_v costs[v][x_v]  +  sum_uv edges[u, v][x_u, x_v]
+#     subject to  sum_v memory[v][x_v, q] <= caps[q]            for every machine q
+#
+# Costs may be infinite, which forbids (a pin forbids all candidates but one). Caps are
+# met up to one part in 1e9, so that rounding decides nothing. Whatever a solver returns
+# carries a bound: proof of how good it is at most possible to be.
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -222,3 +255,85 @@ def _check_memory(problem: Problem) -> None:
                 f"node {node} has memory of shape {memory.shape}; use finite numbers, "
                 f"0 or more, of shape {expected}"
             )
+
+
+def permitted(problem: Problem) -> list[Indices]:
+    """Keep what has a finite cost, beside some candidate of every neighbour.
+
+    Raises:
+        GraphError: some node keeps nothing.
+    """
+    alive = [np.isfinite(costs) for costs in problem.costs]
+    changed = True
+    while changed:
+        changed = False
+        for node, pairs in enumerate(problem.neighbours):
+            for other, table in pairs:
+                possible = np.isfinite(table[:, alive[other]]).any(axis=1)
+                if (alive[node] & ~possible).any():
+                    alive[node] &= possible
+                    changed = True
+    if not all(mask.any() for mask in alive):
+        raise no_choice()
+    return [np.flatnonzero(mask) for mask in alive]
+
+
+def fitting(problem: Problem, *, limit: float = 1.0) -> list[Indices] | None:
+    """Keep what fits the caps beside the least that all other nodes can take.
+
+    Args:
+        problem: What is to be chosen.
+        limit: Share of its cap that a machine may use.
+
+    Returns:
+        What to keep, or None if some node keeps nothing: then no choice fits.
+    """
+    kept: list[Indices] = [np.arange(size) for size in problem.sizes]
+    if problem.shares is None:
+        return kept
+    changed = True
+    while changed:
+        changed = False
+        least = [s[rows].min(axis=0) for s, rows in zip(problem.shares, kept, strict=True)]
+        room = limit * (1 + TOLERANCE) - np.sum(least, axis=0)
+        for node, shares in enumerate(problem.shares):
+            fits = (shares[kept[node]] - least[node] <= room).all(axis=1)
+            if not fits.all():
+                kept[node] = kept[node][fits]
+                changed = True
+            if not kept[node].size:
+                return None
+    return kept
+
+
+def undominated(problem: Problem) -> list[Indices]:
+    """Keep what no other candidate of its node beats, whatever the neighbours choose.
+
+    One beats another if changing to it frees money even with the neighbours that it
+    suits least (Goldstein, 1994), and takes no memory. Two of equal edges compare by
+    their own costs alone. Of equals the first is kept.
+    """
+    kept: list[Indices] = [np.arange(size) for size in problem.sizes]
+    for node, pairs in enumerate(problem.neighbours):
+        costs = problem.costs[node]
+        worst = _change(costs[:, None], costs[None])  # of changing from the column to the row
+        for other, table in pairs:
+            rest = table[:, kept[other]]
+            with np.errstate(invalid="ignore"):
+                worst += _change(rest[:, None], rest[None]).max(axis=2)
+        beats = worst <= 0  # false for NaN: a candidate forbidden beside another
+        if problem.shares is not None:
+            shares = problem.shares[node]
+            beats &= (shares[:, None] <= shares[None, :]).all(axis=2)
+        alive = np.ones(len(costs), np.bool_)
+        for index in reversed(range(len(costs))):
+            alive[index] = False
+            alive[index] = not (alive & beats[:, index]).any()
+        kept[node] = np.flatnonzero(alive)
+    return kept
+
+
+def _change(new: Array, old: Array) -> Array:
+    """What is paid more after the change; what was forbidden gets cheaper."""
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isinf(old), -np.inf, new - old)

@@ -11,15 +11,16 @@ from typing import Final, Self, final
 
 import torch
 
-from distbelief.downpour.worker import FETCH, INSTALLED, PUSHED, StagedPush, Worker
-from distbelief.memory import Memory, PrivateMemory
-from distbelief.messages import Join
-from distbelief.node import Node
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.layout.layout import Layout
-from distbelief.roles import SUPERVISOR, Address, Computed
-from distbelief.serving.server import ServerAddress, parameter_specs, reach_towards
+from distbelief.core.memory import Memory, PrivateMemory
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.layout import Layout
+from distbelief.protocol import Join
+from distbelief.roles.role import SUPERVISOR, Address, Computed
+from distbelief.serve.server import ServerAddress, parameter_specs, reach_towards
+from distbelief.transport.node import Node
 from distbelief.transport.shared_memory import FileMemory
+from distbelief.worker.loop_worker import FETCH, INSTALLED, PUSHED, StagedPush, Worker
 
 
 TIMEOUT_SECONDS: Final = 60.0

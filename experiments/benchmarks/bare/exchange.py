@@ -12,9 +12,11 @@ from typing import Final, final
 
 import numpy as np
 
-from distbelief.allocator import keep_memory
-from distbelief.messages import Transfer
-from distbelief.roles import (
+from distbelief.core.memory import keep_memory
+from distbelief.core.vectors import Vector
+from distbelief.protocol import Transfer
+from distbelief.roles.reliable import Inbox, Label, blocks_of
+from distbelief.roles.role import (
     Action,
     Address,
     Compute,
@@ -25,8 +27,6 @@ from distbelief.roles import (
     Send,
     TimerFired,
 )
-from distbelief.runtime.machine.inbox import Inbox, Label, blocks_of
-from distbelief.vectors import Vector
 from experiments.benchmarks.measuring import paced
 from experiments.benchmarks.measuring.meeting import attached, take_step
 

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 import zmq
 
-from distbelief.allocator import KEPT_BYTES_MAX, keep_memory
-from distbelief.vectors import BLOCK_BYTES
+from distbelief.core.memory import KEPT_BYTES_MAX, keep_memory
+from distbelief.core.vectors import BLOCK_BYTES
 from experiments.benchmarks.bare.rpc_server import Slice
 
 

@@ -16,11 +16,14 @@ import msgspec
 import numpy as np
 import torch
 
-from distbelief.allocator import keep_memory
-from distbelief.messages import Taken, Transfer
+from distbelief.core.memory import keep_memory
+from distbelief.execution.dataflow import dataflow
+from distbelief.execution.executor import Execution, Found
 from distbelief.program import plan as plans
-from distbelief.program.compilation import Compiled, compile_plan
-from distbelief.roles import (
+from distbelief.program.compiler import Compiled, compile_plan
+from distbelief.protocol import Taken, Transfer
+from distbelief.roles.reliable import Courier
+from distbelief.roles.role import (
     Action,
     Address,
     Computed,
@@ -31,12 +34,8 @@ from distbelief.roles import (
     Started,
     TimerFired,
 )
-from distbelief.runtime.execution.dataflow import dataflow
-from distbelief.runtime.execution.execution import Execution, Found
-from distbelief.runtime.machine.courier import Courier
-from distbelief.runtime.machine.course import Chosen, micro_sizes
-from distbelief.runtime.machine.portions import Portion
-from distbelief.runtime.machine.stepping import Ran, Stepping
+from distbelief.worker.batches import Chosen, Portion, micro_sizes
+from distbelief.worker.steps import Ran, Stepping
 from experiments.benchmarks.measuring import paced
 from experiments.benchmarks.measuring.meeting import attached, take_step
 from experiments.benchmarks.measuring.workload import Workload

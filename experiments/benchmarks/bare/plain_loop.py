@@ -15,7 +15,7 @@ from torch import distributed, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from distbelief.allocator import keep_memory
+from distbelief.core.memory import keep_memory
 from experiments.benchmarks.measuring.track import PacedFrames
 from experiments.speech.model import acoustic_net
 

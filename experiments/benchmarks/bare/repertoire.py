@@ -25,14 +25,14 @@ from typing import Final, final
 import msgspec
 import torch
 
-from distbelief.allocator import keep_memory
-from distbelief.messages import Taken, Transfer
-from distbelief.node import Node
-from distbelief.partition.profiling.measuring import present
+from distbelief.core.memory import keep_memory
+from distbelief.partition.profiling.layer_timer import present
 from distbelief.program import plan as plans
-from distbelief.program.compilation import compile_plan
-from distbelief.roles import Action, Address, Event, Received, Seconds, Started
-from distbelief.runtime.machine.course import micro_sizes
+from distbelief.program.compiler import compile_plan
+from distbelief.protocol import Taken, Transfer
+from distbelief.roles.role import Action, Address, Event, Received, Seconds, Started
+from distbelief.transport.node import Node
+from distbelief.worker.batches import micro_sizes
 from experiments.benchmarks.bare.machine import BareMachine
 from experiments.benchmarks.measuring import paced
 from experiments.benchmarks.measuring.meeting import attached, take_step

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from distbelief.allocator import keep_memory
+from distbelief.core.memory import keep_memory
 from experiments.benchmarks.measuring import paced
 from experiments.benchmarks.measuring.workload import Workload
 

@@ -5,12 +5,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, final
 
-from distbelief.job.configuration import toml_text
-from distbelief.job.configuration.jobfile import parse_job
-from distbelief.job.directory.metrics import Measurement, read_metrics
-from distbelief.job.directory.run import Run
-from distbelief.job.training import train
-from distbelief.job.watching import Watch
+from distbelief.config import toml
+from distbelief.config.load import parse_job
+from distbelief.run.metrics_file import Measurement, read_metrics
+from distbelief.run.result import Run
+from distbelief.trainer import Watch, train
 
 
 PROBLEMS: Final = "experiments.benchmarks.batches.problems"
@@ -71,7 +70,7 @@ def job(
             "report_every": "100 ms",
             "snapshot_every": snapshot_every,
         }
-        text = toml_text.write({**tables, "output": output})
+        text = toml.write({**tables, "output": output})
         run = train(parse_job(text, path="sandblaster.toml"), show=False, watch=watch)
         lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")
         if run.summary.error is not None:

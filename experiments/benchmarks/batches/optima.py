@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from distbelief.runtime.task.losses import Loss
+from distbelief.task.losses import Loss
 from experiments.benchmarks.batches import peers
 from experiments.benchmarks.batches.jobs import N_REPLICAS, PROBLEMS, job
 from experiments.benchmarks.batches.peers import Outcome

@@ -26,7 +26,7 @@ from statistics import harmonic_mean
 from tempfile import TemporaryDirectory
 from typing import Final, final
 
-from distbelief.job.display.view import SupervisorView
+from distbelief.supervisor.view import SupervisorView
 from experiments.benchmarks.batches.jobs import N_REPLICAS, job
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.crews import Crew

@@ -19,8 +19,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import TensorDataset
 from typing_extensions import override
 
-from distbelief.runtime.task.losses import Loss
-from sandblaster.calling.tensor_files import TensorPairs
+from distbelief.task.losses import Loss
+from sandblaster.problem_files import TensorPairs
 
 
 Doubles = np.ndarray[tuple[int], np.dtype[np.float64]]

@@ -7,8 +7,8 @@ import os
 import signal
 from typing import Final, final
 
-from distbelief.job.display.view import SupervisorView
-from distbelief.job.watching import Watch
+from distbelief.supervisor.view import SupervisorView
+from distbelief.trainer import Watch
 from experiments.benchmarks.batches.jobs import PROBLEMS, Ours, job
 from experiments.benchmarks.measuring import measurement
 

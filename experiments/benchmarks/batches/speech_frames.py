@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from experiments.benchmarks.measuring.workload import Workload
-from sandblaster.calling.tensor_files import TensorPairs
+from sandblaster.problem_files import TensorPairs
 
 
 def net(*, small: bool = False) -> nn.Module:

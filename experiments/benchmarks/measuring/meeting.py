@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol, final
 
-from distbelief.node import Node
-from distbelief.roles import Action, Address, Event, Seconds, TimerFired
-from distbelief.transport.guard import Inbox, Outbox, TrustingGuard, Verdict
-from distbelief.transport.places import Place
+from distbelief.roles.role import Action, Address, Event, Seconds, TimerFired
+from distbelief.transport.address import Place
+from distbelief.transport.authenticator import Inbox, Outbox, TrustingGuard, Verdict
+from distbelief.transport.node import Node
 from distbelief.transport.zmq_transport import ZmqTransport
 
 

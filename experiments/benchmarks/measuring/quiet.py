@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, final
 
-from distbelief.roles import Seconds
+from distbelief.roles.role import Seconds
 
 
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")

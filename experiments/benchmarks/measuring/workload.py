@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.layer import LayerGraph
+from distbelief.graph.graph import LayerGraph
 from distbelief.graph.losses import append_loss
 from experiments.images.model import image_net
 from experiments.speech.model import acoustic_net

@@ -37,10 +37,9 @@ from typing import Final
 import msgspec
 import zmq
 
-from distbelief.messages import Alive
-from distbelief.transport.key_files import KeyFiles
-from distbelief.transport.keys import KeyPair
-from distbelief.wire import Wire
+from distbelief.protocol import Alive
+from distbelief.protocol.codec import Wire
+from distbelief.transport.keys import KeyFiles, KeyPair
 
 
 GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48)

@@ -18,18 +18,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, final
 
-from distbelief.forecast.staging import StagedJob, Staging
-from distbelief.forecast.virtual_run import run_virtually
-from distbelief.job.configuration.jobfile import load_job
-from distbelief.job.directory.run_directory import RunDirectory
+from distbelief.config.load import load_job
+from distbelief.forecast.prepare import StagedJob, Staging
+from distbelief.forecast.run import run_virtually
 from distbelief.program.cluster import Machine, uniform
-from distbelief.roles import SUPERVISOR, Address
+from distbelief.roles.role import SUPERVISOR, Address
+from distbelief.run.directory import RunDirectory
 from distbelief.simulation.faults import Fault
-from distbelief.simulation.options import ClusterOptions
-from distbelief.simulation.placing import Place, options_for
-from distbelief.simulation.traffic import Traffic
+from distbelief.simulation.machines import ClusterOptions
+from distbelief.simulation.placement import Place, options_for
+from distbelief.simulation.trace import Traffic
 from distbelief.simulation.world import Builder
-from distbelief.transport.key_files import Allowed, KeyFiles
+from distbelief.transport.keys import Allowed, KeyFiles
 from experiments.benchmarks.network.hosts import Host
 from experiments.benchmarks.network.switch import Lan
 

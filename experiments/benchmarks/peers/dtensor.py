@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from distbelief.allocator import keep_memory
+from distbelief.core.memory import keep_memory
 from experiments.benchmarks.measuring import paced
 from experiments.benchmarks.measuring.workload import Workload
 

@@ -8,13 +8,16 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from distbelief.partition.costs import AnalyticCosts, single_sample
-from distbelief.partition.planning import Order
-from distbelief.partition.profiling.fewer_samples import FewerSamples
-from distbelief.partition.profiling.host import Network, here
-from distbelief.partition.profiling.measuring import profiled
+from distbelief.partition.cost_model import (
+    AnalyticCosts,
+    FewerSamples,
+    ProfiledCosts,
+    single_sample,
+)
+from distbelief.partition.profiling.layer_timer import profiled
 from distbelief.partition.profiling.profile import Profile
-from distbelief.partition.profiling.profiled_costs import ProfiledCosts
+from distbelief.partition.profiling.this_host import Network, here
+from distbelief.partition.search import Order
 from distbelief.program.plan import Plan, plan_for
 from experiments.benchmarks.bare.machine import Setting
 from experiments.benchmarks.measuring.crews import Crew

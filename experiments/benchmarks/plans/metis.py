@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Final, final
 
-from distbelief.graph.layer import LayerGraph
+from distbelief.graph.graph import LayerGraph
 from distbelief.partition.baselines import even
 from distbelief.partition.grouping import groups
 from distbelief.program.cluster import Cluster
-from distbelief.program.compilation import compile_plan
+from distbelief.program.compiler import compile_plan
+from distbelief.program.cost import Costs
 from distbelief.program.placement import Placement
-from distbelief.program.pricing import Costs
 
 
 IS_INSTALLED: Final = find_spec("pymetis") is not None

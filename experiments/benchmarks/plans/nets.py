@@ -14,7 +14,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.layer import LayerGraph
+from distbelief.graph.graph import LayerGraph
 from distbelief.graph.losses import append_loss
 from experiments.images.model import paper_net
 from experiments.speech.model import acoustic_net

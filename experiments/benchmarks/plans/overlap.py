@@ -5,7 +5,7 @@ machine 1        [--------------]            and caches: two layers at once take
                  ^^^^^        ^^             longer each than one alone
 """
 
-from distbelief.program.pricing import Price
+from distbelief.program.cost import Price
 
 
 def overlap(price: Price) -> float:

@@ -11,9 +11,8 @@ from typing import Final, cast, final
 
 from scipy.stats import spearmanr
 
-from distbelief.partition.planning import Order, player_of
-from distbelief.partition.playing import Way
 from distbelief.partition.profiling.profile import Profile
+from distbelief.partition.search import Order, Way, player_of
 from distbelief.program.plan import Plan
 from experiments.benchmarks.plans.overlap import overlap
 from experiments.benchmarks.plans.pace import at_pace, slower

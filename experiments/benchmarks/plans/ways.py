@@ -18,11 +18,12 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.graph.layer import Layer, LayerGraph
+from distbelief.graph.graph import Layer, LayerGraph
 from distbelief.partition.baselines import even, whole_layers
 from distbelief.partition.candidates import partial_sums, split, summed_dims, whole
 from distbelief.partition.grouping import groups
-from distbelief.partition.planning import Order, plan
+from distbelief.partition.planner import plan
+from distbelief.partition.search import Order
 from distbelief.program.cluster import Cluster
 from distbelief.program.placement import Placement
 

@@ -14,16 +14,18 @@ from typing import Final, final
 
 import msgspec
 
-from distbelief.downpour.algorithm import DOWNPOUR
-from distbelief.downpour.settings import DownpourSettings
-from distbelief.memory import Memory
-from distbelief.messages import Acknowledge, Push
-from distbelief.parameter_server.layout.layout import Layout, TensorSpec
-from distbelief.parameter_server.rules.update_rules import Adagrad
+from distbelief.algorithms.downpour import DOWNPOUR
+from distbelief.core.memory import Memory
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.optimizers import Adagrad
 from distbelief.program.cluster_file import load_cluster
-from distbelief.roles import Action, Address, Event, Received, Role, Seconds, Send, Started
-from distbelief.runtime.task.local_model import LocalModel
-from distbelief.runtime.task.task import (
+from distbelief.protocol import Acknowledge, Push
+from distbelief.roles.role import Action, Address, Event, Received, Role, Seconds, Send, Started
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.machines import ClusterOptions, block_bytes_for, scales_for
+from distbelief.simulation.placement import options_for, spread
+from distbelief.simulation.world import Builder
+from distbelief.task.task import (
     BuildContext,
     DataSpec,
     ModelSpec,
@@ -31,11 +33,8 @@ from distbelief.runtime.task.task import (
     build_dataset,
     build_model,
 )
-from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.options import ClusterOptions
-from distbelief.simulation.placing import options_for, spread
-from distbelief.simulation.scales import block_bytes_for, scales_for
-from distbelief.simulation.world import Builder
+from distbelief.worker.config import DownpourSettings
+from distbelief.worker.local_executor import LocalModel
 from sandblaster.algorithm import SANDBLASTER
 from sandblaster.config import SandblasterSettings
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, final
 
-from distbelief.forecast.agreement import Agreement, both_ways
-from distbelief.forecast.chaos.schedule import Blow
-from distbelief.job.configuration.jobfile import parse_job
-from distbelief.job.configuration.sections import Job
+from distbelief.chaos.schedule import Blow
+from distbelief.config.job import Job
+from distbelief.config.load import parse_job
 from experiments.benchmarks.measuring import measurement
 from experiments.benchmarks.measuring.quiet import Quiet
+from experiments.benchmarks.simulated.agreement import Agreement, both_ways
 
 
 JOB: Final = """

@@ -1,1 +1,1 @@
-"""Tests of distbelief.cli.app."""
+"""Tests of distbelief.cli.main."""

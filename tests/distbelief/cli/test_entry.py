@@ -12,7 +12,7 @@ import os, signal, sys
 
 class Hand:
     def find_spec(self, name, path, target=None):
-        if name == "distbelief.cli.app":
+        if name == "distbelief.cli.main":
             os.kill(os.getpid(), signal.SIGINT)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as at a terminal

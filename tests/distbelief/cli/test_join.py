@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from distbelief.cli.app import app
+from distbelief.cli.main import app
 from distbelief.errors import JobError
-from distbelief.serving.options import hosting_of
-from distbelief.transport.key_files import KeyFiles
-from tests.distbelief.job.jobs import SPEECH
+from distbelief.serve.options import hosting_of
+from distbelief.transport.keys import KeyFiles
+from tests.distbelief.jobs import SPEECH
 
 
 MISTAKEN = 2

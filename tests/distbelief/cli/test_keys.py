@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from distbelief.cli.app import app
-from distbelief.cli.errors import MISTAKEN
+from distbelief.cli.main import app
+from distbelief.cli.options import MISTAKEN
 from distbelief.transport.keys import KeyPair
 
 

@@ -2,21 +2,21 @@
 
 from pathlib import Path
 
-from distbelief.job.configuration.jobfile import parse_job
-from distbelief.job.configuration.sections import Job
+from distbelief.config.job import Job
+from distbelief.config.load import parse_job
 
 
 TEXT = """
 [model]
-factory = "tests.distbelief.runtime.examples:net"
+factory = "tests.distbelief.examples:net"
 arguments = { width = 6, hidden = [8] }
 
 [data.train]
-factory = "tests.distbelief.runtime.examples:frames"
+factory = "tests.distbelief.examples:frames"
 arguments = { width = 6, n_samples = 48 }
 
 [data.test]
-factory = "tests.distbelief.runtime.examples:frames"
+factory = "tests.distbelief.examples:frames"
 arguments = { width = 6, n_samples = 20 }
 
 [algorithm]

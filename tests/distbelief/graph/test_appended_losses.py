@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn import functional
 
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.evaluation import evaluate
-from distbelief.graph.kind import Step
-from distbelief.graph.layer import GraphError, LayerGraph
+from distbelief.graph.graph import GraphError, LayerGraph
 from distbelief.graph.losses import append_loss, whole_loss
-from tests.distbelief.graph.kinds.comparison import close
+from distbelief.graph.operator import Step
+from tests.distbelief.graph.ops.comparison import close
+from tests.distbelief.graph.reference import evaluate
 
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -10,7 +10,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.layer import INPUT, GraphError, LayerGraph
+from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.region import Shape
 from tests.distbelief.graph.zoo.catalogue import Case
 from tests.distbelief.graph.zoo.comparison import assert_same

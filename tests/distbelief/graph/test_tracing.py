@@ -10,7 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.layer import GraphError
+from distbelief.graph.graph import GraphError
 from tests.distbelief.graph.zoo.catalogue import Case
 from tests.distbelief.graph.zoo.comparison import assert_same
 

@@ -12,20 +12,20 @@ from functools import partial
 import numpy as np
 import torch
 
+from distbelief.core.memory import Memory, PrivateMemory
+from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
-from distbelief.memory import Memory, PrivateMemory
-from distbelief.messages import Message
-from distbelief.parameter_server.client.client import (
-    ClientConfig,
-    Installed,
-    ParameterClient,
-    Staged,
-)
-from distbelief.parameter_server.layout.layout import Layout, TensorSpec
-from distbelief.parameter_server.layout.selection import Selection
-from distbelief.parameter_server.rules.update_rules import SGD, UpdateRule
-from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
-from distbelief.roles import (
+from distbelief.parameter_server.client.buffers import Installed, Staged
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.optimizers import SGD, UpdateRule
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.parameter_server.slices import Selection
+from distbelief.protocol import Message
+from distbelief.protocol.codec import Wire
+from distbelief.roles.role import (
     Action,
     Address,
     CancelTimer,
@@ -45,8 +45,6 @@ from distbelief.roles import (
     Started,
     TimerFired,
 )
-from distbelief.vectors import Vector
-from distbelief.wire import Wire
 
 
 CLIENT = Address("replica-0")

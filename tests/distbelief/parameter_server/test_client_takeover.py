@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from distbelief.core.memory import Memory
+from distbelief.core.vectors import Vector
 from distbelief.errors import JobError, PeerLostError, RemoteProtocolError
-from distbelief.memory import Memory
-from distbelief.messages import (
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.session_state import slot_views, slots_bytes
+from distbelief.parameter_server.shared_vector import HEADER_BYTES
+from distbelief.protocol import (
     Acknowledge,
     Fetch,
     Hello,
@@ -25,10 +30,7 @@ from distbelief.messages import (
     Refused,
     Welcome,
 )
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.state.published import HEADER_BYTES
-from distbelief.parameter_server.state.slots import slot_views, slots_bytes
-from distbelief.roles import (
+from distbelief.roles.role import (
     Action,
     Address,
     PeerJoined,
@@ -39,8 +41,7 @@ from distbelief.roles import (
     SetTimer,
     TimerFired,
 )
-from distbelief.simulation.memory import HostMemory, LentMemory
-from distbelief.vectors import Vector
+from distbelief.simulation.storage import HostMemory, LentMemory
 from tests.distbelief.parameter_server.client.test_client import FIRST, LAYOUT, Alone, N, sent
 from tests.distbelief.parameter_server.pair import SHARD, full_of, zeros_of
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from distbelief.core.memory import PrivateMemory
 from distbelief.errors import MemoryGoneError
-from distbelief.memory import PrivateMemory
-from distbelief.messages import Acknowledge, Message, ParameterBlock, Push, Save, Stop
-from distbelief.parameter_server.client.client import ClientConfig
-from distbelief.parameter_server.layout.layout import Layout, TensorSpec
-from distbelief.parameter_server.rules.update_rules import SGD
-from distbelief.parameter_server.state.shard_config import ABSENCE_SECONDS_MAX
-from distbelief.roles import Address, PeerLost
+from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.optimizers import SGD
+from distbelief.protocol import Acknowledge, Message, ParameterBlock, Push, Save, Stop
+from distbelief.roles.role import Address, PeerLost
 from tests.distbelief.parameter_server.pair import (
     CLIENT,
     LARGE,

@@ -12,27 +12,25 @@ import numpy as np
 import pytest
 import torch
 
+from distbelief.core.memory import PrivateMemory
+from distbelief.core.vectors import Vector
 from distbelief.errors import JobError, LocalProtocolError
 from distbelief.graph.region import Region
-from distbelief.memory import PrivateMemory
-from distbelief.messages import Hello, Message, Save
-from distbelief.parameter_server.layout.layout import Layout, TensorSpec
-from distbelief.parameter_server.layout.ranges import Ranges
-from distbelief.parameter_server.layout.selection import Selection
-from distbelief.parameter_server.rules import steps
-from distbelief.parameter_server.rules.schedules import InverseTime
-from distbelief.parameter_server.rules.update_rules import (
+from distbelief.parameter_server import optimizers, store
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.optimizers import (
     SGD,
     Adagrad,
     Adam,
+    InverseTime,
     Momentum,
     RMSprop,
     UpdateRule,
 )
 from distbelief.parameter_server.shard import ParameterServerShard
-from distbelief.parameter_server.state import application
-from distbelief.roles import Address, PeerJoined
-from distbelief.vectors import Vector
+from distbelief.parameter_server.slices import Ranges, Selection
+from distbelief.protocol import Hello, Message, Save
+from distbelief.roles.role import Address, PeerJoined
 from tests.distbelief.parameter_server.pair import CLIENT, READER, SHARD, TEST, Bench, layout_of
 
 
@@ -166,8 +164,8 @@ def test_clients_that_push_a_part_each_give_the_bits_of_one_that_pushes_everythi
     rule: UpdateRule, n_shards: int, monkeypatch: pytest.MonkeyPatch, *, small: bool
 ) -> None:
     if small:  # copied out in several pieces; some ranges updated where they lie
-        monkeypatch.setattr(application, "_PIECE", 256)
-        monkeypatch.setattr(application, "_IN_PLACE_MIN", 30)
+        monkeypatch.setattr(store, "_PIECE", 256)
+        monkeypatch.setattr(store, "_IN_PLACE_MIN", 30)
     one = Machines(rule, shared=small, n_shards=n_shards, pushers=[CLIENT])
     two = Machines(rule, shared=not small, n_shards=n_shards)
     for step in range(4):
@@ -344,7 +342,7 @@ def test_a_new_life_may_hold_something_else() -> None:
 def test_a_shard_that_would_have_to_write_too_much_down_refuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(steps, "N_STRIPES_MAX", 4)
+    monkeypatch.setattr(optimizers, "N_STRIPES_MAX", 4)
     machines = Machines(SGD(learning_rate=1.0), shared=False, pushers=[LEFT])
     with pytest.raises(JobError, match="takes 6 stripes to write down; the most is 4"):
         machines.add(RIGHT)

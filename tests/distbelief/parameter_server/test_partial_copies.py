@@ -3,10 +3,16 @@
 import numpy as np
 import pytest
 
+from distbelief.core.memory import PrivateMemory
+from distbelief.core.vectors import Vector
 from distbelief.errors import RemoteProtocolError
 from distbelief.graph.region import Region
-from distbelief.memory import PrivateMemory
-from distbelief.messages import (
+from distbelief.parameter_server import optimizers
+from distbelief.parameter_server.layout import TensorSpec
+from distbelief.parameter_server.optimizers import Adam
+from distbelief.parameter_server.session_state import slot_views
+from distbelief.parameter_server.slices import Holding, Ranges, Selection
+from distbelief.protocol import (
     ClientRecord,
     Follow,
     Forward,
@@ -16,17 +22,9 @@ from distbelief.messages import (
     StateBlock,
     Welcome,
 )
-from distbelief.parameter_server.layout.holding import Holding
-from distbelief.parameter_server.layout.layout import TensorSpec
-from distbelief.parameter_server.layout.ranges import Ranges
-from distbelief.parameter_server.layout.selection import Selection
-from distbelief.parameter_server.rules import steps
-from distbelief.parameter_server.rules.update_rules import Adam
-from distbelief.parameter_server.state.slots import slot_views
-from distbelief.roles import Action, Address, Send
-from distbelief.vectors import Vector
+from distbelief.roles.role import Action, Address, Send
 from tests.distbelief.parameter_server.pair import layout_of
-from tests.distbelief.parameter_server.twins import A, B, N, OneCopy, only
+from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, only
 
 
 LAYOUT = layout_of((TensorSpec(name="w", shape=(2048, 200)),))  # 4 blocks
@@ -259,7 +257,7 @@ def test_parts_that_cannot_be_are_refused() -> None:
 
 
 def test_a_second_writes_no_more_down_than_a_leader_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "N_STRIPES_MAX", 1)
+    monkeypatch.setattr(optimizers, "N_STRIPES_MAX", 1)
     copy = second()
     copy.receive(block(3), A)
     with pytest.raises(RemoteProtocolError, match="takes 2 stripes to write down"):

@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
+from distbelief.core.memory import PrivateMemory, Region
+from distbelief.core.vectors import Vector, block_bounds
 from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
-from distbelief.memory import PrivateMemory, Region
-from distbelief.messages import (
+from distbelief.parameter_server.checkpoint import N_SAVES_MAX
+from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX, ShardConfig
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.optimizers import SGD, Adagrad
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.protocol import (
     Acknowledge,
     Alive,
     Credit,
@@ -28,12 +34,7 @@ from distbelief.messages import (
     Stop,
     Welcome,
 )
-from distbelief.parameter_server.layout.layout import Layout, TensorSpec
-from distbelief.parameter_server.rules.update_rules import SGD, Adagrad
-from distbelief.parameter_server.shard import ParameterServerShard, ShardConfig
-from distbelief.parameter_server.state.saves import N_SAVES_MAX
-from distbelief.parameter_server.state.shard_config import ABSENCE_SECONDS_MAX
-from distbelief.roles import (
+from distbelief.roles.role import (
     NEWEST,
     SUPERVISOR,
     Action,
@@ -54,7 +55,6 @@ from distbelief.roles import (
     Started,
     TimerFired,
 )
-from distbelief.vectors import Vector, block_bounds
 from tests.distbelief.parameter_server.pair import (
     CLIENT,
     LARGE,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distbelief.graph.kind import kind_of
+from distbelief.graph.operator import kind_of
 from distbelief.graph.region import Region
 from distbelief.partition.candidates import candidates
 from distbelief.partition.grouping import Follower, groups, reads_its_own

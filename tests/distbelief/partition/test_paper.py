@@ -12,11 +12,12 @@ from torch import nn
 
 from distbelief.graph.capture import InputSpec, capture
 from distbelief.graph.losses import append_loss
-from distbelief.partition.planning import Order, plan
+from distbelief.partition.planner import plan
+from distbelief.partition.search import Order
 from distbelief.program.cluster_file import load_cluster
 from experiments.images.model import paper_net
 from experiments.speech.model import acoustic_net
-from tests.distbelief.partition.orders import order
+from tests.distbelief.partition.requests import order
 
 
 pytestmark = pytest.mark.untraced

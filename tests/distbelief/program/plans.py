@@ -6,17 +6,17 @@ from functools import cache
 import numpy as np
 from torch import nn
 
-from distbelief.graph import kinds
+from distbelief.graph import ops
 from distbelief.graph.capture import capture
-from distbelief.graph.kind import kind_of
-from distbelief.graph.layer import INPUT, Layer, LayerGraph, TensorUse
+from distbelief.graph.graph import INPUT, Layer, LayerGraph, TensorUse
 from distbelief.graph.losses import append_loss
+from distbelief.graph.operator import kind_of
 from distbelief.graph.region import Region, Shape
 from distbelief.program.placement import Cuts, Placement
 from tests.distbelief.graph.zoo.catalogue import ZOO
 
 
-assert kinds.KINDS  # importing them registers them
+assert ops.KINDS  # importing them registers them
 
 
 @cache

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from distbelief.graph.layer import GraphError
-from distbelief.program import cluster_file, cluster_hazards
-from distbelief.program.cluster import Machine, Switch
+from distbelief.graph.graph import GraphError
+from distbelief.program import cluster_file, cluster_file as cluster_file_module
+from distbelief.program.cluster import Machine, Outages, Switch
 from distbelief.program.cluster_file import load_cluster, names, read_cluster
-from distbelief.program.outages import Outages
 
 
 MACHINE = """
@@ -339,7 +338,7 @@ def test_a_trace_lies_beside_its_cluster(tmp_path: Path) -> None:
         load_cluster(path)
     trace.write_bytes(b"0" * 100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster_hazards, "N_TRACE_BYTES_MAX", 99)
+        patch.setattr(cluster_file_module, "N_TRACE_BYTES_MAX", 99)
         with pytest.raises(GraphError, match="is larger than 99 bytes"):
             load_cluster(path)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from distbelief.errors import StorageError
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.layer import INPUT, GraphError, LayerGraph
+from distbelief.graph.graph import INPUT, GraphError, LayerGraph
 from distbelief.graph.losses import append_loss
 from distbelief.program.cluster import Cluster, Machine, uniform
 from distbelief.program.placement import Placement, grid

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from distbelief.core.memory import Memory
 from distbelief.errors import JobError, LocalProtocolError, PeerLostError, RemoteProtocolError
-from distbelief.memory import Memory
-from distbelief.messages import Acknowledge, Push, Stop
-from distbelief.roles import (
+from distbelief.protocol import Acknowledge, Push, Stop
+from distbelief.roles.role import (
     SUPERVISOR,
     Action,
     Address,
@@ -32,9 +32,8 @@ from distbelief.roles import (
 )
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import Kill, Pause, Slow, Supersede
-from distbelief.simulation.links import Link
-from distbelief.simulation.machines import Machine
-from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.machines import ClusterOptions, Machine
+from distbelief.simulation.topology import Link
 from distbelief.simulation.trace import SimulationFailed
 from distbelief.simulation.world import Happening
 from tests.distbelief.simulation.toys import (

@@ -17,7 +17,7 @@ from distbelief.simulation.faults import (
     TornSnapshot,
     random_faults,
 )
-from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.machines import ClusterOptions
 from tests.distbelief.simulation.toys import A, B, C, Counter, Echo, Pinger
 
 

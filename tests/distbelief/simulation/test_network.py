@@ -2,11 +2,11 @@
 
 import pytest
 
-from distbelief.roles import Action, Event, Seconds, Send, SetTimer, Started, TimerFired
+from distbelief.roles.role import Action, Event, Seconds, Send, SetTimer, Started, TimerFired
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import CutOff, Delay, Drop, Duplicate, Fault
-from distbelief.simulation.links import Link
-from distbelief.simulation.options import ClusterOptions
+from distbelief.simulation.machines import ClusterOptions
+from distbelief.simulation.topology import Link
 from tests.distbelief.simulation.toys import STEADY, A, B, C, Scripted, cluster_of, push
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from distbelief.messages import Failed, Message, Peers
-from distbelief.roles import (
+from distbelief.core.vectors import Vector
+from distbelief.protocol import Failed, Message, Peers
+from distbelief.roles.role import (
     Action,
     Address,
     Compute,
@@ -21,14 +22,12 @@ from distbelief.roles import (
     Started,
     TimerFired,
 )
-from distbelief.simulation.brief import TEXT_MAX, brief, event_text, message_text
 from distbelief.simulation.cluster import SimulatedCluster
 from distbelief.simulation.faults import random_faults
-from distbelief.simulation.options import ClusterOptions
-from distbelief.simulation.trace import SimulationFailed
-from distbelief.vectors import Vector
-from tests.distbelief.message_strategies import messages
-from tests.distbelief.simulation import test_fabric
+from distbelief.simulation.machines import ClusterOptions
+from distbelief.simulation.trace import TEXT_MAX, SimulationFailed, brief, event_text, message_text
+from tests.distbelief.protocol.message_strategies import messages
+from tests.distbelief.simulation import test_topology
 from tests.distbelief.simulation.toys import (
     A,
     B,
@@ -83,9 +82,9 @@ def digests() -> list[str]:
 def test_the_trace_is_the_same_whatever_the_hash_seed() -> None:
     """FoundationDB's check: same seed, same digest, here and in a fresh process."""
     there = answers(
-        "tests.distbelief.simulation.test_trace", "t.digests() + t.test_fabric.digests()"
+        "tests.distbelief.simulation.test_trace", "t.digests() + t.test_topology.digests()"
     )
-    assert there == digests() + test_fabric.digests()
+    assert there == digests() + test_topology.digests()
 
 
 def test_a_full_trace_has_every_line_and_its_digest_is_that_of_the_lines() -> None:

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distbelief.memory import Memory
-from distbelief.messages import Acknowledge, Heartbeat, ParameterBlock, Push, Stop
-from distbelief.roles import (
+from distbelief.core.memory import Memory
+from distbelief.core.vectors import Vector
+from distbelief.protocol import Acknowledge, Heartbeat, ParameterBlock, Push, Stop
+from distbelief.roles.role import (
     Action,
     Address,
     Compute,
@@ -24,9 +25,7 @@ from distbelief.roles import (
     TimerFired,
 )
 from distbelief.simulation.cluster import SimulatedCluster
-from distbelief.simulation.machines import Machine
-from distbelief.simulation.options import ClusterOptions
-from distbelief.vectors import Vector
+from distbelief.simulation.machines import ClusterOptions, Machine
 
 
 A, B, C = Address("a"), Address("b"), Address("c")

@@ -5,15 +5,14 @@ from pathlib import Path
 import pytest
 
 from distbelief.errors import RemoteProtocolError
-from distbelief.messages import Alive, Dismiss
-from distbelief.transport.guard import NOT_NOW, REFUSED, NotIntroducedError, Source
-from distbelief.transport.key_files import Allowed, KeyFiles
-from distbelief.transport.key_guard import KeyGuard
-from distbelief.transport.keyring import Keyring
-from distbelief.transport.places import Place
-from distbelief.transport.reach import Reach
+from distbelief.protocol import Alive, Dismiss
+from distbelief.protocol.codec import JOINING, AnotherRunError, Wire
+from distbelief.transport.address import Place
+from distbelief.transport.authenticator import NOT_NOW, REFUSED, NotIntroducedError, Source
+from distbelief.transport.config import Keyring, Reach
+from distbelief.transport.curve_auth import KeyGuard
+from distbelief.transport.keys import Allowed, KeyFiles
 from distbelief.transport.zmq_transport import ZmqTransport
-from distbelief.wire import JOINING, AnotherRunError, Wire
 from tests.distbelief.transport.test_zmq_transport import take
 
 

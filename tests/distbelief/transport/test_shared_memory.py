@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distbelief.core.memory import Memory
 from distbelief.errors import LocalProtocolError, MemoryGoneError, StorageError
-from distbelief.memory import Memory
 from distbelief.transport.shared_memory import FileMemory
 
 

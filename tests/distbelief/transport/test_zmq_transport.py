@@ -16,17 +16,16 @@ import pytest
 import zmq
 from hypothesis import given, settings, strategies as st
 
+from distbelief.core.vectors import BLOCK_BYTES
 from distbelief.errors import LocalProtocolError, TransportError
-from distbelief.messages import Alive, Message, PushBlock, Save, Stop
+from distbelief.protocol import Alive, Message, PushBlock, Save, Stop
+from distbelief.protocol.codec import Envelope, Wire
 from distbelief.transport import zmq_transport
-from distbelief.transport.directory_guard import DirectoryGuard
-from distbelief.transport.guard import Guard, RunGuard
+from distbelief.transport.address import Place
+from distbelief.transport.authenticator import DirectoryGuard, Guard, RunGuard
 from distbelief.transport.keys import KeyPair
-from distbelief.transport.places import Place
 from distbelief.transport.zmq_transport import TransportOptions, ZmqTransport
-from distbelief.vectors import BLOCK_BYTES
-from distbelief.wire import Envelope, Wire
-from tests.distbelief.message_strategies import messages, same
+from tests.distbelief.protocol.message_strategies import messages, same
 from tests.links import link
 
 
@@ -608,8 +607,8 @@ def test_a_frame_that_is_too_large_costs_its_sender_the_connection(
 
 PEER = """
 import sys
-from distbelief.messages import Save, Stop
-from distbelief.transport.reach import Reach
+from distbelief.protocol import Save, Stop
+from distbelief.transport.config import Reach
 
 links = Reach(directory=sys.argv[2]).transport(
     name="peer", incarnation=int(sys.argv[3]), run="run", log=print

@@ -1,6 +1,6 @@
 import pytest
 
-from distbelief.job.configuration.jobfile import parse_job
+from distbelief.config.load import parse_job
 from experiments.figures.entries import FIGURE_4, FIGURE_5, LEARNER, Entry
 from experiments.figures.findings import PAPERS_ORDER
 from experiments.figures.gathering import gather

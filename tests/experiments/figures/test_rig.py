@@ -1,7 +1,7 @@
 import pytest
 
 from distbelief.program.cluster_file import load_cluster
-from distbelief.roles import Address
+from distbelief.roles.role import Address
 from experiments.figures.rig import (
     BATCH,
     N_PARAMETERS,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from distbelief.job.configuration.jobfile import load_job
-from distbelief.runtime.task.losses import loss_function
-from distbelief.runtime.task.task import build_model
+from distbelief.config.load import load_job
+from distbelief.task.losses import loss_function
+from distbelief.task.task import build_model
 from experiments.images import baseline
 from experiments.images.model import staged_net
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from distbelief.graph.capture import InputSpec, capture
-from distbelief.graph.layer import LayerGraph
+from distbelief.graph.graph import LayerGraph
 from distbelief.graph.losses import append_loss
 from experiments.images.model import MAPS, Size, image_net, paper_net, paper_net_80m, paper_net_330m
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from distbelief.job.configuration.jobfile import load_job
-from distbelief.job.directory.metrics import Measurement, MetricsFile
+from distbelief.config.load import load_job
+from distbelief.run.metrics_file import Measurement, MetricsFile
 from experiments.speech import curves
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from distbelief.graph.evaluation import Partials, Parts, evaluate
-from distbelief.graph.kind import Step, kind_of
-from distbelief.graph.kinds.normalisation import running_averages
-from distbelief.graph.layer import INPUT, Layer, LayerGraph
+from distbelief.graph.graph import INPUT, Layer, LayerGraph
+from distbelief.graph.operator import Step, kind_of
+from distbelief.graph.ops.norms import running_averages
 from distbelief.graph.region import Region
-from tests.distbelief.graph.kinds.comparison import close, zeros
+from tests.distbelief.graph.ops.comparison import close, zeros
+from tests.distbelief.graph.reference import Partials, Parts, evaluate
 from tests.distbelief.graph.zoo.catalogue import Case
 
 

@@ -4,9 +4,9 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from distbelief.graph.kinds.contrast import LocalContrastNorm2d
-from distbelief.graph.kinds.l2_pooling import L2Pool2d
-from distbelief.graph.kinds.locally_connected import LocallyConnected2d
+from distbelief.graph.ops.local_norms import LocalContrastNorm2d
+from distbelief.graph.ops.locally_connected import LocallyConnected2d
+from distbelief.graph.ops.windows import L2Pool2d
 
 
 class LocalNet(nn.Module):

@@ -8,9 +8,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from distbelief.core.memory import Memory, PrivateMemory
+from distbelief.core.vectors import block_bounds
 from distbelief.errors import JobError, LocalProtocolError, PeerLostError, RemoteProtocolError
-from distbelief.memory import Memory, PrivateMemory
-from distbelief.messages import (
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.shared_vector import HEADER_BYTES
+from distbelief.protocol import (
     Acknowledge,
     Alive,
     Credit,
@@ -24,10 +29,7 @@ from distbelief.messages import (
     Refused,
     Welcome,
 )
-from distbelief.parameter_server.client.client import ClientConfig, ParameterClient
-from distbelief.parameter_server.layout.layout import Layout, TensorSpec
-from distbelief.parameter_server.state.published import HEADER_BYTES
-from distbelief.roles import (
+from distbelief.roles.role import (
     Action,
     Address,
     Computed,
@@ -43,7 +45,6 @@ from distbelief.roles import (
     Started,
     TimerFired,
 )
-from distbelief.vectors import block_bounds
 from tests.distbelief.parameter_server.pair import (
     LARGE,
     OTHER,

@@ -9,10 +9,15 @@ from torch import nn
 from typing_extensions import override
 
 from distbelief.errors import StorageError
-from distbelief.graph.layer import LayerGraph
-from distbelief.partition.costs import signature
-from distbelief.partition.profiling.bench import Limits, busy_seconds
-from distbelief.partition.profiling.measuring import is_too_large, present, profiled
+from distbelief.graph.graph import LayerGraph
+from distbelief.partition.cost_model import signature
+from distbelief.partition.profiling.layer_timer import (
+    Limits,
+    busy_seconds,
+    is_too_large,
+    present,
+    profiled,
+)
 from distbelief.partition.profiling.profile import Profile, add, digest, load, this_host
 from tests.distbelief.graph.zoo.catalogue import ZOO
 from tests.distbelief.partition.clocks import Clock

@@ -5,9 +5,9 @@ from itertools import combinations, product
 import numpy as np
 from hypothesis import strategies as st
 
-from distbelief.graph.layer import GraphError
-from distbelief.partition.solvers.enumeration import enumerate_all
+from distbelief.graph.graph import GraphError
 from distbelief.partition.solvers.problem import Array, Choice, Problem, Solution
+from tests.distbelief.partition.brute_force import enumerate_all
 
 
 @st.composite

@@ -3,9 +3,8 @@ import math
 import numpy as np
 from hypothesis import given
 
-from distbelief.partition.solvers.deadline import Deadline
 from distbelief.partition.solvers.local_search import descend, exchange, independent, repair
-from distbelief.partition.solvers.problem import TOLERANCE, Problem
+from distbelief.partition.solvers.problem import TOLERANCE, Deadline, Problem
 from tests.distbelief.partition.solvers.problems import crowded, problems
 
 

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from distbelief.graph.layer import GraphError
+from distbelief.graph.graph import GraphError
 from distbelief.partition.solvers.problem import Problem, first_lowest, trivial_bound
 from tests.distbelief.partition.solvers.problems import crowded
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from distbelief.partition.costs import AnalyticCosts, single_sample
-from distbelief.partition.planning import Order
+from distbelief.partition.cost_model import AnalyticCosts, single_sample
+from distbelief.partition.search import Order
 from distbelief.program.cluster import Cluster, Machine
-from distbelief.program.compilation import compile_plan
-from distbelief.roles import Action, Compute, Computed, Event, Received, Send, Started
-from distbelief.runtime.machine.course import micro_sizes
+from distbelief.program.compiler import compile_plan
+from distbelief.roles.role import Action, Compute, Computed, Event, Received, Send, Started
+from distbelief.worker.batches import micro_sizes
 from experiments.benchmarks.bare.machine import BareMachine
 from experiments.benchmarks.bare.repertoire import Repertoire, Setting, repertoire
 from experiments.benchmarks.measuring.meeting import STEP

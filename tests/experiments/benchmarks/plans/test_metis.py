@@ -2,9 +2,9 @@
 
 import pytest
 
-from distbelief.graph.layer import LayerGraph
-from distbelief.partition.costs import AnalyticCosts
-from distbelief.program.compilation import compile_plan
+from distbelief.graph.graph import LayerGraph
+from distbelief.partition.cost_model import AnalyticCosts
+from distbelief.program.compiler import compile_plan
 from experiments.benchmarks.plans.metis import IS_INSTALLED, cells_of, metis
 from tests.distbelief.partition.plans import convolutional, equal, fully_connected
 

@@ -3,10 +3,9 @@
 import pytest
 
 from distbelief.partition.baselines import whole_layers
-from distbelief.partition.costs import AnalyticCosts, signature, single_sample
-from distbelief.partition.planning import Order
+from distbelief.partition.cost_model import AnalyticCosts, ProfiledCosts, signature, single_sample
 from distbelief.partition.profiling.profile import Host, Profile, Slices, digest
-from distbelief.partition.profiling.profiled_costs import ProfiledCosts
+from distbelief.partition.search import Order
 from distbelief.program.cluster import Cluster, Machine
 from experiments.benchmarks.measuring.workload import Workload
 from experiments.benchmarks.plans.machines import plan_of

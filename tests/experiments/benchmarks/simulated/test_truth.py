@@ -2,9 +2,8 @@
 
 import pytest
 
-from distbelief.forecast.agreement import Agreement
-from distbelief.forecast.side import Side
 from experiments.benchmarks.simulated import truth as simulated_truth
+from experiments.benchmarks.simulated.agreement import Agreement, Side
 from experiments.benchmarks.simulated.truth import CASES, Case, truth
 
 

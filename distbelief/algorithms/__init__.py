@@ -1,0 +1,1 @@
+"""Training algorithms, found through entry points: Downpour SGD."""

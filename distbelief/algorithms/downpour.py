@@ -1,0 +1,138 @@
+"""Downpour SGD as a job knows it: the [algorithm] table, its roster, its roles.
+
+Downpour SGD (Dean et al. 2012, section 4.1): every model replica trains on its own part
+of the data, and fetches from and pushes to the shards of a parameter server without
+waiting for the others.
+"""
+
+from dataclasses import replace
+from typing import Final, final
+
+from distbelief.data.sharding import DataShard
+from distbelief.errors import LocalProtocolError
+from distbelief.roles.role import Role
+from distbelief.task import dry_run
+from distbelief.task.task import BuildContext, RosterEntry, build_loss, build_model
+from distbelief.worker.build import (
+    Split,
+    build_client,
+    build_evaluator,
+    build_machine,
+    build_shard,
+    evaluator_entries,
+    replica_entries,
+    shard_entries,
+    shard_names,
+)
+from distbelief.worker.config import DownpourSettings
+from distbelief.worker.group import place_of
+from distbelief.worker.local_executor import LocalModel, Trainer
+from distbelief.worker.replica import ModelReplica
+
+
+@final
+class DownpourAlgorithm:
+    """What the entry point names: config struct, roster, and how to build each role.
+
+    Attributes:
+        name: As in the job file.
+        config: Struct of the [algorithm] table, less its `name`.
+        fields: Figures it reports besides samples, loss and metric.
+    """
+
+    name: Final = "downpour"
+    config: Final = DownpourSettings
+    fields: Final = ("staleness_mean", "staleness_p95", "staleness_max", "pushes_lost")
+
+    def roster(
+        self,
+        config: DownpourSettings,
+        *,
+        n_replicas: int,
+        n_shards: int,
+        shard_copies: int = 1,
+        evaluates: bool = True,
+        n_machines: int | None = None,
+    ) -> list[RosterEntry]:
+        """Return the roles of a job: shards first, since all others need them.
+
+        Args:
+            config: The [algorithm] table.
+            n_replicas: Model replicas, each with its own part of the data.
+            n_shards: Parameter server shards.
+            shard_copies: Processes that keep each shard.
+            evaluates: Whether there is a test set, and so an evaluator.
+            n_machines: Machines of each replica and of the evaluator, by whose plan
+                they are split; None if they are not.
+        """
+        del config  # the paper's roles do not depend on it
+        return [
+            *shard_entries(n_shards, shard_copies),
+            *replica_entries(n_replicas, n_machines),
+            *(evaluator_entries(n_machines) if evaluates else []),
+        ]
+
+    def build(self, name: str, *, config: DownpourSettings, context: BuildContext) -> Role:
+        """Return the role of this name, in the process that is to run it.
+
+        Builds the model and the data where the role needs them, which may take long;
+        starts nothing.
+
+        Raises:
+            JobError: the model or the data cannot be built.
+            LocalProtocolError: no such role in this roster.
+        """
+        kind, _, index = name.partition("-")
+        if context.plan is not None and place_of(name) is not None:
+            split = Split.of(name, context)
+            return build_machine(name, config=config, context=context, split=split)
+        match kind:
+            case "shard" if name in shard_names(context):
+                return build_shard(name, rule=config.rule, context=context)
+            case "replica" if _within(index, context.n_replicas):
+                return _replica(int(index), config=config, context=context)
+            case "evaluator" if not index:
+                return build_evaluator(context)
+            case _:
+                raise LocalProtocolError(
+                    f"no role {name!r} in a job of {context.n_shards} shards and "
+                    f"{context.n_replicas} replicas"
+                )
+
+
+DOWNPOUR: Final = DownpourAlgorithm()
+
+
+def _replica(index: int, *, config: DownpourSettings, context: BuildContext) -> Role:
+    task = context.task
+    dataset = context.train_data()
+    data_shard = DataShard(
+        len(dataset), replica_index=index, n_replicas=context.n_replicas, seed=config.seed
+    )
+    module = build_model(task.model)
+    module.train()
+    # A job overshoots its end by what is not reported yet; the supervisor hears at most
+    # 200 reports a second of all replicas together.
+    of_replica = replace(
+        config.of_replica(), progress_seconds=max(0.05, 0.005 * context.n_replicas)
+    )
+    trainer = Trainer(
+        LocalModel(module),
+        dataset,
+        loss=build_loss(task),
+        names=dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train"),
+        clip_norm=config.clip_norm,
+        always_check=of_replica.checks_every_gradient,
+        seed=(config.seed, index),
+    )
+    return ModelReplica(
+        of_replica,
+        client=build_client(context, pushes=True),
+        trainer=trainer,
+        data_shard=data_shard,
+        await_begin=context.await_begin,
+    )
+
+
+def _within(index: str, count: int) -> bool:
+    return index.isdecimal() and int(index) < count

@@ -1,0 +1,1 @@
+"""Injects faults into a job, simulated or real, and reports how it coped."""

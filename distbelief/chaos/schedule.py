@@ -1,0 +1,179 @@
+"""Blows: what breaks, where, when, for how long; all of it drawn from one seed.
+
+    kind        what is done to a role                           for real
+    kill        its process ends at once                         SIGKILL
+    pause       it stands still, then goes on                    SIGSTOP, SIGCONT
+    slow        its work takes several times as long             stopped mostly
+    drop        some messages from and to it are lost            on a detour
+    duplicate   some arrive twice, perhaps late                  on a detour, at once
+    cut off     none passes between it and another, or anyone    on a detour, held
+
+Another is one that it talks to; else a blow on the link would hit nothing.
+Times are shares of the job's undisturbed length, so one schedule fits any job.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Literal, assert_never, final, get_args
+
+import msgspec
+import numpy as np
+
+from distbelief.forecast.run import first_word
+from distbelief.parameter_server.replication import shard_of
+from distbelief.roles.role import Address, Seconds
+from distbelief.simulation.faults import CutOff, Drop, Duplicate, Fault, Kill, Pause, Slow
+from distbelief.worker.group import place_of
+
+
+Kind = Literal["kill", "pause", "slow", "drop", "duplicate", "cut off"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+PROCESS_KINDS: Final[frozenset[Kind]] = frozenset({"kill", "pause", "slow"})
+"""What is done to a process; the others are done to messages."""
+
+N_BLOWS: Final = 12
+FIRST, LAST = 0.1, 0.9
+"""Shares of the job between which blows fall."""
+
+SHARE_MAX: Final = 0.15
+"""Of the job, that a blow lasts at most."""
+
+_PEERS: Final = (
+    {"shard", "replica"},
+    {"shard", "evaluator"},
+    {"shard", "coordinator"},
+    {"coordinator", "replica"},
+)
+"""Kinds of roles that talk to each other; all do to the supervisor."""
+
+_STREAM: Final = 0xC405
+
+
+@final
+class Blow(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that breaks.
+
+    Attributes:
+        kind: How.
+        role: Whom it hits.
+        other: The other end of a link that is hit; None: all links of `role`.
+        at: Share of the job's undisturbed length.
+        lasts: Likewise.
+        factor: How many times as long work takes, of "slow".
+        probability: Of each message, of "drop" and "duplicate".
+    """
+
+    kind: Kind
+    role: str
+    other: str | None = None
+    at: float
+    lasts: float = 0.0
+    factor: float = 1.0
+    probability: float = 0.0
+
+    def text(self, horizon: Seconds) -> str:
+        """Return it in words."""
+        seconds = f"for {self.lasts * horizon:.1f} s"
+        link = "" if self.other is None else f" - {self.other}"
+        match self.kind:
+            case "kill":
+                return f"kill {self.role}"
+            case "pause":
+                return f"pause {self.role} {seconds}"
+            case "slow":
+                return f"slow {self.role} down {self.factor:.1f} times {seconds}"
+            case "drop" | "duplicate":
+                share = f"{self.probability:.0%} of the messages"
+                return f"{self.kind} {share} {self.role}{link} {seconds}"
+            case "cut off":
+                far = "everybody" if self.other is None else self.other
+                return f"cut {self.role} off from {far} {seconds}"
+            case _:
+                assert_never(self.kind)
+
+
+def schedule(seed: int, roles: Sequence[str]) -> tuple[Blow, ...]:
+    """Return the blows of a seed against these roles, in order of time."""
+    stream = np.random.default_rng([seed, _STREAM])
+    blows = [_blow(stream, roles) for _ in range(N_BLOWS)]
+    return tuple(sorted(blows, key=lambda blow: blow.at))
+
+
+def _blow(stream: np.random.Generator, roles: Sequence[str]) -> Blow:
+    """Draw one; always as many numbers, so that blows do not depend on each other."""
+    kind = KINDS[int(stream.integers(len(KINDS)))]
+    role = roles[int(stream.integers(len(roles)))]
+    other = roles[int(stream.integers(len(roles)))]
+    at, lasts, much, coin = (float(number) for number in stream.random(4))
+    is_link = kind not in PROCESS_KINDS and coin < 0.5 and _talk(role, other, roles)
+    return Blow(
+        kind=kind,
+        role=role,
+        other=other if is_link else None,
+        at=round(FIRST + (LAST - FIRST) * at, 6),
+        lasts=0.0 if kind == "kill" else round(SHARE_MAX * lasts, 6),
+        factor=round(2.0 + 6.0 * much, 3) if kind == "slow" else 1.0,
+        probability=round(0.02 + 0.2 * much, 4) if kind in {"drop", "duplicate"} else 0.0,
+    )
+
+
+def _talk(role: str, other: str, roles: Sequence[str]) -> bool:
+    """Whether two roles surely send each other messages: a link between them is one.
+
+    Of a replica or an evaluator that is split over machines, each machine talks to its
+    own group, and to those shards only that hold its regions.
+    """
+    if role == other:
+        return False
+    if _group(role) == _group(other):
+        return True
+    if any("." in name or f"{name}.1" in roles for name in (role, other)):
+        return False
+    return {first_word(Address(role)), first_word(Address(other))} in _PEERS
+
+
+def _group(role: str) -> str:
+    """Return the shard of which a role is a copy, or the machines that it is one of."""
+    place = place_of(role)
+    return shard_of(role) if place is None else place.group
+
+
+def faults_of(blow: Blow, *, horizon: Seconds, roles: Sequence[str]) -> tuple[Fault, ...]:
+    """Return a blow as faults of the simulation.
+
+    Args:
+        blow: What breaks.
+        horizon: Seconds that the job takes undisturbed.
+        roles: All there are.
+    """
+    at, seconds, role = blow.at * horizon, blow.lasts * horizon, Address(blow.role)
+    others = [Address(name) for name in roles if name != role]
+    if blow.other is not None:
+        others = [Address(blow.other)]
+    match blow.kind:
+        case "kill":
+            return (Kill(at=at, role=role),)
+        case "pause":
+            return (Pause(at=at, role=role, seconds=seconds),)
+        case "slow":
+            return (Slow(at=at, role=role, factor=blow.factor, seconds=seconds),)
+        case "drop":
+            return tuple(
+                Drop(probability=blow.probability, between=(role, other), at=at, seconds=seconds)
+                for other in others
+            )
+        case "duplicate":
+            return tuple(
+                Duplicate(
+                    probability=blow.probability,
+                    seconds_max=seconds,
+                    between=(role, other),
+                    at=at,
+                    seconds=seconds,
+                )
+                for other in others
+            )
+        case "cut off":
+            far = None if blow.other is None else Address(blow.other)
+            return (CutOff(at=at, a=role, b=far, seconds=seconds),)
+        case _:
+            assert_never(blow.kind)

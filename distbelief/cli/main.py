@@ -1,0 +1,328 @@
+"""The command line: `distbelief train JOB.toml`, `distbelief status`.
+
+Rules:
+
+* A mistake is answered by one message on standard error, never by a traceback. Exit
+  codes: 0 done, 1 failed, 2 your mistake, 130 stopped by Ctrl+C.
+* Nothing heavy is imported before it is needed: `--help` and `status` know no torch.
+* `--json` puts JSON, and nothing else, on standard output.
+"""
+
+import os
+import sys
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distbelief.cli.join import (
+    HereOption,
+    HostsOption,
+    HostsSecondsOption,
+    ListenOption,
+    OnOption,
+    TrainKeysOption,
+    join,
+)
+from distbelief.cli.keys import keys
+from distbelief.cli.options import (
+    FAILED,
+    BatchOption,
+    ClusterOption,
+    DiffOption,
+    ExactlyOption,
+    ExplainOption,
+    FromScratchOption,
+    InputOption,
+    JobArgument,
+    JsonOption,
+    LossOption,
+    MachinesOption,
+    ModelArgument,
+    OutOption,
+    PictureOption,
+    PinOption,
+    PredictInputArgument,
+    PredictOutOption,
+    ProfileOption,
+    ResumeOption,
+    SetOption,
+    TimelineOption,
+    TracebackOption,
+    TrainedArgument,
+    VerifyOption,
+    WholeOption,
+    told,
+)
+from distbelief.cli.serve import InsecureOption, serve
+from distbelief.cli.simulate import chaos, simulate
+from distbelief.cli.status import status
+from distbelief.errors import JobError
+
+
+app = typer.Typer(
+    name="distbelief",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:  # noqa: FBT001 -- typer calls it so
+    if wanted:
+        typer.echo(f"distbelief {version('distbelief')}")
+        raise typer.Exit
+
+
+@app.callback()
+def distbelief(
+    *,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            metavar=" ",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version.",
+        ),
+    ] = False,
+) -> None:
+    """Train networks on many processes that may be slow, unequal, or gone.
+
+    [dim]$[/dim] distbelief train digits.toml
+
+    [dim]$[/dim] distbelief status
+
+    [dim]$[/dim] distbelief partition nets:make --input 784
+
+    digits.toml is a job file of yours, and nets:make a function make() in a file
+    nets.py of yours, in this directory, that returns a model.
+    """
+
+
+@app.command()
+def train(  # noqa: PLR0913 -- options
+    job_file: JobArgument = None,
+    *,
+    overrides: SetOption = None,
+    resume: ResumeOption = None,
+    from_scratch: FromScratchOption = False,
+    listen: ListenOption = None,
+    keys: TrainKeysOption = None,
+    insecure: InsecureOption = False,
+    hosts: HostsOption = 0,
+    hosts_seconds: HostsSecondsOption = 600.0,
+    cores: HereOption = None,
+    on: OnOption = None,
+    as_json: JsonOption = False,
+    show_traceback: TracebackOption = False,
+) -> None:
+    """Run a job, in processes of this machine and of those that join it.
+
+    [dim]$[/dim] distbelief train speech.toml
+
+    [dim]$[/dim] distbelief train speech.toml --set cluster.replicas=4
+
+    [dim]$[/dim] distbelief train --resume runs/speech
+
+    [dim]$[/dim] distbelief train speech.toml --listen tcp://0.0.0.0:7700
+    --keys ~/.distbelief/keys --hosts 2
+
+    Ctrl+C ends a job in good order: what is trained is pushed and saved, and the model
+    is written. Everything lands in the run directory that the job file names; if it
+    exists, in the next free one beside it (runs/speech.2).
+
+    Exit code: 0 done, 1 failed, 2 a mistake in what you gave, 130 stopped by Ctrl+C.
+    """
+    with told(show_traceback=show_traceback):
+        job_file = _job_file(job_file, resume)
+        from distbelief.config.load import load_job  # noqa: PLC0415 -- start quickly
+        from distbelief.launch.local import Launcher  # noqa: PLC0415 -- start quickly
+
+        with Launcher() as launcher:  # it imports torch while we do
+            job = load_job(job_file, overrides=overrides or ())
+            from distbelief import trainer  # noqa: PLC0415 -- torch
+
+            hosting = None
+            if listen is not None or on is not None:
+                # Only who lets others join needs it.
+                from distbelief.serve.options import ANY_PORT, hosting_of  # noqa: PLC0415 -- start quickly
+
+                hosting = hosting_of(
+                    listen or ANY_PORT,
+                    keys=keys,
+                    insecure=insecure,
+                    n_hosts=hosts,
+                    hosts_seconds=hosts_seconds,
+                    cores=cores,
+                    on=on,
+                )
+            elif keys is not None or insecure or hosts or cores is not None:
+                raise JobError(
+                    "--keys, --insecure, --hosts and --cores are for a job that other "
+                    "machines may join: say where, as in --listen tcp://0.0.0.0:7700"
+                )
+            run = trainer.train(
+                job,
+                resume=resume,
+                from_scratch=from_scratch,
+                show=not as_json,
+                json=as_json,
+                launcher=launcher,
+                hosting=hosting,
+            )
+        exit_code = run.exit_code
+        if exit_code == FAILED and not sys.stdout.isatty():
+            # Who keeps the output in a file reads here why it is short.
+            why = run.summary.error or "see its log"
+            text = f"{job.name} failed: {why}; its logs are in {run.directory / 'logs'}"
+            typer.echo(text, err=True)
+    raise typer.Exit(exit_code)
+
+
+app.command()(status)
+
+
+@app.command()
+def predict(
+    run_directory: TrainedArgument,
+    inputs: PredictInputArgument,
+    *,
+    out: PredictOutOption = None,
+    whole: WholeOption = False,
+    as_json: JsonOption = False,
+    show_traceback: TracebackOption = False,
+) -> None:
+    """Compute the outputs of a trained model.
+
+    [dim]$[/dim] distbelief predict runs/digits scans.npy
+
+    A run that split its model over machines predicts with the same plan: one process
+    for each machine, each of which reads only its part of the model.
+    """
+    with told(show_traceback=show_traceback):
+        from distbelief import predict as predict_module  # noqa: PLC0415 -- torch
+
+        done = predict_module.predict(
+            run_directory,
+            inputs,
+            out=out,
+            whole=whole,
+            tell=lambda text: typer.echo(text, err=True),
+        )
+        typer.echo(predict_module.as_json(done) if as_json else predict_module.text(done))
+
+
+@app.command()
+def partition(  # noqa: PLR0913 -- options
+    model: ModelArgument = None,
+    *,
+    inputs: InputOption = None,
+    batch: BatchOption = 32,
+    loss: LossOption = "",
+    machines: MachinesOption = "1,2,4,8",
+    cluster: ClusterOption = None,
+    profile: ProfileOption = False,
+    pins: PinOption = None,
+    exactly: ExactlyOption = False,
+    explain: ExplainOption = None,
+    out: OutOption = None,
+    picture: PictureOption = None,
+    timeline: TimelineOption = None,
+    verify: VerifyOption = False,
+    diff: DiffOption = None,
+    as_json: JsonOption = False,
+    show_traceback: TracebackOption = False,
+) -> None:
+    """Say what machines would buy: split a model over them, inside layers too.
+
+    [dim]$[/dim] distbelief partition nets:make --input 784 --loss cross_entropy
+    --machines 1,2,8 --cluster commodity-2012
+
+    [dim]$[/dim] distbelief partition nets:make --input 784 --loss cross_entropy
+    --cluster here --verify
+
+    [dim]$[/dim] distbelief partition --diff plan.json other.json
+
+    nets:make is the function make of a file nets.py in this directory, such as:
+
+      from torch import nn
+      def make():
+        return nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    One row per number of machines: the time of a training step and of what it consists,
+    the memory, how far the plan may be from the best one. The plan of the last row is
+    what --out, --picture, --timeline and --explain are about. The model is made without
+    memory, so it may be larger than this machine.
+
+    Exit code: 0 done, 1 the plan does not fit the machines' memory (or, with --diff,
+    the plans differ), 2 a mistake in what you gave.
+    """
+    with told(show_traceback=show_traceback):
+        if diff is not None:
+            from distbelief.partition import api  # noqa: PLC0415 -- torch
+
+            same = api.compare(diff[0], diff[1], as_json=as_json)
+            raise typer.Exit(0 if same else FAILED)
+        if model is None or not inputs:
+            raise JobError(
+                "there is no model to partition: name the function that makes it and "
+                "the shape of its input, as in `distbelief partition "
+                "nets:make --input 784`"
+            )
+        from distbelief.partition import api  # noqa: PLC0415 -- torch
+        from distbelief.task.imports import resolve  # noqa: PLC0415 -- start quickly
+
+        here = str(Path.cwd())  # where a function beside the user is found
+        sys.path[:0] = [] if here in sys.path else [here]
+        asked = api.Request(
+            model=model,
+            inputs=[api.input_spec(text) for text in inputs],
+            batch=batch,
+            loss=loss,
+            counts=api.counts(machines),
+            cluster=cluster or api.DEFAULT_CLUSTER,
+            pins=api.pins(pins or ()),
+            exactly=exactly,
+            profile=profile,
+            explain=explain or (),
+            out=out,
+            picture=picture,
+            timeline=timeline,
+            as_json=as_json,
+        )
+        trial = None
+        if verify:
+            from distbelief.partition import verify as verify_module  # noqa: PLC0415 -- start quickly
+
+            trial = partial(
+                verify_module.verify, factory=model, loss=loss, n_cores=len(os.sched_getaffinity(0))
+            )
+        fits = api.run(asked, resolve(model, table="model"), verify=trial)
+    raise typer.Exit(0 if fits else FAILED)
+
+
+app.command()(simulate)
+app.command()(chaos)
+app.command()(serve)
+app.command()(join)
+app.add_typer(keys, name="keys")
+
+
+def _job_file(job_file: Path | None, resume: Path | None) -> Path:
+    """Return the job file, which a run that is resumed brings with it."""
+    if job_file is not None:
+        return job_file
+    if resume is None:
+        raise JobError(
+            "there is no job to train: name a job file, as in `distbelief train "
+            "speech.toml`, or a run to go on with, as in `--resume runs/speech`"
+        )
+    from distbelief.run.directory import RunDirectory  # noqa: PLC0415 -- torch
+
+    return RunDirectory.open(resume, write=False).job_file

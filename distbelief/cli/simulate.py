@@ -1,0 +1,125 @@
+"""Commands about jobs in virtual time: `distbelief simulate`, `distbelief chaos`."""
+
+from pathlib import Path
+
+import typer
+
+from distbelief.cli.options import (
+    FAILED,
+    BudgetOption,
+    CountedOption,
+    JobArgument,
+    JsonOption,
+    PricedOption,
+    RealOption,
+    SeedOption,
+    SeedsOption,
+    SetOption,
+    SimulatedClusterOption,
+    SuggestOption,
+    SweepOption,
+    TracebackOption,
+    TraceOption,
+    told,
+)
+from distbelief.errors import JobError
+
+
+def simulate(  # noqa: PLR0913 -- options
+    job_file: JobArgument = None,
+    *,
+    overrides: SetOption = None,
+    cluster: SimulatedClusterOption = None,
+    machines: BudgetOption = None,
+    seed: SeedOption = 0,
+    seeds: SeedsOption = 1,
+    sweep: SweepOption = None,
+    suggest: SuggestOption = False,
+    trace: TraceOption = None,
+    counted: CountedOption = False,
+    priced: PricedOption = False,
+    as_json: JsonOption = False,
+    show_traceback: TracebackOption = False,
+) -> None:
+    """Say what a job would do on a cluster that you do not have.
+
+    [dim]$[/dim] distbelief simulate speech.toml --cluster rack-1g
+
+    [dim]$[/dim] distbelief simulate speech.toml --cluster rack-10g
+    --sweep replicas=1,2,4,8 --sweep shards=1,2 --seeds 5
+
+    [dim]$[/dim] distbelief simulate speech.toml --cluster rack-1g --suggest
+    --machines 8
+
+    The job's own processes run in this one, in virtual time: gradients, losses and
+    staleness are real, and so is the accuracy, at the time it would have been reached.
+    What the work takes is measured on this machine, once, and carried over to the
+    cluster's machines by their speed.
+
+    Exit code: 0 done, 1 the job failed, 2 a mistake in what you gave, 130 it was
+    interrupted.
+    """
+    with told(show_traceback=show_traceback):
+        from distbelief.cli import run_simulate  # noqa: PLC0415 -- torch
+        from distbelief.forecast.api import Wish  # noqa: PLC0415 -- start quickly
+        from distbelief.forecast.sweep import axes_of  # noqa: PLC0415 -- start quickly
+
+        wish = Wish(
+            job=_named(job_file, "simulate"),
+            overrides=tuple(overrides or ()),
+            axes=tuple(axes_of(sweep or ())),
+            cluster=cluster,
+            machines=machines,
+            suggests=suggest,
+            seeds=tuple(range(seed, seed + seeds)),
+            trace=trace,
+            measures=not counted,
+            priced=priced,
+        )
+        succeeded = run_simulate.simulate(wish, as_json=as_json)
+    raise typer.Exit(0 if succeeded else FAILED)
+
+
+def chaos(
+    job_file: JobArgument = None,
+    *,
+    seed: SeedOption = 0,
+    real: RealOption = False,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+    show_traceback: TracebackOption = False,
+) -> None:
+    """Break a job on purpose, and say what came of it.
+
+    [dim]$[/dim] distbelief chaos speech.toml --seed 7
+
+    [dim]$[/dim] distbelief chaos speech.toml --seed 7 --real
+
+    Its processes are killed, paused, slowed down and cut off, and their messages lost
+    or sent twice, by a schedule that the seed decides. In virtual time the same seed
+    gives the same run, event by event. With --real, all of that is done to processes
+    of this machine, and to their messages, by the same schedule.
+
+    Exit code: 0 the job came to its end, 1 it failed, 2 a mistake in what you gave,
+    130 it was interrupted.
+    """
+    with told(show_traceback=show_traceback):
+        from distbelief.cli import run_simulate  # noqa: PLC0415 -- torch
+
+        exit_code = run_simulate.chaos(
+            _named(job_file, "chaos"),
+            seed=seed,
+            real=real,
+            overrides=tuple(overrides or ()),
+            as_json=as_json,
+        )
+    raise typer.Exit(exit_code)
+
+
+def _named(job_file: Path | None, command: str) -> Path:
+    if job_file is None:
+        raise JobError(
+            f"there is no job to {'break' if command == 'chaos' else command}: name a "
+            f"job file, as in `distbelief {command} speech.toml`"
+        )
+    return job_file

@@ -1,0 +1,1 @@
+"""The job file: its tables, its checks, its entry points."""

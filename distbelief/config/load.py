@@ -1,0 +1,407 @@
+"""The job file: what to train, how, on what, until when, and where it is kept.
+
+TOML, strictly: a key nobody knows is a mistake, and so is a number where a quantity
+with a unit belongs. Every message names the file, the table, the key, the value and
+the mend. A job is plain data. It is written to the run directory as it ran
+(`to_toml`), and handed to the role processes (`to_json`); both read back as equal jobs.
+
+Rules:
+
+* Tables that need no torch are checked first: a typing error is told at once.
+* [model] initial, and text in `arguments` that begins with "./" or "../", are paths
+  relative to the job file. [output] directory is relative to the current directory.
+* Import paths are looked up in the job file's directory, then the current one.
+* `--set TABLE.KEY=VALUE` replaces a value before anything is checked. VALUE is TOML;
+  what cannot be that is text, so quotes are seldom needed.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+import msgspec
+
+from distbelief.config import algorithms, tables, toml
+from distbelief.config.job import (
+    QUANTITIES,
+    ClusterTable,
+    DataTables,
+    EvaluationTable,
+    Job,
+    OutputTable,
+    SourceTable,
+    StopTable,
+)
+from distbelief.config.tables import Mistake
+from distbelief.errors import JobError, JobFileError
+
+
+# From the tables of a job file, as read, to a checked and resolved `Job`.
+#
+# Tables that need no torch are checked first: a typing error in them is told at once.
+# What is wrong raises `Mistake`, which knows its place in the file.
+
+if TYPE_CHECKING:  # it imports torch
+    from distbelief.task.task import DataSpec, ModelSpec
+
+
+_TABLES: Final = ("model", "data", "algorithm", "cluster", "evaluation", "stop", "output", "source")
+
+
+def resolve(content: dict[str, object], *, file: str) -> Job:
+    """Return the job of these tables, read from `file`.
+
+    Raises:
+        Mistake: the first one found.
+    """
+    tables.check_known(content, ("name", *_TABLES), ())
+    given = {name: tables.as_table(content.get(name, {}), (name,)) for name in _TABLES}
+    for name in ("model", "data", "algorithm"):
+        if name not in content:
+            raise Mistake((name,), f"there is no table [{name}]: add one")
+    source = _source(given["source"], file=file)
+    cluster = _cluster(given["cluster"], base=Path(source.file).parent)
+    evaluation = _decode(given["evaluation"], EvaluationTable, "evaluation")
+    stop = _stop(given["stop"])
+    output = _output(given["output"], file=source.file)
+    name = _name(content, output)
+    point = _algorithm(given["algorithm"])
+    _check_end(stop, point, is_there="stop" in content)
+    # From here on torch is needed.
+    base = Path(source.file).parent
+    job = Job(
+        model=_model(given["model"], base=base),
+        data=_data(given["data"], base=base),
+        algorithm_name=point.name,
+        algorithm=tables.decode(
+            {key: value for key, value in given["algorithm"].items() if key != "name"},
+            _loaded(point).config,
+            path=("algorithm",),
+        ),
+        cluster=cluster,
+        evaluation=evaluation,
+        stop=stop,
+        output=output,
+        name=name,
+        source=source.file,
+        import_paths=source.import_paths,
+    )
+    _check_together(job)
+    return job
+
+
+def _decode(table: dict[str, object], struct: type[tables.S], name: str) -> tables.S:
+    return tables.decode(table, struct, path=(name,), quantities=QUANTITIES.get(name))
+
+
+def _source(table: dict[str, object], *, file: str) -> SourceTable:
+    if table:
+        return tables.decode(table, SourceTable, path=("source",))
+    here = Path.cwd()
+    return SourceTable(file=file, import_paths=(str((here / file).parent), str(here)))
+
+
+def _cluster(table: dict[str, object], *, base: Path) -> ClusterTable:
+    cluster = _decode(table, ClusterTable, "cluster")
+    if cluster.plan is not None:
+        cluster = msgspec.structs.replace(cluster, plan=_from(base, cluster.plan))
+    if cluster.machines.endswith(".toml"):
+        found = _from(base, cluster.machines)
+        cluster = msgspec.structs.replace(cluster, machines=found)
+    return cluster
+
+
+def _stop(table: dict[str, object]) -> StopTable:
+    """The key `seconds` names its unit, so it alone may also be a bare number."""
+    seconds = table.get("seconds")
+    if isinstance(seconds, int | float) and not isinstance(seconds, bool):
+        table = table | {"seconds": f"{seconds!r} s"}
+    return _decode(table, StopTable, "stop")
+
+
+def _check_end(stop: StopTable, point: EntryPoint, *, is_there: bool) -> None:
+    """Refuse a job without end."""
+    if not stop.is_empty or algorithms.ends_by_itself(point):
+        return
+    if not is_there:
+        raise Mistake(("stop",), "there is no table [stop]: add one")
+    raise Mistake(
+        ("stop",),
+        "[stop] has no rule, so the job would never end: add epochs = 1, or another of "
+        f"{', '.join(stop.__struct_fields__)}",
+    )
+
+
+def _output(table: dict[str, object], *, file: str) -> OutputTable:
+    usual = {"directory": f"runs/{Path(file).stem}"}
+    output = _decode(usual | table, OutputTable, "output")
+    if not output.directory.strip():
+        raise Mistake(
+            ("output", "directory"),
+            '[output] directory = "": name one, for example '
+            f'"{usual["directory"]}", or leave it out',
+        )
+    return output
+
+
+def _name(content: dict[str, object], output: OutputTable) -> str:
+    name = content.get("name", Path(output.directory).name or "job")
+    if not isinstance(name, str) or not name.strip():
+        raise Mistake(("name",), f"name = {toml.excerpt(name)}: wants text in quotes")
+    return name
+
+
+def _algorithm(table: dict[str, object]) -> EntryPoint:
+    path = ("algorithm", "name")
+    if "name" not in table:
+        raise Mistake(path, "[algorithm] lacks the key 'name': give it text, such as \"downpour\"")
+    name = table["name"]
+    try:
+        return algorithms.find(name)
+    except JobFileError as error:
+        text = f"[algorithm] name = {toml.excerpt(name)} {error}"
+        raise Mistake(path, text) from None
+
+
+def _loaded(point: EntryPoint) -> algorithms.Algorithm:
+    try:
+        return algorithms.load(point)
+    except JobFileError as error:
+        raise Mistake(("algorithm", "name"), f"[algorithm] {error}") from error
+
+
+def _model(table: dict[str, object], *, base: Path) -> ModelSpec:
+    from distbelief.task.task import ModelSpec  # noqa: PLC0415 -- torch
+
+    model = tables.decode(_grounded(table, base), ModelSpec, path=("model",))
+    _check_plain(model.arguments, ("model", "arguments"))
+    if model.initial.endswith(".safetensors"):
+        return msgspec.structs.replace(model, initial=_from(base, model.initial))
+    return model
+
+
+def _data(table: dict[str, object], *, base: Path) -> DataTables:
+    from distbelief.task.task import DataSpec  # noqa: PLC0415 -- torch
+
+    tables.check_known(table, ("train", "test"), ("data",))
+    if "train" not in table:
+        raise Mistake(("data",), "there is no table [data.train]: add one")
+    specs: dict[str, DataSpec] = {}
+    for name, value in table.items():
+        path = ("data", name)
+        part = _grounded(tables.as_table(value, path), base)
+        specs[name] = tables.decode(part, DataSpec, path=path)
+        _check_plain(specs[name].arguments, (*path, "arguments"))
+    return DataTables(train=specs["train"], test=specs.get("test"))
+
+
+def _check_together(job: Job) -> None:
+    """Refuse tables that are right one by one, but not together."""
+    if job.data.test is None and job.stop.accuracy is not None:
+        raise Mistake(
+            ("stop", "accuracy"),
+            f"[stop] accuracy = {job.stop.accuracy:g} needs held-out data: add a table [data.test]",
+        )
+    try:
+        algorithms.check_cluster(job)
+    except JobError as error:
+        raise Mistake(("cluster",), str(error)) from None
+
+
+def _check_plain(value: object, path: tables.Path) -> None:
+    """Refuse what role processes could not be told: dates, NaN, huge numbers."""
+    match value:
+        case Mapping():
+            for key, item in value.items():
+                _check_plain(item, (*path, str(key)))
+        case list():
+            for item in value:
+                _check_plain(item, path)
+        case bool() | str():
+            pass
+        case int() if -(2**63) <= value < 2**63:
+            pass
+        case float() if math.isfinite(value):
+            pass
+        case _:
+            raise Mistake(
+                path,
+                f"{tables.header(path[:-1])} {path[-1]} = {toml.excerpt(value)}: "
+                "wants text, a finite number (64 bits), true or false, a list, a table",
+            )
+
+
+def _grounded(table: dict[str, object], base: Path) -> dict[str, object]:
+    """Return the table with the relative paths among its arguments made absolute."""
+    arguments = table.get("arguments")
+    if not isinstance(arguments, dict):
+        return table
+    return table | {"arguments": _ground(arguments, base)}
+
+
+def _ground(value: object, base: Path) -> object:
+    match value:
+        case str() if value.startswith(("./", "../")):
+            return _from(base, value)
+        case list():
+            return [_ground(item, base) for item in value]
+        case dict():
+            return {key: _ground(item, base) for key, item in value.items()}
+        case _:
+            return value
+
+
+def _from(base: Path, path: str) -> str:
+    return os.path.normpath(Path.cwd() / base / path)
+
+
+__all__ = ["Job", "job_from_json", "load_job", "parse_job"]
+
+FILE_BYTES_MAX: Final = 1 << 20
+"""A job file is written by hand; what is longer is some other file."""
+
+
+def load_job(path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> Job:
+    """Return the job of the file at `path`.
+
+    Args:
+        path: A TOML file.
+        overrides: "TABLE.KEY=VALUE", applied in this order.
+
+    Raises:
+        JobFileError: the file, a key or a value is wrong: which, and how to mend it.
+    """
+    text = _read_text(Path(path))
+    return parse_job(text, path=path, overrides=overrides)
+
+
+def parse_job(text: str, *, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Job:
+    """Return the job of this text, as if it stood in the file at `path`."""
+    file = str(path)
+    try:
+        content = cast("dict[str, object]", tomllib.loads(text))
+    except RecursionError:
+        raise JobFileError(
+            f"{file}: not valid TOML: brackets too deep: that is no job file"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise JobFileError(f"{file}: not valid TOML: {_shown(error, text)}") from None
+    replaced = {_override(content, override): f"--set {override}" for override in overrides}
+    return _read(content, file=file, overrides=replaced)
+
+
+def job_from_json(text: bytes) -> Job:
+    """Return the job that `Job.to_json` wrote.
+
+    Raises:
+        JobFileError: it is none.
+    """
+    try:
+        content = msgspec.json.decode(text, type=dict[str, object])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise JobFileError(f"a job as JSON cannot be read: {error}") from None
+    return _read(content, file="job", overrides={})
+
+
+def _read(content: dict[str, object], *, file: str, overrides: Mapping[tables.Path, str]) -> Job:
+    """Return the job, or say which file or override is at fault."""
+    try:
+        return resolve(content, file=file)
+    except Mistake as mistake:
+        culprits = [text for path, text in overrides.items() if _blames(mistake, path)]
+        culprit = culprits[-1] if culprits else file
+        raise JobFileError(f"{culprit}: {mistake}") from None
+
+
+def _blames(mistake: Mistake, path: tables.Path) -> bool:
+    """Does the mistake lie in what `--set` put at `path`?
+
+    It does if it is there, or below. What a table that contains the place is blamed
+    for may be due to what was put there: then the message names the key.
+    """
+    n_shared = min(len(path), len(mistake.path))
+    if path[:n_shared] != mistake.path[:n_shared]:
+        return False
+    if n_shared == len(path):
+        return True
+    named = [f"'{path[n_shared - 1]}'", *path[n_shared:]]
+    return any(name in mistake.text for name in named)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(FILE_BYTES_MAX + 1)
+        if len(content) > FILE_BYTES_MAX:
+            raise JobFileError(f"{path} has more than {FILE_BYTES_MAX} bytes: that is no job file")
+        return content.decode("utf-8-sig")  # some editors write a byte order mark
+    except FileNotFoundError:
+        raise JobFileError(_no_such_file(path)) from None
+    except IsADirectoryError:
+        raise JobFileError(
+            f"{path} is a directory; name a job file in it, or go on with an earlier "
+            f"run by --resume {path}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise JobFileError(
+            f"{path} is not UTF-8 text (byte {error.start}): that is no job file"
+        ) from None
+    except OSError as error:
+        raise JobFileError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _no_such_file(path: Path) -> str:
+    parent = path.parent
+    names = sorted(p.stem for p in parent.glob("*.toml")) if parent.is_dir() else []
+    near = get_close_matches(path.stem, names, n=1)
+    mend = f" Did you mean '{parent / near[0]}.toml'?" if near else ""
+    return f"{path}: there is no such file.{mend}"
+
+
+def _shown(error: tomllib.TOMLDecodeError, text: str) -> str:
+    """Return what tomllib says, and the line it says it of."""
+    match = re.search(r"line (\d+), column", str(error))
+    lines = text.splitlines()
+    number = int(match[1]) if match else len(lines)
+    line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
+    said = str(error).replace("(at end of document)", f"(at the end, line {number})")
+    return f"{said}\n    {number} | {line[:100]}"
+
+
+def _override(content: dict[str, object], override: str) -> tables.Path:
+    """Replace one value of `content`; return where it stands."""
+    place, equals, text = override.partition("=")
+    path = tuple(key.strip() for key in place.split("."))
+    if not equals or not all(path):
+        raise JobFileError(
+            f"--set {override}: write TABLE.KEY=VALUE, for example algorithm.n_push=5"
+        )
+    table = content
+    for index, key in enumerate(path[:-1], start=1):
+        below = table.setdefault(key, {})
+        if not isinstance(below, dict):
+            raise JobFileError(
+                f"--set {override}: {'.'.join(path[:index])} is {toml.excerpt(below)}, not a table"
+            )
+        table = below
+    table[path[-1]] = _value(text.strip())
+    return path
+
+
+def _value(text: str) -> object:
+    """Return the TOML value of this text, or the text itself if it is none."""
+    try:
+        value = cast("object", tomllib.loads(f"value = {text}")["value"])
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text
+    dates = dt.date | dt.time  # a datetime is a date
+    return text if isinstance(value, dates) else value

@@ -1,0 +1,250 @@
+"""One table of a job file, checked and made into a struct; mistakes explained.
+
+msgspec decides what is valid. This module finds unknown and missing keys before it,
+because it can name the nearest known one, and rewrites what msgspec says into the words
+of the job file: table, key, value, and what is wanted instead.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from distbelief.config import toml
+from distbelief.core import units
+from distbelief.core.formatting import SYNONYMS, nearest
+from distbelief.errors import JobError, JobFileError
+
+
+Path = tuple[str, ...]  # of keys, from the top of the file
+S = TypeVar("S", bound=msgspec.Struct)
+
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": 'text in quotes: "..."',
+    "bool": "true or false",
+    "array": "a list: [...]",
+    "object": "a table: { ... }",
+}
+_JSON_TYPES: dict[type[inspect.Type], str] = {
+    inspect.IntType: "int",
+    inspect.FloatType: "float",
+    inspect.StrType: "str",
+    inspect.BoolType: "bool",
+    inspect.ListType: "array",
+    inspect.DictType: "object",
+    inspect.StructType: "object",
+}
+_BOUNDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
+_EXPECTED = re.compile(
+    r"Expected `(?P<type>[^`]*)`"
+    r"(?: (?P<relation>[<>]=?) (?P<bound>\S+))?(?:, got `[^`]*`)?"
+)
+
+
+_RULE = "rule of [algorithm], as in rule = {{ name = {}, {} }}"
+_PLACES = {
+    "epochs": "[stop]",
+    "samples": "[stop]",
+    "batch_size": "[algorithm]",
+    "loss": "[algorithm]",
+    "rule": "[algorithm]",
+    "clip_norm": "[algorithm]",
+    "replicas": "[cluster]",
+    "shards": "[cluster]",
+    "partitions": "[cluster]",
+    "device": "[cluster]",
+    "metric": "[evaluation]",
+    "directory": "[output]",
+    "learning_rate": _RULE.format('"sgd"', "learning_rate = 0.1"),
+    "weight_decay": _RULE.format('"sgd"', "learning_rate = 0.1, weight_decay = 1e-4"),
+    "momentum": _RULE.format('"momentum"', "learning_rate = 0.1, momentum = 0.9"),
+}
+"""Where a key belongs that is often found elsewhere."""
+
+_NAMES = {"adamw": 'It is name = "adam" with decoupled_weight_decay = true.'}
+"""What is called by another name here, and needs more than that."""
+
+
+class Mistake(JobFileError):  # noqa: N818 -- whose it is stands in the name
+    """A mistake at one place of the job file; the file is yet to be named."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        super().__init__(text)
+        self.path = path  # of the table or key at fault
+        self.text = text
+
+
+def decode(
+    value: object,
+    struct: type[S],
+    *,
+    path: Path,
+    quantities: Mapping[str, units.Dimension] | None = None,
+) -> S:
+    """Return the table `value` as a `struct`.
+
+    Args:
+        value: What stands in the file.
+        struct: What it is to become.
+        path: Where it stands.
+        quantities: Which of its keys are written with units.
+
+    Raises:
+        Mistake: naming the place, the value and the mend.
+    """
+    table = as_table(value, path)
+    kind = _kind(struct)
+    _check_keys(table, kind, path)
+    try:
+        return msgspec.convert(_without_units(table, quantities or {}, path), struct)
+    except msgspec.ValidationError as error:
+        raise _explained(error, table, path, quantities or {}) from None
+    except JobError as error:  # raised by a struct's __post_init__
+        raise Mistake(path, _headed(str(error), path)) from None
+
+
+@cache  # msgspec evaluates the annotations of all its fields, each time
+def _kind(struct: type[msgspec.Struct]) -> inspect.Type:
+    return inspect.type_info(struct)
+
+
+def as_table(value: object, path: Path) -> dict[str, object]:
+    """Return `value` if it is a table, else raise `Mistake`."""
+    if isinstance(value, dict):
+        return value
+    name = ".".join(path)
+    raise Mistake(path, f"{name} = {toml.excerpt(value)}: wants a table; begin it with [{name}]")
+
+
+def check_known(table: Mapping[str, object], known: Iterable[str], path: Path) -> None:
+    """Raise `Mistake` if the table has a key that is not known."""
+    known = list(known)
+    for key in table:
+        if key not in known:
+            raise Mistake((*path, key), f"{header(path)} has no key '{key}'. {_hint(key, known)}")
+
+
+def _hint(key: str, known: Iterable[str]) -> str:
+    """Return what may have been meant by a key, and where it belongs."""
+    meant = SYNONYMS.get(key.lower(), key)
+    if meant in known or meant not in _PLACES:
+        return nearest(key, known)
+    return f"'{meant}' belongs into {_PLACES[meant]}."
+
+
+def header(path: Path) -> str:
+    """Return how a user finds the table: "[data.train]"."""
+    return f"[{'.'.join(path)}]" if path else "The job file"
+
+
+def wanted(kind: inspect.Type) -> str:
+    """Return in words what a value of this type looks like."""
+    if isinstance(kind, inspect.UnionType) and _tags(kind):
+        return f"a table with name = {_either(_tags(kind))}"
+    return _WORDS.get(_JSON_TYPES.get(type(kind), ""), "a value")
+
+
+def _check_keys(table: dict[str, object], kind: inspect.Type, path: Path) -> None:
+    """Look for unknown and missing keys, here and in the tables below."""
+    if not isinstance(kind, inspect.StructType):
+        return
+    fields = {field.encode_name: field for field in kind.fields}
+    tag = [kind.tag_field] if kind.tag_field else []
+    check_known(table, [*tag, *fields], path)
+    for key, field in fields.items():
+        if key in table:
+            _check_below(table[key], field.type, (*path, key))
+        elif field.required:
+            raise Mistake(
+                path, f"{header(path)} lacks the key '{key}': give it {wanted(field.type)}"
+            )
+
+
+def _check_below(value: object, kind: inspect.Type, path: Path) -> None:
+    if not isinstance(value, dict):
+        return
+    if not isinstance(kind, inspect.UnionType):
+        _check_keys(value, kind, path)
+        return
+    structs = _tags(kind)
+    if not structs:
+        return
+    tag_field = next(iter(structs.values())).tag_field or "name"
+    tag = value.get(tag_field)
+    if tag is None:
+        raise Mistake(
+            path, f"{header(path)} lacks the key '{tag_field}': give it {_either(structs)}"
+        )
+    if not isinstance(tag, str) or tag not in structs:
+        raise Mistake(
+            (*path, tag_field),
+            f"{header(path)} {tag_field} = {toml.excerpt(tag)}: unknown. "
+            f"{_NAMES.get(str(tag).lower()) or nearest(str(tag), structs)}",
+        )
+    _check_keys(value, structs[tag], path)
+
+
+def _tags(kind: inspect.UnionType) -> dict[str, inspect.StructType]:
+    return {
+        str(option.tag): option
+        for option in kind.types
+        if isinstance(option, inspect.StructType) and option.tag is not None
+    }
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(f'"{name}"' for name in names)
+
+
+def _without_units(
+    table: dict[str, object], quantities: Mapping[str, units.Dimension], path: Path
+) -> dict[str, object]:
+    """Return the table with its quantities as numbers."""
+    plain = dict(table)
+    for key, dimension in quantities.items():
+        if key not in table:
+            continue
+        try:
+            plain[key] = units.parse(table[key], dimension)
+        except JobFileError as error:
+            text = f"{header(path)} {key} = {error}"
+            raise Mistake((*path, key), text) from None
+    return plain
+
+
+def _explained(
+    error: msgspec.ValidationError,
+    table: dict[str, object],
+    path: Path,
+    quantities: Mapping[str, units.Dimension],
+) -> Mistake:
+    """Return what msgspec says, in the words of the job file."""
+    text, _, place = str(error).partition(" - at `$")
+    below = tuple(re.findall(r"\.([^.\[`]+)", place))
+    match = _EXPECTED.fullmatch(text)
+    if match is None:  # a ValueError of some __post_init__
+        return Mistake(path, _headed(text, (*path, *below)))
+    value = _at(table, below)
+    where = f"{header((*path, *below[:-1]))} {below[-1]}" if below else header(path)
+    options = [option for option in match["type"].split(" | ") if option != "null"]
+    wants = " or ".join(_WORDS.get(option, option) for option in options)
+    if below and below[-1] in quantities:
+        wants = "a quantity"
+    if match["relation"]:
+        wants += f", {_BOUNDS[match['relation']]} {match['bound'].removesuffix('.0')}"
+    return Mistake((*path, *below), f"{where} = {toml.excerpt(value)}: wants {wants}")
+
+
+def _at(value: object, path: Path) -> object:
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else value
+    return value
+
+
+def _headed(text: str, path: Path) -> str:
+    return text if text.startswith("[") else f"{header(path)} {text}"

@@ -1,0 +1,1 @@
+"""Memory, files, units and formatting: what every other package may use."""

@@ -1,0 +1,161 @@
+"""Misspelt words: what may have been meant."""
+
+import re
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Final
+
+
+# Figures in words, the same everywhere: screen, plain lines, final table.
+#
+# What was not measured is a dash, never a zero.
+
+DASH: Final = "-"
+
+_SHARES: Final = frozenset({"accuracy", "top5"})
+_SHARE: Final = "_share"
+_COMMANDS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def harmless(text: str) -> str:
+    """Return it without what a terminal would obey; line ends and tabs stay."""
+    return _COMMANDS.sub("?", text)
+
+
+def is_share(metric_name: str) -> bool:
+    """Return whether this metric is a share, to be shown in percent."""
+    return metric_name in _SHARES
+
+
+def metric(value: float | None, name: str) -> str:
+    """Return "39.8 %" for shares, else four digits."""
+    if value is None:
+        return DASH
+    return f"{value:.1%}".replace("%", " %") if is_share(name) else figure(value)
+
+
+def figure(value: float | None) -> str:
+    """Return about three digits: "2.34", "0.0123", "1.2e-05"."""
+    if value is None:
+        return DASH
+    return f"{value:.2f}" if 0.1 <= abs(value) < 10_000 else f"{value:.3g}"
+
+
+def count(value: float | None) -> str:
+    """Return "78,900"."""
+    return DASH if value is None else f"{value:,.0f}"
+
+
+def rate(value: float | None) -> str:
+    """Return a rate per second, with a decimal if it is small: "78,900", "3.4"."""
+    if value is None:
+        return DASH
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return "0.4 s", "42 s", "8 m 11 s", "3 h 05 m" or "2 d 04 h"."""
+    if seconds is None:
+        return DASH
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02d} s"
+    minutes = whole // 60
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} m"
+    hours = minutes // 60
+    return f"{hours // 24} d {hours % 24:02d} h"
+
+
+def size(n_bytes: float | None) -> str:
+    """Return "512 B", "1.5 MB", "26 GB": powers of 1000."""
+    if n_bytes is None:
+        return DASH
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 999.5:
+            decimals = 0 if unit == "B" or n_bytes >= 99.95 else 1
+            return f"{n_bytes:.{decimals}f} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.1f} TB"
+
+
+def speed(flops: float | None) -> str:
+    """Return "41 GFLOP/s", "2.1 TFLOP/s"."""
+    if flops is None:
+        return DASH
+    for unit in ("MFLOP/s", "GFLOP/s"):
+        flops /= 1e6 if unit == "MFLOP/s" else 1000
+        if flops < 999.5:
+            return f"{flops:.{0 if flops >= 9.95 else 1}f} {unit}"
+    return f"{flops / 1000:.1f} TFLOP/s"
+
+
+def staleness(mean: float | None, p95: float | None) -> str:
+    """Return "mean 0.9, p95 2"."""
+    return f"mean {DASH if mean is None else f'{mean:.1f}'}, p95 {count(p95)}"
+
+
+def named(figures: Mapping[str, float]) -> list[str]:
+    """Return figures of an algorithm's own: "gradient norm 0.0123", "backups 12".
+
+    One whose name ends in "share" is shown as such: "computing 94 %".
+    """
+    shown = []
+    for name, value in figures.items():
+        if name.endswith(_SHARE):
+            shown.append(f"{name.removesuffix(_SHARE)} {value:.0%}".replace("%", " %"))
+            continue
+        whole = float(value).is_integer()
+        text = count(value) if whole else figure(value)
+        shown.append(f"{name.replace('_', ' ')} {text}")
+    return shown
+
+
+def role(name: str) -> str:
+    """Return "shard 1" for "shard-1"."""
+    return name.replace("-", " ")
+
+
+SYNONYMS: Final = {
+    "lr": "learning_rate",
+    "eta": "learning_rate",
+    "batch": "batch_size",
+    "bs": "batch_size",
+    "criterion": "loss",
+    "loss_fn": "loss",
+    "optim": "rule",
+    "optimizer": "rule",
+    "num_epochs": "epochs",
+    "max_epochs": "epochs",
+    "workers": "replicas",
+    "num_workers": "replicas",
+    "world_size": "replicas",
+    "servers": "shards",
+    "args": "arguments",
+    "kwargs": "arguments",
+    "eps": "epsilon",
+    "max_norm": "clip_norm",
+    "max_grad_norm": "clip_norm",
+    "grad_clip": "clip_norm",
+    "training": "algorithm",
+    "dataset": "data",
+    "network": "model",
+    "output_dir": "directory",
+}
+"""What others call a thing, and what it is called here: letters alone do not tell."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return the sentence that helps whoever wrote `word` instead of a known one."""
+    known, word = list(known), word.lower()
+    if SYNONYMS.get(word) in known:
+        return f"Did you mean '{SYNONYMS[word]}'?"
+    near = get_close_matches(word, known, n=1, cutoff=0.6)
+    begun = [name for name in known if name.startswith(word)]  # "tol" of "tolerance"
+    if not near and len(begun) == 1:
+        near = begun
+    return f"Did you mean '{near[0]}'?" if near else f"It knows {', '.join(known)}."

@@ -1,0 +1,288 @@
+"""The screen of a running job: a bar, a few figures, small curves, a row per role.
+
+Drawn from a `SupervisorView` alone, for any width and height: what does not fit is left
+out, least important first. `progress` keeps it up to date; `distbelief status` prints
+it once.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from distbelief.core import formatting
+from distbelief.supervisor.view import HostView, RoleView, SupervisorView
+
+
+SILENT_SECONDS = 3.0
+"""A role not heard of for longer is drawn as silent."""
+
+_WIDE = 64  # columns, for the whole table of roles
+_ROWS_ABOVE = 11  # lines of a screen that are no roles
+_ROWS_OF_A_TABLE = 3  # that are no rows
+_CURVE_MAX = 40
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_ASCII = "_.-~=+*#"
+_GONE = ("gone", "leaving", "of no use")
+_TROUBLE = ("lost", "failed", "restarting", "silent")
+
+
+class Screen:
+    """Draws a view to the console's present width and height.
+
+    Args:
+        view: What to draw.
+        name: Of the job.
+        whole: Draw every role, however many lines that takes.
+        is_past: Nobody keeps it up to date any more: say what was.
+    """
+
+    def __init__(
+        self, view: SupervisorView, *, name: str, whole: bool = False, is_past: bool = False
+    ) -> None:
+        self._view = _past(view) if is_past else view
+        self._phase = f"was {phase_of(view)}" if is_past else phase_of(view)
+        self._name = name
+        self._whole = whole
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        view = self._view
+        width = options.max_width
+        n_rows_max = len(view.roles)
+        shows_hosts = bool(view.hosts) and width >= _WIDE
+        if not self._whole:
+            n_rows_max = max(1, console.height - _ROWS_ABOVE)
+            n_left = n_rows_max - len(view.roles)
+            shows_hosts &= len(view.hosts) + _ROWS_OF_A_TABLE <= n_left
+        parts: list[RenderableType] = [_title(view, self._name, self._phase, width)]
+        parts += _bar(view, width)
+        parts += _figures(view, width)
+        curves = _curves(view, width, ascii_only=options.ascii_only)
+        if curves is not None:
+            parts += [Text(), curves]
+        if view.roles:
+            parts += [Text(), *_roles(view.roles, width, n_rows_max=n_rows_max)]
+        if shows_hosts:
+            parts += [Text(), _hosts(view.hosts)]
+        yield Group(*parts)
+
+
+def spark(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
+    """Return a curve of at most `width` characters, lowest to highest value.
+
+    Where there are more values than characters, each character is the mean of some.
+    """
+    blocks = _ASCII if ascii_only else _BLOCKS
+    # Divided, so that neither a sum nor a difference of large ones is infinite.
+    shares = [value / 4 for value in values if math.isfinite(value)]
+    if not shares or width < 1:
+        return ""
+    values = [share / len(shares) for share in shares]
+    n = min(width, len(values))
+    cuts = [index * len(values) // n for index in range(n + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means), max(means)
+    if low == high:
+        return blocks[len(blocks) // 2] * n
+    steps = len(blocks) - 1
+    return "".join(blocks[round((mean - low) / (high - low) * steps)] for mean in means)
+
+
+def phase_of(view: SupervisorView) -> str:
+    """Return "training", or "stopping: " and why."""
+    match view.phase:
+        case "failed":
+            why = view.error or view.stop_reason
+        case "stopping" | "saving" | "done" | "interrupted":
+            why = view.stop_reason
+        case _:
+            why = None
+    return f"{view.phase}: {why}" if why else view.phase
+
+
+def left(view: SupervisorView) -> str:
+    """Return "about 2 m 40 s left", or nothing if nobody knows."""
+    if view.eta_seconds is None or view.phase not in {"warm start", "training"}:
+        return ""
+    return f"about {formatting.duration(view.eta_seconds)} left"
+
+
+def state_of(role: RoleView) -> tuple[str, str]:
+    """Return what a role is doing, and the style to show it in."""
+    age = role.last_heartbeat_age
+    if any(word in role.state for word in _TROUBLE):
+        return role.state, "yellow"
+    ended = role.state in {"done", "finished"}
+    if age is not None and age > SILENT_SECONDS and not ended:
+        return f"{role.state}, silent", "yellow"
+    return role.state, ""
+
+
+def _past(view: SupervisorView) -> SupervisorView:
+    """Return what was, without what only holds at the moment."""
+    roles = tuple(
+        replace(role, state=f"was {role.state}", rate=None, last_heartbeat_age=None, pid=None)
+        for role in view.roles
+    )
+    return replace(view, roles=roles, eta_seconds=None, samples_per_second=None)
+
+
+def _title(view: SupervisorView, name: str, phase: str, width: int) -> Table:
+    times = [formatting.duration(view.seconds), left(view)]
+    line = Table.grid(expand=True, padding=(0, 2, 0, 0), pad_edge=False)
+    line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    line.add_column(justify="right", no_wrap=True)
+    title = Text.assemble((name, "bold"), "  ", (phase, "cyan"))
+    both = ", ".join(time for time in times if time)
+    fits = title.cell_len + len(both) + 2 <= width
+    line.add_row(title, Text(both if fits else times[-1] or times[0], "dim"))
+    return line
+
+
+def _bar(view: SupervisorView, width: int) -> list[RenderableType]:
+    samples = f"{view.samples:,} samples"
+    if view.total_samples is not None:
+        samples = f"{view.samples:,} of {view.total_samples:,} samples"
+    if view.progress is None:
+        return [Text(samples)] if view.samples else []
+    share = min(max(view.progress, 0.0), 1.0)
+    text = f"{share:4.0%}".replace("%", " %")
+    if width >= _WIDE:
+        text += f"  {samples}"
+    line = Table.grid(expand=True, padding=(0, 1, 0, 0))
+    line.add_column(ratio=1)
+    line.add_column(justify="right", no_wrap=True)
+    line.add_row(ProgressBar(total=1.0, completed=share), Text(text))
+    return [line]
+
+
+def _figures(view: SupervisorView, width: int) -> list[Text]:
+    """Return figures, as many to a line as fit whole."""
+    parts: list[str] = []
+    if view.samples_per_second is not None:
+        parts.append(f"{formatting.rate(view.samples_per_second)} samples/s")
+    if view.staleness_mean is not None:
+        staleness = formatting.staleness(view.staleness_mean, view.staleness_p95)
+        parts.append(f"staleness {staleness}")
+    if view.bytes_in or view.bytes_out:
+        parts.append(f"in {formatting.size(view.bytes_in)}, out {formatting.size(view.bytes_out)}")
+    if view.pushes_lost is None:
+        parts.append("pushes lost: unknown")
+    elif view.pushes_lost:
+        parts.append(f"{view.pushes_lost:,} pushes lost")
+    parts += formatting.named(view.figures)
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 3 + len(part) <= width:
+            lines[-1] += f"   {part}"
+        else:
+            lines.append(part)
+    return [Text(line) for line in lines]
+
+
+def _curves(view: SupervisorView, width: int, *, ascii_only: bool) -> Table | None:
+    """Return a row per figure that was measured: its curve, its last value."""
+    name = view.metric_name
+    best = ""
+    if view.best_metric is not None and width >= _WIDE:
+        best = f"best {formatting.metric(view.best_metric, name)}"
+    rows: list[tuple[str, list[float | None], str, str]] = [
+        (
+            f"held-out {name}",
+            [point.metric for point in view.history],
+            formatting.metric(view.metric, name),
+            best,
+        ),
+        (
+            "held-out loss",
+            [point.held_out_loss for point in view.history],
+            formatting.figure(view.held_out_loss),
+            "",
+        ),
+        ("training loss", [point.loss for point in view.history], formatting.figure(view.loss), ""),
+    ]
+    rows = [row for row in rows if row[2] != formatting.DASH]
+    if not rows:
+        return None
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column(no_wrap=True, style="dim", overflow="ellipsis")
+    room = width - max(len(row[0]) + len(row[2]) + len(row[3]) for row in rows) - 6
+    for label, points, last, extra in rows:
+        values = [value for value in points if value is not None]
+        curve = spark(values, min(room, _CURVE_MAX), ascii_only=ascii_only)
+        table.add_row(label, last, curve, extra)
+    return table
+
+
+def _roles(roles: Sequence[RoleView], width: int, *, n_rows_max: int) -> list[RenderableType]:
+    """Return the table of roles; troubled ones first if not all fit."""
+    shown = list(roles)
+    if len(roles) > n_rows_max:
+        shown.sort(key=lambda role: not state_of(role)[1])
+        shown = shown[: max(1, n_rows_max - 1)]
+    wide = width >= _WIDE
+    elsewhere = wide and any(role.at for role in roles)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    longest = max(len(role.name) for role in shown)
+    table.add_column("role", no_wrap=True, min_width=min(longest, width // 3))
+    if elsewhere:
+        table.add_column("on", no_wrap=True, overflow="ellipsis", max_width=16)
+    table.add_column("state", no_wrap=True, overflow="ellipsis")
+    table.add_column("rate", justify="right", no_wrap=True)
+    if wide:
+        table.add_column("heard", justify="right", no_wrap=True)
+        table.add_column("restarts", justify="right", no_wrap=True)
+    for role in shown:
+        state, style = state_of(role)
+        cells: list[str | Text] = [formatting.role(role.name)]
+        cells += [Text(role.at or "here")] if elsewhere else []
+        cells.append(Text(state, style))
+        cells.append(_rate(role, wide=wide))
+        if wide:
+            age = role.last_heartbeat_age
+            cells.append("-" if age is None else f"{formatting.duration(age)} ago")
+            cells.append(Text(f"{role.restarts}", "yellow" if role.restarts else ""))
+        table.add_row(*cells)
+    if len(shown) == len(roles):
+        return [table]
+    return [table, Text(f"and {len(roles) - len(shown)} more", "dim")]
+
+
+def _hosts(hosts: Sequence[HostView]) -> Table:
+    """Return the table of machines that have joined, with what they offer."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    table.add_column("machine", no_wrap=True, overflow="ellipsis", max_width=16)
+    table.add_column("state", no_wrap=True, overflow="ellipsis")
+    for name in ("cores", "memory", "a core", "link from here"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for host in hosts:
+        link = formatting.DASH
+        if host.bandwidth is not None:
+            link = f"{formatting.size(host.bandwidth)}/s"
+        table.add_row(
+            Text(host.label),
+            Text(host.state, "yellow" if host.state in _GONE else ""),
+            f"{host.cores:,}",
+            formatting.size(host.memory_bytes),
+            formatting.speed(host.flops),
+            link,
+        )
+    return table
+
+
+def _rate(role: RoleView, *, wide: bool) -> str:
+    if role.rate is None:
+        return formatting.DASH
+    if not wide:
+        return f"{formatting.rate(role.rate)}/s"
+    unit = "pushes/s" if role.name.startswith("shard") else "samples/s"
+    return f"{formatting.rate(role.rate)} {unit}"

@@ -1,0 +1,393 @@
+"""From a machine's program to operations: who writes what is read, worked out once."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Final, assert_never, final
+
+from distbelief.execution.operations import Back, Dataflow, Enter, Join, Leave, Operation, Task
+from distbelief.execution.slots import Gather, How, gather
+from distbelief.graph.graph import Layer
+from distbelief.graph.operator import joined, kind_of
+from distbelief.graph.ops.norms import running_averages
+from distbelief.graph.region import Region
+from distbelief.program.compiler import Compiled
+from distbelief.program.instructions import (
+    Backward,
+    Combine,
+    Fetch,
+    Forward,
+    Instruction,
+    Message,
+    MessageKind,
+    Partial,
+    Push,
+    Read,
+    Receive,
+    Reduce,
+    Send,
+    needed,
+    work_of,
+)
+
+
+# Which gradients others wait for: those of inputs before those of tensors.
+#
+#     machine 0   (nothing to do)          x3 x2 x1 ...       x: gradient of an input
+#     machine 1   x8 x7 x6 x5 x4 --------^  w8 w7 w6 w5 w4    w: of a tensor
+#
+# A message that goes back to another machine is worked out along a path of gradients of
+# inputs. What lies on such a path is urgent, however long it is; but where a gradient of
+# a tensor travels too, it does not wait for the end of the path.
+
+
+def urgent(compiled: Compiled) -> frozenset[str]:
+    """Return the layers of which gradients of inputs come first.
+
+    The same for all machines, those that send none of them included.
+    """
+    sent, reduced = set[str](), set[str]()
+    for way in compiled.traffic:
+        if way.kind in {"gradient", "partial_gradient"}:
+            sent.add(way.name)
+        elif way.kind == "parameter_gradient":
+            reduced.add(way.name)
+    path, found = set[str](), set[str]()
+    for layer in compiled.graph.layers:  # inputs before those that read them
+        is_last = not sent.isdisjoint(layer.inputs)
+        if not is_last and path.isdisjoint(layer.inputs):
+            continue
+        path.add(layer.name)
+        if is_last or reduced.isdisjoint(use.name for use in layer.tensors.values()):
+            found.add(layer.name)
+    return frozenset(found)
+
+
+SEPARABLE: Final = frozenset({"linear", "convolution", "locally_connected"})
+"""Kinds whose gradients of inputs and of tensors have no work in common: torch then
+computes of both only what it is asked for."""
+
+FORWARD_KINDS: Final = frozenset({"state", "partial", "parameter"})
+ONCE_KINDS: Final = frozenset({"parameter", "parameter_gradient"})
+
+
+def dataflow(
+    compiled: Compiled,
+    machine: int,
+    *,
+    training: bool = True,
+    loss: str | None = None,
+    outputs: frozenset[str] = frozenset(),
+    seeds: frozenset[str] | None = None,
+) -> Dataflow:
+    """Return what a machine does.
+
+    Args:
+        compiled: The plan.
+        machine: Which.
+        training: With the backward pass, or without.
+        loss: The layer whose mean over the samples is the objective.
+        outputs: Layers whose outputs are wanted at the end.
+        seeds: Layers whose gradients begin there; by default that of the loss.
+    """
+    wanted = {loss} if loss is not None else set()
+    writer = _Writer(
+        compiled=compiled,
+        training=training,
+        loss=loss,
+        wanted=outputs,
+        seeds=frozenset(wanted) if seeds is None else seeds,
+    )
+    for instruction in compiled.program(machine).instructions:
+        if training or _is_forward(instruction):
+            writer.enter(instruction)
+    return writer.finished()
+
+
+def _is_forward(instruction: Instruction) -> bool:
+    match instruction:
+        case Send() | Receive():
+            return instruction.message.kind in FORWARD_KINDS
+        case Backward() | Reduce() | Push():
+            return False
+        case _:
+            return True
+
+
+_Known = defaultdict[str, list[tuple[int, Region]]]
+
+
+def _known() -> _Known:
+    return defaultdict(list)
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class _Writer:
+    compiled: Compiled
+    training: bool
+    loss: str | None
+    wanted: frozenset[str]
+    seeds: frozenset[str]
+    operations: list[Operation] = field(default_factory=list)
+    once: list[bool] = field(default_factory=list)
+    added: set[int] = field(default_factory=set)
+    sent: dict[tuple[int, int], int] = field(default_factory=dict)
+    received: dict[tuple[int, int], int] = field(default_factory=dict)
+    items: dict[tuple[str, Region], int] = field(default_factory=dict)
+    losses: list[int] = field(default_factory=list)
+    averaged: list[tuple[str, Region, int]] = field(default_factory=list)
+    outputs: list[tuple[str, Region, int]] = field(default_factory=list)
+    reads: dict[str, tuple[Region, ...]] = field(default_factory=dict)
+    tasks: dict[tuple[str, Region, bool], int] = field(default_factory=dict)
+    combined: defaultdict[str, list[Region]] = field(default_factory=lambda: defaultdict(list))
+    # What is known of each layer or tensor so far, by kind of message.
+    known: dict[MessageKind, _Known] = field(
+        default_factory=lambda: {
+            "state": _known(),
+            "gradient": _known(),
+            "partial": _known(),
+            "partial_gradient": _known(),
+            "parameter": _known(),
+            "parameter_gradient": _known(),
+        }
+    )
+    ways: dict[tuple[MessageKind, str], int] = field(init=False)
+    running: dict[str, str] = field(init=False)  # layer -> tensor
+    urgent: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        traffic = self.compiled.traffic
+        self.ways = {(way.kind, way.name): index for index, way in enumerate(traffic)}
+        found = running_averages(self.compiled.graph) if self.training else {}
+        self.running = {layer: tensor for tensor, layer in found.items()}
+        self.urgent = urgent(self.compiled)
+
+    def enter(self, instruction: Instruction) -> None:
+        match instruction:
+            case Fetch() | Read() | Receive():
+                self._come_in(instruction)
+            case Send(message=message):
+                self._send(message)
+            case Push(tensor=name, regions=regions):
+                self._push(name, regions)
+            case Reduce():
+                pass  # gradients are added where they are wanted
+            case _:
+                self._work(instruction)
+
+    def _come_in(self, instruction: Fetch | Read | Receive) -> None:
+        match instruction:
+            case Fetch(tensor=name, regions=regions):
+                for region in regions:
+                    self.items[name, region] = len(self.items)
+                self._come(instruction, "parameter", name, regions)
+            case Read(layer=name, regions=regions):
+                self._come(instruction, "state", name, regions)
+                self.reads[name] = regions
+            case Receive(message=message):
+                place = (self.ways[message.kind, message.name], message.sender)
+                self.received[place] = len(self.operations)
+                self._come(instruction, message.kind, message.name, message.regions)
+            case _:
+                assert_never(instruction)
+
+    def _work(self, instruction: Forward | Partial | Combine | Backward) -> None:
+        match instruction:
+            case Forward(layer=name, region=region):
+                self._compute(self.compiled.graph[name], region, partial=False)
+            case Partial(layer=name, part=part):
+                self._compute(self.compiled.graph[name], part, partial=True)
+            case Combine(layer=name, region=region):
+                self._combine(self.compiled.graph[name], region)
+            case Backward(layer=name, region=region, partial=partial):
+                self._back(self.compiled.graph[name], region, partial=partial)
+            case _:
+                assert_never(instruction)
+
+    def finished(self) -> Dataflow:
+        averages = {self.items[tensor, region]: slot for tensor, region, slot in self.averaged}
+        return Dataflow(
+            operations=tuple(self.operations),
+            once=tuple(self.once),
+            added=frozenset(self.added),
+            sent=self.sent,
+            received=self.received,
+            items=tuple(self.items),
+            losses=tuple(self.losses),
+            averages=averages,
+            outputs=tuple(self.outputs),
+            reads=self.reads,
+            joined=joined(self.compiled.graph),
+            integers=frozenset(
+                layer.name for layer in self.compiled.graph.layers if layer.is_integer
+            ),
+        )
+
+    # --------------------------------------------------------------- single operations
+
+    def _come(
+        self,
+        instruction: Fetch | Read | Receive,
+        kind: MessageKind,
+        name: str,
+        regions: tuple[Region, ...],
+    ) -> None:
+        once = kind in ONCE_KINDS
+        writes = []
+        for region in regions:
+            slot = self._slot(once=once)
+            writes.append(slot)
+            self.known[kind][name].append((slot, region))
+        fetched = isinstance(instruction, Fetch)
+        items = [self.items[name, region] for region in regions if fetched]
+        self.operations.append(
+            Enter(instruction=instruction, writes=tuple(writes), items=tuple(items), once=once)
+        )
+
+    def _compute(self, layer: Layer, region: Region, *, partial: bool) -> None:
+        needs = needed(layer, region, partial=partial)
+        uses = kind_of(layer).uses(layer, region)
+        if partial:
+            sums = kind_of(layer).partial
+            assert sums is not None, layer.name
+            uses = sums.uses(layer, region)
+        states = [self._gather("state", name, r) for name, r in needs.reads]
+        tensors = [self._gather("parameter", name, r) for name, r in needs.uses]
+        gradients = self.compiled.gradients if self.training else frozenset[str]()
+        back = layer.name in gradients
+        self.tasks[layer.name, region, partial] = len(self.operations)
+        slot, seed = self._slot(), None
+        if partial:
+            assert needs.writes is not None, layer.name
+            self.known["partial"][layer.name].append((slot, needs.writes))
+        else:
+            seed = self._have(layer, region, slot)
+        self.operations.append(
+            Task(
+                layer=layer,
+                region=region,
+                partial=partial,
+                reads=(*states, *tensors),
+                n_inputs=len(states),
+                words=tuple(uses),
+                goes_back=(
+                    *(back and name in gradients for name in layer.inputs),
+                    *(back and layer.tensors[word].trains for word in uses),
+                ),
+                writes=slot,
+                seed=seed,
+                flops=work_of(layer, region, partial=partial).forward,
+            )
+        )
+
+    def _combine(self, layer: Layer, region: Region) -> None:
+        sums = kind_of(layer).partial
+        assert sums is not None, layer.name
+        reads = (self._gather("partial", layer.name, region, how=sums.combine),)
+        slot = self._slot()
+        seed = self._have(layer, region, slot)
+        self.operations.append(Join(layer=layer, reads=reads, writes=slot, seed=seed))
+        if self.training and layer.name in self.compiled.gradients:
+            self.combined[layer.name].append(region)
+
+    def _have(self, layer: Layer, region: Region, slot: int) -> int | None:
+        """Know a region of a layer; return the slot of its gradient if it begins."""
+        name = layer.name
+        self.known["state"][name].append((slot, region))
+        if name == self.loss:
+            self.losses.append(slot)
+        if name in self.wanted:
+            self.outputs.append((name, region, slot))
+        if name in self.running:
+            self.averaged.append((self.running[name], region, slot))
+        if not self.training or name not in self.seeds & self.compiled.gradients:
+            return None
+        seed = self._slot()
+        self.known["gradient"][name].append((seed, region))
+        return seed
+
+    def _back(self, layer: Layer, region: Region, *, partial: bool) -> None:
+        if partial:
+            self._complete(layer)
+            sums = kind_of(layer).partial
+            assert sums is not None, layer.name
+            written = sums.writes(layer, region)
+            gradient = self._gather("partial_gradient", layer.name, written)
+        else:
+            gradient = self._gather("gradient", layer.name, region, how="sum")
+        index = self.tasks[layer.name, region, partial]
+        task = self.operations[index]
+        assert isinstance(task, Task), layer.name
+        needs = needed(layer, region, partial=partial)
+        writes: dict[int, int] = {}
+        for place, (name, where) in enumerate((*needs.reads, *needs.uses)):
+            if task.goes_back[place]:
+                is_state = place < task.n_inputs
+                kind: MessageKind = "gradient" if is_state else "parameter_gradient"
+                slot = writes[place] = self._slot(once=not is_state)
+                self.known[kind][name].append((slot, where))
+                if not is_state:
+                    self.added.add(slot)
+        parts = [tuple(writes)]
+        if layer.kind in SEPARABLE and layer.name in self.urgent:
+            inputs = tuple(place for place in writes if place < task.n_inputs)
+            tensors = tuple(place for place in writes if place >= task.n_inputs)
+            parts = [part for part in (inputs, tensors) if part]
+        flops = work_of(layer, region, partial=partial).backward
+        for part in parts:
+            self.operations.append(
+                Back(
+                    task=index,
+                    reads=(gradient,) if part is parts[0] else (),
+                    places=part,
+                    writes=tuple(writes[place] for place in part),
+                    flops=flops / len(parts),
+                    is_last=part is parts[-1],
+                    can_wait=part is not parts[0],
+                )
+            )
+
+    def _complete(self, layer: Layer) -> None:
+        """The gradient of what this machine has combined of a layer is complete."""
+        for region in self.combined.pop(layer.name, []):
+            reads = (self._gather("gradient", layer.name, region, how="sum"),)
+            slot = self._slot()
+            self.known["partial_gradient"][layer.name].append((slot, region))
+            self.operations.append(Join(layer=layer, reads=reads, writes=slot, seed=None))
+
+    def _send(self, message: Message) -> None:
+        if message.kind == "partial_gradient":
+            self._complete(self.compiled.graph[message.name])
+        hows: dict[MessageKind, How] = {"gradient": "sum", "parameter_gradient": "sum"}
+        how: How = hows.get(message.kind, "cut")
+        if message.kind == "partial":
+            sums = kind_of(self.compiled.graph[message.name]).partial
+            assert sums is not None, message.name
+            how = sums.combine
+        reads = tuple(
+            self._gather(message.kind, message.name, region, how=how) for region in message.regions
+        )
+        place = (self.ways[message.kind, message.name], message.receiver)
+        self.sent[place] = len(self.operations)
+        once = message.kind in ONCE_KINDS
+        self.operations.append(Leave(message=message, reads=reads, items=(), once=once))
+
+    def _push(self, name: str, regions: tuple[Region, ...]) -> None:
+        reads = tuple(
+            self._gather("parameter_gradient", name, region, how="sum") for region in regions
+        )
+        items = tuple(self.items[name, region] for region in regions)
+        self.operations.append(Leave(message=None, reads=reads, items=items, once=True))
+
+    def _gather(self, kind: MessageKind, name: str, region: Region, *, how: How = "cut") -> Gather:
+        return gather(
+            region,
+            self.known[kind][name],
+            how=how,
+            samples=kind not in ONCE_KINDS,
+            what=f"{kind} {name!r}",
+        )
+
+    def _slot(self, *, once: bool = False) -> int:
+        self.once.append(once)
+        return len(self.once) - 1

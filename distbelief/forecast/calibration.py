@@ -1,0 +1,305 @@
+"""Measures the rates of a job: a program that several processes run at once.
+
+    python -m distbelief.forecast.calibration FOLDER INDEX
+
+It runs the job of FOLDER/job.json with one replica in virtual time, times every piece
+of work, and writes what it has found to FOLDER/INDEX.json. It begins when all others
+are ready, so that all of them compute at once.
+"""
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Final, final
+
+import msgspec
+
+from distbelief.config.job import Job, StopTable
+from distbelief.config.load import job_from_json
+from distbelief.core import units
+from distbelief.core.files import scratch
+from distbelief.core.memory import keep_memory
+from distbelief.errors import DistBeliefError, JobError
+from distbelief.forecast.measured_costs import (
+    Exchange,
+    Piece,
+    Rate,
+    Rates,
+    Stopwatch,
+    Unit,
+    exchange,
+    idle,
+    now,
+    rate_of,
+    waiting_of,
+    warm,
+)
+from distbelief.forecast.prepare import Staging, adapted
+from distbelief.program.cluster import Cluster, Machine, Outages
+from distbelief.roles.role import SUPERVISOR, Seconds
+from distbelief.simulation.cluster import SimulatedCluster
+from distbelief.simulation.machines import ClusterOptions
+
+
+# Every figure that a forecast rests on, in words, with where it is from.
+
+Constant = tuple[str, str, str]
+"""Name, value, origin."""
+
+_DIMENSIONS: Final[Mapping[str, units.Dimension]] = {
+    "flops": "compute",
+    "memory_rate": "rate",
+    "memory": "bytes",
+    "bandwidth": "rate",
+    "message_rate": "rate",
+    "overhead": "time",
+    "handling": "time",
+}
+
+
+def constants_of(cluster: Cluster) -> list[Constant]:
+    """Return the figures of a cluster, one row each; of equal machines once."""
+    rows: list[Constant] = []
+    for machine, group in groupby(cluster.machines):
+        count = len(list(group))
+        rows.append(("machines", str(count), _origin(cluster, "count")))
+        rows += _machine(cluster, machine)
+    rows += [
+        ("latency", _microseconds(cluster.latency), _origin(cluster, "latency")),
+        (
+            "message overhead",
+            _microseconds(cluster.message_overhead),
+            _origin(cluster, "message_overhead"),
+        ),
+    ]
+    rows += [
+        (f"link {ends}", _shown(rate, "rate"), _origin(cluster, "links"))
+        for ends, rate in cluster.links.items()
+    ]
+    rows += [
+        (
+            f"switch {switch.first}-{switch.last}",
+            _shown(switch.bandwidth, "rate"),
+            _origin(cluster, "switches"),
+        )
+        for switch in cluster.switches
+    ]
+    rows += [
+        (name, _process(process), _origin(cluster, name))
+        for name, process in (("failures", cluster.failures), ("preemptions", cluster.preemptions))
+        if process is not None
+    ]
+    if (trace := cluster.trace) is not None:
+        watched = f"{len(trace.outages):,} outages within {trace.covers:g} s"
+        rows.append(("trace", watched, _origin(cluster, "trace")))
+    return rows
+
+
+def _machine(cluster: Cluster, machine: Machine) -> list[Constant]:
+    rows: list[Constant] = [("cores", str(machine.cores), _origin(cluster, "cores"))]
+    for name, dimension in _DIMENSIONS.items():
+        value = getattr(machine, name)
+        if math.isfinite(value) and value:
+            text = _shown(value, dimension)
+            rows.append((name.replace("_", " "), text, _origin(cluster, name)))
+    rows.append(("jitter", f"{machine.jitter:.3g}", _origin(cluster, "jitter")))
+    return rows
+
+
+def _process(process: Outages) -> str:
+    often = f"of each machine every {process.mean_time / 3600:.3g} h"
+    return f"{often}, away {process.away:.3g} s, {process.group} together"
+
+
+def _origin(cluster: Cluster, name: str) -> str:
+    return cluster.origins.get(name, cluster.origin)
+
+
+def _shown(value: float, dimension: units.Dimension) -> str:
+    if dimension == "time":
+        return _microseconds(value)
+    digits = float(f"{value:.3g}")
+    match dimension:
+        case "rate":
+            return f"{digits / 1e9:.3g} GB/s"
+        case "compute":
+            return f"{digits / 1e9:.3g} GFLOP/s"
+        case _:
+            return f"{value / 2**30:.3g} GiB"
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us"
+
+
+SECONDS: Final = 8.0
+"""Of one measurement; the first part warms up."""
+
+N_EVENTS_MAX: Final = 10**9
+READY_SECONDS_MAX: Final = 120.0
+POLL_SECONDS: Final = 0.02
+_WITHIN: Final = 1e6
+
+
+@final
+class _Found(msgspec.Struct, frozen=True, kw_only=True):
+    work: dict[str, tuple[Unit, list[Piece]]]
+    waits: dict[str, list[Piece]]
+    handling: dict[str, tuple[Seconds, int]]
+    exchange: Exchange
+    share: float
+
+
+def measure(job: Job, *, n_processes: int) -> Rates:
+    """Measure the rates of a job, in so many processes at once.
+
+    Raises:
+        JobError: the job cannot be run.
+    """
+    with scratch() as path:
+        (path / "job.json").write_bytes(_alone(job).to_json())
+        command = [sys.executable, "-m", "distbelief.forecast.calibration", str(path)]
+        # They are killed, and what they have written goes with this folder.
+        environment = {**os.environ, "TMPDIR": str(path)}
+        workers = [
+            subprocess.Popen(  # noqa: S603 -- our own program
+                [*command, str(index), str(n_processes)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+            for index in range(n_processes)
+        ]
+        try:
+            said = [worker.communicate()[0].decode(errors="replace") for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        found = [_read(path / f"{i}.json", text) for i, text in enumerate(said)]
+    return _together(found)
+
+
+def _alone(job: Job) -> Job:
+    """Return the job with one replica, that ends never."""
+    cluster = msgspec.structs.replace(job.cluster, replicas=1, shard_copies=1)
+    return msgspec.structs.replace(
+        job,
+        cluster=cluster,
+        stop=StopTable(seconds=1e9),
+        evaluation=msgspec.structs.replace(job.evaluation, every=1.0),
+    )
+
+
+def _read(path: Path, said: str) -> _Found:
+    if not path.is_file():
+        raise JobError(f"the job's work could not be measured; it said:\n{said[-2000:]}")
+    return msgspec.json.decode(path.read_bytes(), type=_Found)
+
+
+def _together(found: Sequence[_Found]) -> Rates:
+    work: dict[str, Rate] = {}
+    for key in sorted({key for each in found for key in each.work}):
+        measured = [each.work[key] for each in found if key in each.work]
+        pieces = [piece for _, every in measured for piece in warm(every)]
+        if pieces:
+            rate = rate_of(pieces)
+            waited = [p for each in found for p in warm(each.waits.get(key, ()))]
+            work[key] = Rate(
+                unit=measured[0][0],
+                seconds=rate,
+                n=len(pieces),
+                waiting=waiting_of(waited, besides=rate) if waited else 0.0,
+            )
+    handling = {
+        kind: median(
+            each.handling[kind][0] / each.handling[kind][1]
+            for each in found
+            if kind in each.handling
+        )
+        for kind in sorted({kind for each in found for kind in each.handling})
+    }
+    return Rates(
+        work=work,
+        handling=handling,
+        exchange=_usual([each.exchange for each in found]),
+        n_side_by_side=len(found),
+        share=min(each.share for each in found),
+        date=now(),
+    )
+
+
+def _usual(found: Sequence[Exchange]) -> Exchange:
+    figures = [msgspec.structs.asdict(each) for each in found]
+    return Exchange(**{name: median(f[name] for f in figures) for name in figures[0]})
+
+
+# --------------------------------------------------------------------- the program
+
+
+def main(folder: str, index: int, n_processes: int) -> int:
+    """Measure, and write what was found; return the process's exit status."""
+    path = Path(folder)
+    job = job_from_json((path / "job.json").read_bytes())
+    keep_memory()
+    try:
+        with Staging() as staging:
+            staged = staging.stage(job)
+            # The clock of many threads goes on while nobody computes.
+            watch = (
+                Stopwatch(idle=idle) if job.cluster.threads == 1 else Stopwatch(time.perf_counter)
+            )
+            builders = adapted(
+                staged.builders(), staged.kinds, adapt=watch.adapt, handled=watch.handled
+            )
+            options = ClusterOptions(start=(SUPERVISOR,))
+            simulation = SimulatedCluster(builders, seed=0, options=options)
+            simulation.run_until(lambda: begun_in(simulation), within=_WITHIN)
+            _meet(path, index, n_processes)
+            begun, ran, slept = time.perf_counter(), time.thread_time(), idle()
+            simulation.run_until(
+                lambda: time.perf_counter() - begun > SECONDS or SUPERVISOR in simulation.halted,
+                within=_WITHIN,
+                max_events=N_EVENTS_MAX,
+            )
+            wanted = time.perf_counter() - begun - (idle() - slept)
+            share = (time.thread_time() - ran) / wanted
+    except DistBeliefError as error:
+        sys.stdout.write(f"{error}\n")
+        return 1
+    layout = staged.layout
+    found = _Found(
+        work=watch.work,
+        waits=watch.waits,
+        handling=watch.handling,
+        exchange=exchange(layout.dtype.itemsize * layout.n_parameters),
+        share=min(1.0, share),
+    )
+    (path / f"{index}.json").write_bytes(msgspec.json.encode(found))
+    return 0
+
+
+def begun_in(simulation: SimulatedCluster) -> bool:
+    """Return whether training has begun."""
+    supervisor = simulation.role(SUPERVISOR)
+    return supervisor.status()[1]["samples"] > 0
+
+
+def _meet(path: Path, index: int, n_processes: int) -> None:
+    """Wait until all are here, though not for ever: one may have failed."""
+    (path / f"{index}.ready").touch()
+    deadline = time.perf_counter() + READY_SECONDS_MAX
+    while time.perf_counter() < deadline:
+        if len(list(path.glob("*.ready"))) >= n_processes:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,261 @@
+"""Jobs made ready for virtual time: tried out in this process, their roles to be built.
+
+`train` builds each role in a process of its own. Here all of them live in one, by the
+same builders, and share what none of them changes: the data sets, the file of initial
+values, the plan. A job that differs from an earlier one only in its cluster (replicas,
+shards) or in how often it fetches and pushes is not tried out again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Self, final
+
+import msgspec
+import torch
+
+from distbelief.config.algorithms import Algorithm, check_cluster, find, load, roster_of
+from distbelief.config.job import Job
+from distbelief.core.files import Scratch
+from distbelief.core.memory import Memory
+from distbelief.data.dataset import Dataset
+from distbelief.launch.preflight import Answer, Question, answer_to
+from distbelief.launch.role_process import import_from
+from distbelief.parameter_server.layout import Layout
+from distbelief.roles.role import SUPERVISOR, Action, Address, Compute, Event, Role, Seconds
+from distbelief.simulation.world import Builder
+from distbelief.supervisor.state import SupervisorConfig
+from distbelief.supervisor.supervisor import Supervisor
+from distbelief.task.task import BuildContext, DataSpec, RosterEntry, build_dataset, prepare
+from distbelief.trainer import check_data, supervisor_config
+from distbelief.worker.member import Member, MemberConfig, heartbeat_seconds
+
+
+# Roles as they are, save for what their work costs, or whether it is timed.
+
+Adapt = Callable[[str, Compute], Compute]
+"""Given the kind of a role and what it asks for; returns what is done instead."""
+
+Handled = Callable[[str, Event, Callable[[], Sequence[Action]]], Sequence[Action]]
+"""Given the kind of a role, an event and how it handles that; returns what it asks."""
+
+
+def _plainly(kind: str, event: Event, handle: Callable[[], Sequence[Action]]) -> Sequence[Action]:
+    del kind, event
+    return handle()
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class AdaptedRole:
+    """A role whose work is looked at before it is done."""
+
+    kind: str
+    role: Role
+    adapt: Adapt
+    handled: Handled = _plainly
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Return the actions that `event` calls for."""
+        handle = partial(self.role.handle, event, now)
+        actions = self.handled(self.kind, event, handle)
+        if not any(isinstance(action, Compute) for action in actions):
+            return actions
+        return [
+            self.adapt(self.kind, action) if isinstance(action, Compute) else action
+            for action in actions
+        ]
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        """Return what it is doing."""
+        return self.role.status()
+
+
+def adapted(
+    builders: Mapping[Address, Builder],
+    kinds: Mapping[Address, str],
+    *,
+    adapt: Adapt,
+    handled: Handled = _plainly,
+) -> dict[Address, Builder]:
+    """Return builders of adapted roles; the supervisor, who computes nothing, stays."""
+
+    def build_with(name: Address, build: Builder) -> Builder:
+        def build_it(memory: Memory) -> Role:
+            return AdaptedRole(kind=kinds[name], role=build(memory), adapt=adapt, handled=handled)
+
+        return build_it
+
+    return {
+        name: build if kinds[name] == "supervisor" else build_with(name, build)
+        for name, build in builders.items()
+    }
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedJob:
+    """A job that can be run in virtual time, any number of times.
+
+    Attributes:
+        job: The job.
+        answer: What was found when it was tried out.
+        layout: Of its tensors on its shards.
+        roster: Its roles, in order.
+        datasets: By table, shared by all roles.
+        plan: Path of the plan by which replicas are split; None if they are not.
+    """
+
+    job: Job
+    answer: Answer
+    layout: Layout
+    roster: tuple[RosterEntry, ...]
+    datasets: Mapping[str, Dataset]
+    plan: str | None
+
+    @property
+    def kinds(self) -> Mapping[Address, str]:
+        """The kind of every role, the supervisor among them."""
+        kinds = {Address(entry.name): str(entry.kind) for entry in self.roster}
+        return {SUPERVISOR: "supervisor", **kinds}
+
+    def config(self) -> SupervisorConfig:
+        """Return what its supervisor is told."""
+        return supervisor_config(self.job, self.answer)
+
+    def builders(self) -> dict[Address, Builder]:
+        """Return how to build every role."""
+        config = self.config()
+        algorithm = load(find(self.job.algorithm_name))
+        builders: dict[Address, Builder] = {SUPERVISOR: lambda _: Supervisor(config)}
+        for entry in self.roster:
+            builders[Address(entry.name)] = self._member(entry.name, algorithm)
+        return builders
+
+    def _member(self, name: str, algorithm: Algorithm) -> Callable[[Memory], Role]:
+        job = self.job
+
+        def build(memory: Memory) -> Role:
+            context = self._context(memory)
+            config = MemberConfig(
+                name=name,
+                host=memory.host,
+                heartbeat_seconds=heartbeat_seconds(name, job.cluster.shard_copies),
+                patience_seconds=job.cluster.patience,
+            )
+            return Member(
+                config, build=lambda: algorithm.build(name, config=job.algorithm, context=context)
+            )
+
+        return build
+
+    def _context(self, memory: Memory) -> BuildContext:
+        job, answer = self.job, self.answer
+        assert answer.task.train is not None
+        return BuildContext(
+            task=job.task,
+            layout=self.layout,
+            n_replicas=job.cluster.replicas,
+            n_shards=job.cluster.shards,
+            seed=job.evaluation.seed,
+            memory=memory,
+            initials=answer.initials,
+            initial_file=answer.initial_file,
+            evaluation_subset=job.evaluation.subset,
+            threads=job.cluster.threads,
+            shard_copies=job.cluster.shard_copies,
+            plan=self.plan,
+            sample=answer.sample,
+            device=job.cluster.device,
+            n_train=answer.task.train.n_samples,
+            datasets=self.datasets,
+        )
+
+
+@final
+class Staging:
+    """Makes jobs ready, and keeps what several of them have in common.
+
+    A context manager: at its end its temporary files are gone.
+    """
+
+    def __init__(self) -> None:
+        self._folder = Scratch.make()
+        self._answers: dict[bytes, tuple[Answer, str]] = {}
+        self._datasets: dict[bytes, Dataset] = {}
+        self._n_threads = torch.get_num_threads()
+
+    def stage(self, job: Job) -> StagedJob:
+        """Make a job ready.
+
+        Raises:
+            JobError: it cannot be run.
+        """
+        import_from(job)
+        check_cluster(job)
+        answer, plan = self._answer(job)
+        check_data(job, answer)
+        layout = Layout.of(answer.tensors, n_shards=job.cluster.shards, dtype=answer.dtype)
+        return StagedJob(
+            job=job,
+            answer=answer,
+            layout=layout,
+            roster=tuple(roster_of(job, n_machines=answer.n_machines)),
+            datasets=self._data(job),
+            plan=None if answer.n_machines is None else plan,
+        )
+
+    def _answer(self, job: Job) -> tuple[Answer, str]:
+        """Try a job out, unless one was that cannot be told from it."""
+        key = msgspec.json.encode((job.task, job.batch_size, _splits(job)))
+        if key not in self._answers:
+            prepare(job.data.train, table="data.train")
+            if job.data.test is not None:
+                prepare(job.data.test, table="data.test")
+            stem = self._folder.path / f"job-{len(self._answers)}"
+            plan = str(stem.with_suffix(".plan.json"))
+            question = Question(
+                job=msgspec.Raw(job.to_json()),
+                answer="",
+                initial_file=str(stem.with_suffix(".safetensors")),
+                plan=plan,
+            )
+            self._answers[key] = answer_to(job, question), plan
+        return self._answers[key]
+
+    def _data(self, job: Job) -> dict[str, Dataset]:
+        tables = {"data.train": job.data.train, "data.test": job.data.test}
+        return {
+            table: self._dataset(spec, table) for table, spec in tables.items() if spec is not None
+        }
+
+    def _dataset(self, spec: DataSpec, table: str) -> Dataset:
+        key = msgspec.json.encode(spec)
+        if key not in self._datasets:
+            self._datasets[key] = build_dataset(spec, table=table)
+        return self._datasets[key]
+
+    def __enter__(self) -> Self:
+        """Compute with one thread: so results depend on nothing but the job."""
+        self._n_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Remove temporary files."""
+        torch.set_num_threads(self._n_threads)
+        self._folder.remove()
+
+
+def _splits(job: Job) -> tuple[object, ...]:
+    """Return what decides how a replica is split over machines."""
+    cluster = job.cluster
+    if not cluster.is_split:
+        return ()
+    return (cluster.partitions, cluster.plan, cluster.machines, cluster.device)

@@ -1,0 +1,67 @@
+"""The kinds of layers that can be split; importing this registers them all."""
+
+from distbelief.graph.operator import LayerKind, register
+from distbelief.graph.ops.attention import Attention
+from distbelief.graph.ops.dropout import Dropout
+from distbelief.graph.ops.linear import Embedding, Linear, Product
+from distbelief.graph.ops.local_norms import LocalContrast, LocalResponse
+from distbelief.graph.ops.locally_connected import LocallyConnected
+from distbelief.graph.ops.losses import ClassSums, CrossEntropy, PlaceLoss
+from distbelief.graph.ops.norms import Normalise, RunningAverage
+from distbelief.graph.ops.opaque import Whole
+from distbelief.graph.ops.pointwise import Compare, Pointwise, Where
+from distbelief.graph.ops.reductions import Maximum, Reduction, Softmax
+from distbelief.graph.ops.views import Cat, Expand, Pad, Parameter, Permute, Reshape, Slice
+from distbelief.graph.ops.windows import (
+    AdaptiveAveragePool,
+    AdaptiveMaxPool,
+    AveragePool,
+    Convolution,
+    L2Pool,
+    MaxPool,
+)
+
+
+KINDS: tuple[LayerKind, ...] = (
+    # What has weights.
+    Linear(),
+    Convolution(),
+    LocallyConnected(),
+    Embedding(),
+    Parameter(),
+    # Windows over space.
+    MaxPool(),
+    AveragePool(),
+    L2Pool(),
+    AdaptiveAveragePool(),
+    AdaptiveMaxPool(),
+    LocalContrast(),
+    LocalResponse(),
+    # Statistics and their use.
+    Reduction(),
+    Maximum(),
+    Normalise(),
+    RunningAverage(),
+    Softmax(),
+    Attention(),
+    Product(),
+    Compare(),
+    Where(),
+    # Place by place, or at another place.
+    Pointwise(),
+    Dropout(),
+    Cat(),
+    Reshape(),
+    Permute(),
+    Slice(),
+    Expand(),
+    Pad(),
+    # Losses, and what nobody splits.
+    PlaceLoss(),
+    ClassSums(),
+    CrossEntropy(),
+    Whole(),
+)
+
+for _kind in KINDS:
+    register(_kind)

@@ -1,0 +1,150 @@
+"""Dropout whose mask depends on nothing but where an element is, and the step.
+
+    kind      "dropout"
+    inputs    x
+    options   probability: of being dropped, 0 to 1
+              n_shared: trailing dimensions whose elements share their fate (Dropout1d:
+              1, Dropout2d: 2, Dropout3d: 3); 0 for plain dropout
+
+Kept elements are divided by 1 - probability; outside of training steps nothing
+happens. The mask is a hash of (step's seed, layer's name, sample's index, element's
+index), so any split, and any range of samples, sees the same one.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Final, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from typing_extensions import override
+
+from distbelief.graph.graph import GraphError, Layer
+from distbelief.graph.operator import LayerKind, Step, Work
+from distbelief.graph.region import Region, Shape
+
+
+# Signed 32-bit numbers that wrap are what torch has on every device, and what CPUs
+# multiply eight at a time. Shifts and multipliers of Wellons' "lowbias32" (2018).
+_LOWBIAS: Final = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)))
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
+_SPLITMIX: Final = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
+
+
+@final
+class Dropout(LayerKind):
+    """x / (1 - probability) where the hash of the place says so; 0 elsewhere."""
+
+    name: ClassVar[str] = "dropout"
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        return (output,)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n = float(output.n_elements)
+        return Work(forward=20 * n, backward=n, n_elements=2 * n)
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        probability = layer.number("probability")
+        if not step.training or probability == 0.0:
+            return inputs[0]
+        n_own = len(layer.shape) - layer.integer("n_shared")
+        kept = mask(
+            layer.name,
+            layer.shape[:n_own],
+            Region(output.intervals[:n_own]),
+            probability=probability,
+            like=inputs[0],
+            step=step,
+        )
+        return inputs[0] * kept.view(*kept.shape, *(1,) * layer.integer("n_shared"))
+
+
+def mask(
+    name: str, shape: Shape, part: Region, *, probability: float, like: torch.Tensor, step: Step
+) -> torch.Tensor:
+    """Return 0 for what is dropped, 1 / (1 - probability) for what is kept.
+
+    A function of the step's seed, the layer's name, and global indices only. Two rounds
+    of a 32-bit hash: one of the element (the same for all samples, so paid once), one
+    of that plus a random number per sample. Thresholds are exact to 2^-32.
+
+    Args:
+        name: Of the layer.
+        shape: Of all its elements that have a fate of their own.
+        part: Which of them.
+        probability: Of being dropped.
+        like: Has as many samples, the device and the type that are wanted.
+        step: Whose seed and samples.
+
+    Returns:
+        (n_samples, *part.shape)
+
+    Raises:
+        GraphError: a sample has 2^32 elements or more.
+    """
+    if math.prod(shape) >= 1 << 32:
+        raise GraphError(
+            f"dropout {name!r} has {math.prod(shape)} elements per sample; its hash "
+            "tells 2^32 apart: use several layers"
+        )
+    n_samples = like.shape[0]
+    if probability == 1.0:
+        return like.new_zeros(n_samples, *part.shape)
+    key = hashlib.blake2b(f"{step.seed}:{name}".encode(), digest_size=16).digest()
+    element_key, sample_key = np.frombuffer(key, dtype="<u8")
+    elements = _elements(shape, part, key=element_key).to(like.device)
+    samples = _samples(step.first_sample, n_samples, key=sample_key).to(like.device)
+    hashed = _hash(_hash(elements) + samples.view(-1, *(1,) * len(shape)))
+    dropped = min(round(probability * 2.0**32), (1 << 32) - 1)
+    kept = hashed >= dropped - (1 << 31)
+    return kept.to(like.dtype) * (1.0 / (1.0 - probability))
+
+
+def _elements(shape: Shape, part: Region, *, key: np.uint64) -> torch.Tensor:
+    """Return a number per element of a region: its index in the whole, keyed."""
+    index = np.zeros((), dtype=np.uint64)
+    for extent, (start, stop) in zip(shape, part, strict=True):
+        places = np.arange(start, stop, dtype=np.uint64)
+        index = index[..., np.newaxis] * np.uint64(extent) + places
+    return _halves(index ^ key)[..., 0]
+
+
+def _samples(first: int, count: int, *, key: np.uint64) -> torch.Tensor:
+    """Return a random number per sample: splitmix64 (Steele et al. 2014)."""
+    z = np.arange(first + 1, first + 1 + count, dtype=np.uint64) * _GOLDEN + key
+    for shift, multiplier in _SPLITMIX:
+        z = (z ^ (z >> shift)) * multiplier
+    return _halves(z ^ (z >> np.uint64(31)))[..., 0]
+
+
+def _halves(numbers: npt.NDArray[np.uint64]) -> torch.Tensor:
+    """Return the two signed halves of each number, the lower one first."""
+    little = np.ascontiguousarray(numbers, dtype="<u8")
+    halves = little.reshape(*numbers.shape, 1).view("<i4")
+    return torch.from_numpy(halves.astype(np.int32))
+
+
+def _hash(numbers: torch.Tensor) -> torch.Tensor:
+    """Return a permutation of all 32-bit numbers that looks random."""
+    hashed = numbers.clone()
+    for shift, multiplier in _LOWBIAS:
+        hashed ^= (hashed >> shift) & ((1 << (32 - shift)) - 1)  # a logical shift
+        hashed *= multiplier
+    hashed ^= (hashed >> 16) & 0xFFFF
+    return hashed

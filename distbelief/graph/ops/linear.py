@@ -1,0 +1,218 @@
+"""Products of two matrices that both are computed: scores of queries and keys, say.
+
+    one (*lead, rows, inner)    other (*lead, inner, columns)    output (*lead, rows,
+                                                                         columns)
+
+A part of the output reads rows of the one, columns of the other, and of the dimensions
+before these what it is itself.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, final
+
+import torch
+from torch.nn import functional
+from typing_extensions import override
+
+from distbelief.graph.graph import Layer
+from distbelief.graph.operator import Cut, LayerKind, PartialSums, Step, Work
+from distbelief.graph.region import Interval, Region
+
+
+# Embeddings: the row of a table for each word.
+#
+#     kind      "embedding"
+#     inputs    words, whole numbers: (*positions); () for one per sample
+#     tensors   weight (words, size)
+#     options   padding: the word whose row gets no gradient, or None
+#
+# Output (*positions, size), cut by positions and by columns of the table.
+
+
+@final
+class Embedding(LayerKind):
+    """output[p] = weight[words[p]]."""
+
+    name: ClassVar[str] = "embedding"
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        return (Region(output.intervals[:-1]),)
+
+    @override
+    def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
+        n_words, _ = layer.tensors["weight"].shape
+        return {"weight": Region(((0, n_words), output.intervals[-1]))}
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n = float(output.n_elements)
+        return Work(backward=n, n_elements=2 * n)
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        padding = layer.options["padding"]
+        assert padding is None or isinstance(padding, int), (layer.name, padding)
+        return functional.embedding(inputs[0], tensors["weight"], padding)
+
+
+# Fully connected layers: split by outputs, or (as partial sums) by inputs.
+#
+# kind      "linear"
+# tensors   weight (outputs, inputs), bias (outputs,), if there is one
+# options   first_row, first_row_of_bias: where in the tensors its outputs begin; 0 if
+#           absent (attention keeps those of queries, keys and values in one tensor)
+#           transposed: whether the weight is (inputs, outputs), as in x @ w
+# input     (..., inputs): leading dimensions, of a sequence say, are kept
+
+
+@final
+class LinearSums(PartialSums):
+    """Columns of W: each part of the inputs gives a summand of every output."""
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        return tuple(Cut(dim) for dim in range(len(layer.shape)))
+
+    @override
+    def uses(self, layer: Layer, part: Region) -> Mapping[str, Region]:
+        inputs = part.intervals[-1]
+        uses = _uses(layer, (0, layer.shape[-1]))
+        uses["weight"] = uses["weight"].replaced(1 - _outputs(layer, "weight"), inputs)
+        if inputs[0] > 0:
+            uses.pop("bias", None)  # added once
+        return uses
+
+    @override
+    def writes(self, layer: Layer, part: Region) -> Region:
+        return part.replaced(len(layer.shape) - 1, (0, layer.shape[-1]))
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        part: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        return _product(layer, inputs[0], tensors)
+
+
+@final
+class Linear(LayerKind):
+    """y = x W^T + b."""
+
+    name: ClassVar[str] = "linear"
+    partial: ClassVar[PartialSums | None] = LinearSums()
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        last = len(layer.shape) - 1
+        return (output.replaced(last, (0, layer.input_shapes[0][-1])),)
+
+    @override
+    def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
+        return _uses(layer, output.intervals[-1])
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n_inputs = layer.input_shapes[0][-1]
+        operations = 2.0 * output.n_elements * n_inputs
+        n_read = math.prod(output.shape[:-1]) * n_inputs
+        return Work(
+            forward=operations,
+            backward=2 * operations,  # for the input, and for the weight
+            n_elements=float(output.n_elements + n_read),
+        )
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        return _product(layer, inputs[0], tensors)
+
+
+def _product(layer: Layer, x: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    weight = tensors["weight"]
+    if _outputs(layer, "weight"):
+        weight = weight.t()
+    return functional.linear(x, weight, tensors.get("bias"))
+
+
+def _outputs(layer: Layer, word: str) -> int:
+    """Return which dimension of a tensor is that of the outputs."""
+    return int(word == "weight" and bool(layer.options.get("transposed", False)))
+
+
+def _uses(layer: Layer, units: Interval) -> dict[str, Region]:
+    """Return the rows of the tensors that belong to these outputs."""
+    uses = {}
+    for word, option in (("weight", "first_row"), ("bias", "first_row_of_bias")):
+        if word in layer.tensors:
+            first = layer.integer(option) if option in layer.options else 0
+            rows = (first + units[0], first + units[1])
+            whole = Region.of(*layer.tensors[word].shape)
+            uses[word] = whole.replaced(_outputs(layer, word), rows)
+    return uses
+
+
+@final
+class Product(LayerKind):
+    """output = one @ other, over the last two dimensions."""
+
+    name: ClassVar[str] = "product"
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        *lead, rows, columns = output.intervals
+        inner = (0, layer.input_shapes[0][-1])
+        return Region((*lead, rows, inner)), Region((*lead, inner, columns))
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n_inner = layer.input_shapes[0][-1]
+        forward = 2.0 * n_inner * output.n_elements
+        read = sum(region.n_elements for region in self.reads(layer, output))
+        return Work(forward=forward, backward=2 * forward, n_elements=read + output.n_elements)
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        return inputs[0] @ inputs[1]
+
+
+def product_layer(name: str, one: Layer, other: Layer) -> Layer:
+    """Return the layer of a product.
+
+    Args:
+        name: Of the layer.
+        one: (*lead, rows, inner)
+        other: (*lead, inner, columns)
+    """
+    return Layer(
+        name=name,
+        kind="product",
+        inputs=(one.name, other.name),
+        input_shapes=(one.shape, other.shape),
+        shape=(*one.shape[:-1], other.shape[-1]),
+    )

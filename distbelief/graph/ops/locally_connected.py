@@ -1,0 +1,441 @@
+"""Locally connected layers: convolutions whose weights are not shared between places.
+
+    kind      "locally_connected"
+    inputs    (channels in, rows, columns)
+    tensors   weight (rows out, columns out, channels out, channels in * window rows *
+              window columns); bias (rows out, columns out, channels out)
+    options   size, stride, padding: a number for rows, one for columns
+
+The module is `LocallyConnected2d(in_channels, out_channels, kernel_size, *, input_size,
+stride=1, padding=0, bias=True)`. Weights come position-first, so that what a part of
+the image uses is contiguous. Cut in space, a part needs a halo of its input and the
+weights of its own places, which nobody else has: nothing is summed but halo gradients.
+Source: Le et al. 2012, "Building high-level features using large scale unsupervised
+learning", section 3; the paper's vision model has 10 x 10 windows.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, Final, NamedTuple, Protocol, final
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from typing_extensions import override
+
+from distbelief.graph.graph import Layer
+from distbelief.graph.operator import LayerKind, Step, Work
+from distbelief.graph.ops.windows import Window, padded, pair
+from distbelief.graph.region import Region
+
+
+# Products of every patch of an image with a matrix of its own, in bounded memory.
+#
+#     y[r, q, o, n] = sum over c, i, j of w[r, q, o, (c, i, j)] x[c, r s + i, q t + j, n]
+#
+# All patches of a batch together are as much as the image times the window's area: too
+# much to keep, or to pass through slow memory. So a few rows of them at a time are
+# copied, multiplied while they are in the cache, and forgotten; the backward pass copies
+# them again. Samples n come last, for then the columns of a patch's row are contiguous,
+# and copies are of long runs.
+#
+# Images come and go with samples first, contiguous, and so do their gradients: the layers
+# before and after would pay for a layout that is not theirs, at every step, and who
+# measures them alone would not know (a pooling takes a fifth longer, its gradient half).
+
+N_ELEMENTS_MAX: Final = 1 << 19
+"""Elements of the patches that are in the cache at once: 2 MiB of float32."""
+
+
+def local_product(
+    x: torch.Tensor, weight: torch.Tensor, *, size: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """Return (samples, outputs, rows out, columns out).
+
+    Args:
+        x: (samples, channels, rows, columns), padded, and no larger than is read.
+        weight: (rows out, columns out, outputs, channels * window rows * columns).
+        size: Of the window: rows, columns.
+        stride: Between windows: rows, columns.
+    """
+    last: torch.Tensor = _SamplesLast.apply(x)  # type: ignore[no-untyped-call]
+    geometry = _Geometry(*size, *stride)
+    # Functions of their own: who asks for one gradient waits for that one only.
+    product: torch.Tensor = _Both.apply(  # type: ignore[no-untyped-call]
+        _OfImages.apply(last, weight.detach(), geometry),  # type: ignore[no-untyped-call]
+        _OfWeights.apply(weight, last.detach(), geometry),  # type: ignore[no-untyped-call]
+    )
+    result: torch.Tensor = _SamplesFirst.apply(product)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Tile(NamedTuple):
+    """Outputs that are computed together: [row, row_end), [column, column_end)."""
+
+    row: int
+    row_end: int
+    column: int
+    column_end: int
+
+
+class _Geometry(NamedTuple):
+    """Of windows."""
+
+    rows: int
+    columns: int
+    row_stride: int
+    column_stride: int
+
+
+class _Context(Protocol):
+    """What autograd keeps between the passes."""
+
+    geometry: _Geometry
+    shape: torch.Size
+    saved_tensors: tuple[torch.Tensor]
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
+
+
+@final
+class _SamplesLast(torch.autograd.Function):
+    """Images as (channels, rows, columns, samples); both ways contiguous."""
+
+    @staticmethod
+    @override
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        # As one matrix: torch goes through it in blocks, else along powers of two.
+        return x.flatten(1).t().contiguous().view(*x.shape[1:], x.shape[0])
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        del ctx
+        flat = gradient.flatten(0, 2).t().contiguous()
+        return flat.view(gradient.shape[3], *gradient.shape[:3])
+
+
+@final
+class _SamplesFirst(torch.autograd.Function):
+    """Products, (rows, columns, outputs, samples), as images; both ways contiguous."""
+
+    @staticmethod
+    @override
+    def forward(ctx: object, product: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return product.permute(3, 2, 0, 1).contiguous()
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return gradient.permute(2, 3, 1, 0).contiguous()
+
+
+@final
+class _OfImages(torch.autograd.Function):
+    """The product, of which images get a gradient."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: _Context, x: torch.Tensor, weight: torch.Tensor, geometry: _Geometry
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.geometry, ctx.shape = geometry, x.shape
+        product = x.new_empty(*weight.shape[:3], x.shape[3])
+        for tile in _tiles(weight, x):
+            patches = _patches(x, tile, geometry)
+            torch.bmm(_part(weight, tile), patches, out=_part(product, tile))
+        return product
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        for_x = gradient.new_zeros(ctx.shape)
+        for tile in _tiles(weight, for_x):
+            products = _part(gradient, tile)
+            patches = torch.bmm(_part(weight, tile).transpose(1, 2), products)
+            _add_patches(for_x, patches, tile, ctx.geometry)
+        return for_x, None, None
+
+
+@final
+class _OfWeights(torch.autograd.Function):
+    """Zeros like the product, of which weights get its gradient."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: _Context, weight: torch.Tensor, x: torch.Tensor, geometry: _Geometry
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.geometry, ctx.shape = geometry, weight.shape
+        return x.new_zeros(()).expand(*weight.shape[:3], x.shape[3])
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        for_weight = gradient.new_empty(ctx.shape)
+        for tile in _tiles(for_weight, x):
+            patches = _patches(x, tile, ctx.geometry).transpose(1, 2)
+            torch.bmm(_part(gradient, tile), patches, out=_part(for_weight, tile))
+        return for_weight, None, None
+
+
+@final
+class _Both(torch.autograd.Function):
+    """The first, as it is; its gradient is the gradient of both."""
+
+    @staticmethod
+    @override
+    def forward(ctx: object, product: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+        del ctx, zeros
+        return product.view_as(product)
+
+    @staticmethod
+    @override
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        del ctx
+        return gradient, gradient
+
+
+def _part(of: torch.Tensor, tile: _Tile) -> torch.Tensor:
+    """Return the matrices of a tile of (rows, columns, *, *): (n places, *, *)."""
+    part = of[tile.row : tile.row_end, tile.column : tile.column_end]
+    return part.flatten(0, 1)
+
+
+def _tiles(weight: torch.Tensor, x: torch.Tensor) -> Iterator[_Tile]:
+    """Cut the outputs into whole rows, or a row into pieces, that fit the cache."""
+    n_rows, n_columns, _, n_weights = weight.shape
+    n_places = max(1, N_ELEMENTS_MAX // max(1, n_weights * x.shape[3]))
+    if x.is_meta:  # has no patches, and no cache
+        n_places = n_rows * n_columns
+    rows, columns = max(1, n_places // n_columns), min(n_places, n_columns)
+    for row in range(0, n_rows, rows):
+        for column in range(0, n_columns, columns):
+            yield _Tile(row, min(row + rows, n_rows), column, min(column + columns, n_columns))
+
+
+def _patches(x: torch.Tensor, tile: _Tile, window: _Geometry) -> torch.Tensor:
+    """Return the patches of a tile: (n places, channels * window, samples)."""
+    channels, rows, columns, samples = x.stride()
+    view = x.as_strided(
+        (
+            tile.row_end - tile.row,
+            tile.column_end - tile.column,
+            x.shape[0],
+            window.rows,
+            window.columns,
+            x.shape[3],
+        ),
+        (
+            rows * window.row_stride,
+            columns * window.column_stride,
+            channels,
+            rows,
+            columns,
+            samples,
+        ),
+        x.storage_offset()
+        + tile.row * window.row_stride * rows
+        + tile.column * window.column_stride * columns,
+    )
+    n_places = view.shape[0] * view.shape[1]
+    return view.reshape(n_places, math.prod(view.shape[2:5]), x.shape[3])
+
+
+def _add_patches(x: torch.Tensor, patches: torch.Tensor, tile: _Tile, window: _Geometry) -> None:
+    """Add patches to where they were copied from."""
+    n_rows, n_columns = tile.row_end - tile.row, tile.column_end - tile.column
+    parts = patches.view(n_rows, n_columns, x.shape[0], window.rows, window.columns, x.shape[3])
+    across = (n_columns - 1) * window.column_stride + 1
+    for index in range(n_rows):
+        row = (tile.row + index) * window.row_stride
+        band = x[:, row : row + window.rows]
+        part = parts[index].permute(1, 2, 0, 3, 4)
+        for offset in range(window.columns):
+            # Places do not overlap if one column of each window is taken at a time.
+            column = tile.column * window.column_stride + offset
+            target = band[:, :, column : column + across : window.column_stride]
+            target += part[:, :, :, offset]
+
+
+@final
+class LocallyConnected2d(nn.Module):
+    """A convolution with weights of its own at every place.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output: nodes that see the same window.
+        kernel_size: Of the window: rows and columns, or one number for both.
+        input_size: Rows and columns of the input, or one number for both.
+        stride: Between windows.
+        padding: Zeros around the input.
+        bias: Whether every output has a bias of its own.
+        device: Where its tensors are; "meta" for nowhere.
+        dtype: Of its tensors.
+
+    Raises:
+        ValueError: the window does not fit into the input.
+    """
+
+    def __init__(  # noqa: PLR0913 -- those of torch.nn.Conv2d
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        *,
+        input_size: int | tuple[int, int],
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.kernel_size = pair(kernel_size)
+        self.input_size = pair(input_size)
+        self.stride = pair(stride)
+        self.padding = pair(padding)
+        self.output_size = tuple(
+            Window(size=size, stride=step, padding=around).n_outputs(extent)
+            for size, step, around, extent in zip(
+                self.kernel_size, self.stride, self.padding, self.input_size, strict=True
+            )
+        )
+        if not all(self.output_size):
+            raise ValueError(
+                f"a window of {self.kernel_size} does not fit into input_size "
+                f"{self.input_size} with padding {self.padding}"
+            )
+        n_weights = in_channels * math.prod(self.kernel_size)
+        shape = (*self.output_size, out_channels)
+        self.weight = nn.Parameter(torch.empty(*shape, n_weights, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new values, uniform as torch's convolutions have them."""
+        bound = 1 / math.sqrt(self.weight.shape[-1])
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (batch, channels out, rows out, columns out).
+
+        Args:
+            x: (batch, channels in, rows, columns).
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        if tuple(x.shape[1:]) != (self.in_channels, *self.input_size):
+            raise ValueError(
+                f"x has shape {list(x.shape)}; this layer has weights for "
+                f"(batch, {self.in_channels}, {self.input_size[0]}, "
+                f"{self.input_size[1]})"
+            )
+        rows, columns = self.padding
+        if rows or columns:
+            x = functional.pad(x, (columns, columns, rows, rows))
+        return _connected(x, self.weight, self.bias, size=self.kernel_size, stride=self.stride)
+
+    @override
+    def extra_repr(self) -> str:
+        """Return the options."""
+        return (
+            f"{self.in_channels}, {self.out_channels}, "
+            f"kernel_size={self.kernel_size}, input_size={self.input_size}, "
+            f"stride={self.stride}, padding={self.padding}, "
+            f"bias={self.bias is not None}"
+        )
+
+
+@final
+class LocallyConnected(LayerKind):
+    """What `LocallyConnected2d` computes."""
+
+    name: ClassVar[str] = "locally_connected"
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        n_channels, *extents = layer.input_shapes[0]
+        spans = [
+            window.reads(interval, extent=extent)
+            for window, interval, extent in zip(
+                _windows(layer), output.intervals[1:], extents, strict=True
+            )
+        ]
+        return (Region(((0, n_channels), *spans)),)
+
+    @override
+    def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
+        channels, rows, columns = output
+        return {
+            word: Region((rows, columns, channels, *((0, n) for n in use.shape[3:])))
+            for word, use in layer.tensors.items()
+        }
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        operations = 2.0 * output.n_elements * layer.tensors["weight"].shape[-1]
+        (read,) = self.reads(layer, output)
+        n_patches = output.n_elements // max(1, output.shape[0])
+        return Work(
+            forward=operations,
+            backward=2 * operations,
+            n_elements=float(output.n_elements + read.n_elements)
+            + n_patches * layer.tensors["weight"].shape[-1],
+        )
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        return _connected(
+            padded(inputs[0], _windows(layer), output, layer.input_shapes[0]),
+            tensors["weight"],
+            tensors.get("bias"),
+            size=layer.integers("size"),
+            stride=layer.integers("stride"),
+        )
+
+
+def _connected(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    size: Sequence[int],
+    stride: Sequence[int],
+) -> torch.Tensor:
+    product = local_product(x, weight, size=size, stride=stride)
+    return product if bias is None else product + bias.permute(2, 0, 1)
+
+
+def _windows(layer: Layer) -> list[Window]:
+    rows = zip(
+        layer.integers("size"), layer.integers("stride"), layer.integers("padding"), strict=True
+    )
+    return [Window(size=size, stride=stride, padding=padding) for size, stride, padding in rows]

@@ -1,0 +1,358 @@
+"""Cross-entropy of classes that may be split over machines.
+
+    kind      "class_sums": what the loss needs of the scores, as partial sums
+    inputs    scores, labels (whole numbers, without dimension `dim`; or probabilities
+              of the scores' shape), maximum of the scores over `dim`, kept with extent
+              1, or absent
+    options   dim; smoothing; soft: whether labels are probabilities
+    output    the scores' shape with extent 3 in `dim`: sum of exp(s), of q s, of q,
+              where s = score - maximum, and q the label's distribution; without a
+              maximum scores are logarithms of probabilities, and the first sum is 0
+
+    kind      "cross_entropy"
+    inputs    class sums, labels (if they are not probabilities)
+    options   dim; ignore: the label that counts for nothing; mean: over the labels that
+              count, or the sum over positions; soft, as above; normalised: whether
+              scores are logarithms of probabilities
+    output    () per sample; the loss of the batch is the mean of it over samples
+
+    cross_entropy_layers(name, (scores, labels), *, dim=0, smoothing=0.0, ignore=-100,
+                         mean=True, normalised=False)
+
+With `normalised` the scores are logarithms of probabilities: torch's nll_loss. As in
+torch the mean is over all labels of the batch that count: the sum over a sample's
+positions carries the factor samples / (labels that count), so that the mean over
+samples is torch's. No label that counts: the loss is 0 (torch: nan).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Final, final
+
+import torch
+from torch.nn import functional
+from typing_extensions import override
+
+from distbelief.graph.graph import Layer
+from distbelief.graph.operator import Cut, PartialSums, Step, Work
+from distbelief.graph.ops.reductions import SumOfParts, reduction_layer
+from distbelief.graph.region import Region
+
+
+# Losses that are a sum over places: one-vs-all logistic, squares, absolute values.
+#
+#     kind      "place_loss": sum or mean over all places of f(x, target)
+#     inputs    x; target of the same shape, or (labels) whole numbers without dim `dim`
+#     options   function: "logistic" "mse" "l1" "smooth_l1" "huber" "soft_margin"
+#               "binary_cross_entropy" "poisson_nll" "kl_div"
+#               argument: beta of smooth_l1, delta of huber; else 0.0
+#               mean: over the places of a sample, or the sum
+#               labels: whether target is labels; place c has target 1 if it is the label
+#               dim: the dimension of x that labels choose from; -1 if labels is False
+#
+# The output is () for each sample: the loss of the batch is the mean of it over samples,
+# which is the business of who runs the graph. Split over any dimension, as partial sums.
+
+Loss = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+FUNCTIONS: Final[Mapping[str, Loss]] = {
+    "logistic": lambda x, t, _: functional.binary_cross_entropy_with_logits(x, t, reduction="none"),
+    "binary_cross_entropy": lambda x, t, _: functional.binary_cross_entropy(x, t, reduction="none"),
+    "mse": lambda x, t, _: (x - t).square(),
+    "l1": lambda x, t, _: (x - t).abs(),
+    "smooth_l1": lambda x, t, beta: functional.smooth_l1_loss(x, t, reduction="none", beta=beta),
+    "huber": lambda x, t, delta: functional.huber_loss(x, t, reduction="none", delta=delta),
+    "soft_margin": lambda x, t, _: -functional.logsigmoid(x * t),
+    "poisson_nll": lambda x, t, _: x.exp() - t * x,
+    "kl_div": lambda x, t, _: functional.kl_div(x, t, reduction="none"),
+}
+
+
+@final
+class PlaceLossParts(PartialSums):
+    """Any box of x gives a summand."""
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        return tuple(Cut(dim) for dim in range(len(layer.input_shapes[0])))
+
+    @override
+    def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
+        if not layer.options["labels"]:
+            return (part, part)
+        dim = layer.integer("dim")
+        return (part, Region((*part.intervals[:dim], *part.intervals[dim + 1 :])))
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        part: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        x, target = inputs
+        if layer.options["labels"]:
+            dim = layer.integer("dim")
+            target = one_of(target, part, dim=dim)
+        losses = FUNCTIONS[layer.text("function")](x, target.to(x.dtype), layer.number("argument"))
+        n_places = math.prod(layer.input_shapes[0]) if layer.options["mean"] else 1
+        return per_sample(losses) / n_places
+
+
+@final
+class PlaceLoss(SumOfParts):
+    """The sum or mean of f(x, target) over all places of a sample."""
+
+    name: ClassVar[str] = "place_loss"
+    partial: ClassVar[PartialSums | None] = PlaceLossParts()
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n = float(math.prod(layer.input_shapes[0]))
+        return Work(forward=4 * n, backward=4 * n, n_elements=2 * n)
+
+
+def place_loss_layer(
+    name: str,
+    sources: tuple[Layer, Layer],
+    *,
+    function: str,
+    argument: float = 0.0,
+    mean: bool = True,
+    dim: int = 0,
+) -> Layer:
+    """Return a loss that is a sum over places.
+
+    Args:
+        name: Of the layer.
+        sources: x and the target; labels if it has one dimension less than x, whole
+            numbers.
+        function: One of `FUNCTIONS`.
+        argument: beta of "smooth_l1", delta of "huber".
+        mean: Over the places of a sample; or the sum.
+        dim: The dimension of x that labels choose from.
+    """
+    x, target = sources
+    labels = target.is_integer and len(target.shape) < len(x.shape)
+    return Layer(
+        name=name,
+        kind=PlaceLoss.name,
+        inputs=(x.name, target.name),
+        input_shapes=(x.shape, target.shape),
+        shape=(),
+        options={
+            "function": function,
+            "argument": argument,
+            "mean": mean,
+            "labels": labels,
+            "dim": dim if labels else -1,
+        },
+    )
+
+
+def per_sample(losses: torch.Tensor) -> torch.Tensor:
+    """Return the sum over all but the batch: (batch,)."""
+    return losses.flatten(1).sum(1) if losses.dim() > 1 else losses
+
+
+def one_of(labels: torch.Tensor, part: Region, *, dim: int) -> torch.Tensor:
+    """Return, for a part of the scores, where the label's class is.
+
+    Args:
+        labels: (batch, *positions).
+        part: Of the scores.
+        dim: That of the classes, the batch not counted.
+    """
+    start, stop = part.intervals[dim]
+    classes = torch.arange(start, stop, device=labels.device)
+    classes = classes.view(-1, *(1,) * (len(part.intervals) - dim - 1))
+    return labels.unsqueeze(dim + 1) == classes
+
+
+@final
+class ClassSumParts(PartialSums):
+    """Any box of the scores gives a summand of the sums at its positions."""
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        return tuple(Cut(dim) for dim in range(len(layer.shape)))
+
+    @override
+    def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
+        dim = layer.integer("dim")
+        positions = Region((*part.intervals[:dim], *part.intervals[dim + 1 :]))
+        labels = part if layer.options["soft"] else positions
+        if len(layer.inputs) == 2:
+            return (part, labels)
+        return (part, labels, part.replaced(dim, (0, 1)))
+
+    @override
+    def writes(self, layer: Layer, part: Region) -> Region:
+        return part.replaced(layer.integer("dim"), (0, 3))
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        part: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        dim = layer.integer("dim")
+        scores, labels, *maximum = inputs
+        scores = scores - maximum[0] if maximum else scores
+        if layer.options["soft"]:
+            wanted, weight = (labels * scores).sum(dim + 1), labels.sum(dim + 1)
+        else:
+            wanted, weight = _picked(scores, labels, part, dim=dim)
+        smoothing = layer.number("smoothing")
+        if smoothing:
+            share = smoothing / layer.input_shapes[0][dim]
+            wanted = (1 - smoothing) * wanted + share * scores.sum(dim + 1)
+            weight = (1 - smoothing) * weight + share * scores.shape[dim + 1]
+        total = scores.exp().sum(dim + 1) if maximum else torch.zeros_like(weight)
+        return torch.stack([total, wanted, weight], dim + 1)
+
+
+@final
+class ClassSums(SumOfParts):
+    """Sums over classes that the cross-entropy is a function of."""
+
+    name: ClassVar[str] = "class_sums"
+    partial: ClassVar[PartialSums | None] = ClassSumParts()
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        dim = layer.integer("dim")
+        return tuple(Cut(d) for d in range(len(layer.shape)) if d != dim)
+
+    @override
+    def taken_over(self, layer: Layer, output: Region) -> Region:
+        return _all_classes(layer, output)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n = float(_all_classes(layer, output).n_elements)
+        return Work(forward=8 * n, backward=4 * n, n_elements=2 * n)
+
+
+@final
+class CrossEntropyParts(PartialSums):
+    """Positions are summands; how many labels count is known from all labels."""
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        dim = layer.integer("dim")
+        return tuple(Cut(d) for d in range(len(layer.input_shapes[0])) if d != dim)
+
+    @override
+    def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
+        return (part, *(Region.of(*shape) for shape in layer.input_shapes[1:]))
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        part: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        dim = layer.integer("dim")
+        total, wanted, weight = inputs[0].unbind(dim + 1)
+        losses = -wanted if layer.options["normalised"] else weight * total.log() - wanted
+        n_positions = math.prod(layer.input_shapes[0]) // layer.input_shapes[0][dim]
+        factor = 1.0 / n_positions
+        if not layer.options["soft"]:
+            labels = inputs[1]
+            counts = labels != layer.integer("ignore")
+            here = Region((*part.intervals[:dim], *part.intervals[dim + 1 :]))
+            losses = losses * counts[(slice(None), *here.slices)]
+            factor = labels.shape[0] / max(1, int(counts.sum()))
+        return per_sample(losses) * (factor if layer.options["mean"] else 1.0)
+
+
+@final
+class CrossEntropy(SumOfParts):
+    """The loss of each sample, from its class sums."""
+
+    name: ClassVar[str] = "cross_entropy"
+    partial: ClassVar[PartialSums | None] = CrossEntropyParts()
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n = float(math.prod(layer.input_shapes[0]))
+        return Work(forward=4 * n, backward=4 * n, n_elements=n)
+
+
+def cross_entropy_layers(
+    name: str,
+    sources: tuple[Layer, Layer],
+    *,
+    dim: int = 0,
+    smoothing: float = 0.0,
+    ignore: int = -100,
+    mean: bool = True,
+    normalised: bool = False,
+) -> list[Layer]:
+    """Return the layers of a cross-entropy; the last one's output is () per sample.
+
+    Args:
+        name: Of the last one.
+        sources: Scores, and labels (whole numbers without dimension `dim`) or
+            probabilities (of the scores' shape).
+        dim: That of the classes, the batch not counted.
+        smoothing: How much of the label's weight goes to all classes alike.
+        ignore: The label that counts for nothing.
+        mean: Over the labels that count, or the sum over positions.
+        normalised: Whether scores are logarithms of probabilities (torch's nll_loss).
+    """
+    scores, labels = sources
+    soft = not labels.is_integer
+    maximum = reduction_layer(f"{name}.maximum", [scores], function="maximum", dims=[dim])
+    reads = [scores, labels] if normalised else [scores, labels, maximum]
+    sums = Layer(
+        name=f"{name}.sums",
+        kind=ClassSums.name,
+        inputs=tuple(layer.name for layer in reads),
+        input_shapes=tuple(layer.shape for layer in reads),
+        shape=(*scores.shape[:dim], 3, *scores.shape[dim + 1 :]),
+        options={"dim": dim, "smoothing": smoothing, "soft": soft},
+    )
+    loss = Layer(
+        name=name,
+        kind=CrossEntropy.name,
+        inputs=(sums.name,) if soft else (sums.name, labels.name),
+        input_shapes=(sums.shape,) if soft else (sums.shape, labels.shape),
+        shape=(),
+        options={
+            "dim": dim,
+            "ignore": ignore,
+            "mean": mean,
+            "soft": soft,
+            "normalised": normalised,
+        },
+    )
+    return [sums, loss] if normalised else [maximum, sums, loss]
+
+
+def _picked(
+    scores: torch.Tensor, labels: torch.Tensor, part: Region, *, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the score of the label where its class is in the part, and 1 there.
+
+    No product with zeros: scores of classes that are ruled out may be -inf.
+    """
+    start, stop = part.intervals[dim]
+    inside = (labels >= start) & (labels < stop)
+    index = (labels - start).clamp(0, stop - start - 1).unsqueeze(dim + 1)
+    picked = scores.gather(dim + 1, index).squeeze(dim + 1)
+    return torch.where(inside, picked, 0.0), inside.to(scores.dtype)
+
+
+def _all_classes(layer: Layer, output: Region) -> Region:
+    dim = layer.integer("dim")
+    return output.replaced(dim, (0, layer.input_shapes[0][dim]))

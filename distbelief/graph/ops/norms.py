@@ -1,0 +1,306 @@
+"""BatchNorm and its kin as layers: statistics, then their use.
+
+    batch_norm_layers      over samples and space; running statistics
+    layer_norm_layers      over the last dimensions of each sample
+    rms_norm_layers        the same, without a mean
+    group_norm_layers      over groups of channels, and space, of each sample
+    instance_norm_layers   over space of each sample and channel
+
+Statistics are a mean, then a mean of squares around it: two sums over what may be
+split, never the difference of two large numbers. The last layer has the name given;
+`tensors` are by torch's words, and each may be absent: weight, bias, running_mean,
+running_var. A module's num_batches_tracked is not counted on.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, final
+
+import torch
+from typing_extensions import override
+
+from distbelief.graph.graph import GraphError, Layer, LayerGraph, TensorUse
+from distbelief.graph.operator import LayerKind, Step, Work
+from distbelief.graph.ops.pointwise import broadcast
+from distbelief.graph.ops.reductions import reduction_layer
+from distbelief.graph.ops.views import reshape_layer
+from distbelief.graph.region import Region
+
+
+# Normalisation by statistics: BatchNorm, LayerNorm, GroupNorm, InstanceNorm, RMSNorm.
+#
+#     kind      "normalise": (x - mean) / sqrt(variance + epsilon) * weight + bias
+#     inputs    (x, mean, variance), (x, mean square), or (x,); statistics broadcast
+#     tensors   weight, bias, running_mean, running_var (trains=False); each may be absent
+#     options   epsilon
+#               dims: the dimensions of x that the tensors' dimensions are
+#               n_places: if above 0, the variance is one of samples times so many places,
+#               unbiased, and what is divided by is the biased one
+#
+#     kind      "running_average": (1 - momentum) * running + momentum * statistic
+#     inputs    statistic (batch of one); then another "running_average" of the same
+#               tensor, or absent: what is running by then, where a module is called again
+#     tensors   running (trains=False)
+#     options   momentum
+#
+# With running tensors and inputs, "normalise" uses the inputs in a training step and the
+# running tensors otherwise; with (x,) alone always the running tensors. New running
+# statistics leave the graph as layers of kind "running_average", which nobody reads:
+# `running_averages(graph)` says which tensor each replaces. The composites are in
+# `norm_layers`.
+
+
+@final
+class Normalise(LayerKind):
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias."""
+
+    name: ClassVar[str] = "normalise"
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        return tuple(broadcast(output, shape) for shape in layer.input_shapes)
+
+    @override
+    def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
+        own = Region(tuple(output.intervals[dim] for dim in layer.integers("dims")))
+        return dict.fromkeys(layer.tensors, own)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n = float(output.n_elements)
+        return Work(forward=4 * n, backward=6 * n, n_elements=2 * n)
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        x, *statistics = inputs
+        dims = layer.integers("dims")
+        own = {word: _spread(value, dims, x) for word, value in tensors.items()}
+        if "running_var" in own and not (step.training and statistics):
+            statistics = [own["running_mean"], own["running_var"]]
+        elif layer.integer("n_places"):
+            count = x.shape[0] * layer.integer("n_places")
+            statistics = [statistics[0], statistics[1] * ((count - 1) / count)]
+        scale = own.get("weight")
+        if statistics:
+            *mean, variance = statistics
+            x = x - mean[0] if mean else x
+            inverse = (variance + layer.number("epsilon")).rsqrt()
+            scale = inverse if scale is None else inverse * scale
+        result = x if scale is None else x * scale
+        return result + own["bias"] if "bias" in own else result
+
+
+@final
+class RunningAverage(LayerKind):
+    """The running statistic after this step: unchanged unless it is for training."""
+
+    name: ClassVar[str] = "running_average"
+
+    @override
+    def joins_samples(self, layer: Layer) -> bool:
+        return True
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        ones = (1,) * (len(layer.input_shapes[0]) - 1)
+        statistic = Region((*output.intervals, *((0, one) for one in ones)))
+        return (statistic, output)[: len(layer.inputs)]
+
+    @override
+    def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
+        return {"running": output}
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        return Work(n_elements=3.0 * output.n_elements)
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        statistic, *before = (value.detach() for value in inputs)
+        running = before[0] if before else tensors["running"].unsqueeze(0)
+        if not step.training:
+            return running
+        statistic = statistic.flatten(1)
+        momentum = layer.number("momentum")
+        return (1 - momentum) * running + momentum * statistic
+
+
+def running_averages(graph: LayerGraph) -> dict[str, str]:
+    """Return, by the tensor that a training step replaces, the layer that gives it.
+
+    The last one, if a module is called several times. The layer's output has a batch of
+    one before the tensor's shape.
+    """
+    return {
+        layer.tensors["running"].name: layer.name
+        for layer in graph.layers
+        if layer.kind == RunningAverage.name
+    }
+
+
+def _spread(value: torch.Tensor, dims: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose dimensions are these of x as one that broadcasts."""
+    shape = [1] * x.dim()
+    for dim, extent in zip(dims, value.shape, strict=True):
+        shape[dim + 1] = extent
+    return value.view(shape)
+
+
+Uses = Mapping[str, TensorUse]
+
+
+def batch_norm_layers(
+    name: str,
+    source: Layer,
+    *,
+    tensors: Uses,
+    epsilon: float,
+    momentum: float | None,
+    before: Mapping[str, Layer | None] | None = None,
+    frozen: bool = False,
+) -> list[Layer]:
+    """Return the layers of a BatchNorm over (channels, *space).
+
+    Args:
+        name: Of the last but its running averages, which come before it.
+        source: What it reads.
+        tensors: weight and bias; running_mean and running_var, unless they are not
+            kept, and statistics are the batch's even when not training.
+        epsilon: Added to the variance.
+        momentum: Of the running statistics.
+        before: By their words, the layers that have replaced them already in this
+            forward, which calls the module several times.
+        frozen: Whether to use the running statistics in training too, unchanged.
+
+    Raises:
+        GraphError: momentum is None, torch's plain average over all steps.
+    """
+    if frozen:
+        return [_normalise(name, [source], epsilon=epsilon, tensors=tensors, dims=[0])]
+    space = range(1, len(source.shape))
+    mean = reduction_layer(f"{name}.mean", [source], function="mean", dims=space, batch=True)
+    variance = reduction_layer(
+        f"{name}.variance",
+        [source, mean],
+        function="variance",
+        dims=space,
+        batch=True,
+        correction=1,
+    )
+    layers = [mean, variance]
+    for statistic, word in ((mean, "running_mean"), (variance, "running_var")):
+        if word not in tensors:
+            continue
+        if momentum is None:
+            raise GraphError(
+                f"{name!r} averages its statistics over all steps (momentum=None), "
+                "which is not supported: use a number, 0.1 say"
+            )
+        former = (before or {}).get(word)
+        reads = [statistic] if former is None else [statistic, former]
+        layers.append(
+            Layer(
+                name=f"{name}.{word}",
+                kind=RunningAverage.name,
+                inputs=tuple(layer.name for layer in reads),
+                input_shapes=tuple(layer.shape for layer in reads),
+                shape=source.shape[:1],
+                options={"momentum": momentum},
+                tensors={"running": tensors[word]},
+            )
+        )
+    norm = _normalise(
+        name,
+        [source, mean, variance],
+        epsilon=epsilon,
+        tensors=tensors,
+        dims=[0],
+        n_places=math.prod(source.shape[1:]),
+    )
+    return [*layers, norm]
+
+
+def layer_norm_layers(
+    name: str, source: Layer, *, n_dims: int, tensors: Uses, epsilon: float
+) -> list[Layer]:
+    """Return the layers of a LayerNorm over the last `n_dims` dimensions."""
+    dims = range(len(source.shape) - n_dims, len(source.shape))
+    return _per_sample(name, source, over=dims, tensors=tensors, epsilon=epsilon)
+
+
+def rms_norm_layers(
+    name: str, source: Layer, *, n_dims: int, tensors: Uses, epsilon: float
+) -> list[Layer]:
+    """Return the layers of an RMSNorm over the last `n_dims` dimensions."""
+    dims = range(len(source.shape) - n_dims, len(source.shape))
+    power = reduction_layer(f"{name}.mean_square", [source], function="mean_square", dims=dims)
+    norm = _normalise(name, [source, power], epsilon=epsilon, tensors=tensors, dims=dims)
+    return [power, norm]
+
+
+def instance_norm_layers(name: str, source: Layer, *, tensors: Uses, epsilon: float) -> list[Layer]:
+    """Return the layers of an InstanceNorm without running statistics."""
+    space = range(1, len(source.shape))
+    mean, variance, _ = _per_sample(name, source, over=space, tensors={}, epsilon=epsilon)
+    sources = [source, mean, variance]
+    norm = _normalise(name, sources, epsilon=epsilon, tensors=tensors, dims=[0])
+    return [mean, variance, norm]
+
+
+def group_norm_layers(
+    name: str, source: Layer, *, n_groups: int, tensors: Uses, epsilon: float
+) -> list[Layer]:
+    """Return the layers of a GroupNorm over (channels, *space)."""
+    n_channels, *space = source.shape
+    grouped = reshape_layer(
+        f"{name}.groups", source, shape=(n_groups, n_channels // n_groups, *space)
+    )
+    dims = range(1, len(grouped.shape))
+    inner = _per_sample(f"{name}.normal", grouped, over=dims, tensors={}, epsilon=epsilon)
+    back = reshape_layer(f"{name}.channels", inner[-1], shape=source.shape)
+    affine = _normalise(name, [back], epsilon=epsilon, tensors=tensors, dims=[0])
+    return [grouped, *inner, back, affine]
+
+
+def _per_sample(
+    name: str, source: Layer, *, over: Sequence[int], tensors: Uses, epsilon: float
+) -> list[Layer]:
+    mean = reduction_layer(f"{name}.mean", [source], function="mean", dims=over)
+    variance = reduction_layer(f"{name}.variance", [source, mean], function="variance", dims=over)
+    sources = [source, mean, variance]
+    norm = _normalise(name, sources, epsilon=epsilon, tensors=tensors, dims=over)
+    return [mean, variance, norm]
+
+
+def _normalise(
+    name: str,
+    sources: Sequence[Layer],
+    *,
+    epsilon: float,
+    tensors: Uses,
+    dims: Sequence[int],
+    n_places: int = 0,
+) -> Layer:
+    return Layer(
+        name=name,
+        kind=Normalise.name,
+        inputs=tuple(source.name for source in sources),
+        input_shapes=tuple(source.shape for source in sources),
+        shape=sources[0].shape,
+        options={"epsilon": epsilon, "dims": tuple(dims), "n_places": n_places},
+        tensors=tensors,
+    )

@@ -1,0 +1,233 @@
+"""Numbers compared, and chosen by that: masks, `where`, `masked_fill`.
+
+    kind      "comparison": 1 where it is true, 0 elsewhere
+    options   function: one of `COMPARISONS`, of the inputs; argument: a number in the
+              place of the second
+
+    kind      "where": the second input where the first is not 0, the third elsewhere
+    options   yes, no: a number in the place of one of them
+
+What is true is a number, of the type of what is compared: so it can be sent, and
+multiplied, like others. It has no gradient; what is chosen has.
+
+Inputs broadcast to the output's shape; a region needs the same region of each.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import ClassVar, Final, final
+
+import torch
+from torch.nn import functional
+from typing_extensions import override
+
+from distbelief.graph.graph import Layer
+from distbelief.graph.operator import LayerKind, Step, Work
+from distbelief.graph.region import Region, Shape
+
+
+# Functions of one number at a time, or of numbers at one place: relu, sums.
+#
+#     kind      "pointwise"
+#     options   function: one of `UNARY`, `PARAMETRIC`, `SEVERAL`; argument: its
+#               parameter, if it has one
+#
+# Inputs broadcast to the output's shape, as in torch, if their last dimensions are lined
+# up (samples of the batch too: statistics have a batch of one). A region needs the same
+# region of each.
+
+Unary = Callable[[torch.Tensor], torch.Tensor]
+Parametric = Callable[[torch.Tensor, float], torch.Tensor]
+Binary = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+UNARY: Final[Mapping[str, Unary]] = {
+    "relu": torch.relu,
+    "relu6": functional.relu6,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+    "mish": functional.mish,
+    "softplus": functional.softplus,
+    "hardswish": functional.hardswish,
+    "hardsigmoid": functional.hardsigmoid,
+    "exp": torch.exp,
+    "log": torch.log,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "abs": torch.abs,
+    "neg": torch.neg,
+    "square": torch.square,
+    "reciprocal": torch.reciprocal,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "erf": torch.erf,
+    "log1p": torch.log1p,
+    "expm1": torch.expm1,
+    "selu": functional.selu,
+    "softsign": functional.softsign,
+    "logsigmoid": functional.logsigmoid,
+    "tanhshrink": functional.tanhshrink,
+    "detach": torch.detach,
+}
+
+PARAMETRIC: Final[Mapping[str, Parametric]] = {
+    "leaky_relu": functional.leaky_relu,
+    "elu": functional.elu,
+    "celu": functional.celu,
+    "hardshrink": functional.hardshrink,
+    "softshrink": functional.softshrink,
+    "clamp_min": torch.clamp_min,
+    "clamp_max": torch.clamp_max,
+    "add_number": lambda x, c: x + c,
+    "multiply_number": lambda x, c: x * c,
+    "subtract_from_number": lambda x, c: c - x,
+    "divide_number": lambda x, c: c / x,
+    "power": lambda x, c: x**c,
+}
+
+SEVERAL: Final[Mapping[str, Binary]] = {
+    "add": torch.add,
+    "subtract": torch.sub,
+    "multiply": torch.mul,
+    "divide": torch.div,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+}
+
+
+@final
+class Pointwise(LayerKind):
+    """output = function(inputs), place by place."""
+
+    name: ClassVar[str] = "pointwise"
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        return tuple(broadcast(output, shape) for shape in layer.input_shapes)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n = float(output.n_elements)
+        n_inputs = len(layer.inputs)
+        return Work(forward=n, backward=n * n_inputs, n_elements=n * (1 + n_inputs))
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        function = layer.text("function")
+        if function in UNARY:
+            return UNARY[function](inputs[0])
+        if function in PARAMETRIC:
+            return PARAMETRIC[function](inputs[0], layer.number("argument"))
+        if function not in SEVERAL:
+            raise ValueError(f"{layer.name!r} has no function {function!r}")
+        alike = [lined_up(value, len(layer.shape)) for value in inputs]
+        return reduce(SEVERAL[function], alike)
+
+
+def broadcast(output: Region, shape: Shape) -> Region:
+    """Return what `output` needs of an input of this shape that broadcasts to it."""
+    last = output.intervals[len(output.intervals) - len(shape) :]
+    return Region(
+        tuple(
+            (0, 1) if extent == 1 and start < stop else (start, stop)
+            for extent, (start, stop) in zip(shape, last, strict=True)
+        )
+    )
+
+
+def lined_up(value: torch.Tensor, n_dims: int) -> torch.Tensor:
+    """Return (batch, *shape) with dimensions of extent 1 before those of its shape.
+
+    Without them torch would line up the batch with a dimension of a longer shape.
+    """
+    missing = n_dims + 1 - value.dim()
+    return value.view(value.shape[0], *(1,) * missing, *value.shape[1:])
+
+
+Number = torch.Tensor | float
+Comparison = Callable[[torch.Tensor, Number], torch.Tensor]
+
+COMPARISONS: Final[Mapping[str, Comparison]] = {
+    "greater": operator.gt,
+    "greater_equal": operator.ge,
+    "less": operator.lt,
+    "less_equal": operator.le,
+    "equal": torch.eq,
+    "not_equal": torch.ne,
+    "and": lambda x, y: torch.logical_and(x, torch.as_tensor(y)),
+    "or": lambda x, y: torch.logical_or(x, torch.as_tensor(y)),
+}
+
+
+@final
+class Compare(LayerKind):
+    """output = function(inputs), 1 or 0, place by place."""
+
+    name: ClassVar[str] = "comparison"
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        return tuple(broadcast(output, shape) for shape in layer.input_shapes)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n = float(output.n_elements)
+        n_elements = n * (1 + len(layer.inputs))
+        return Work(forward=n, backward=0.0, n_elements=n_elements)
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        one, *others = (lined_up(value, len(layer.shape)) for value in inputs)
+        other = others[0] if others else layer.number("argument")
+        found = COMPARISONS[layer.text("function")](one.detach(), other)
+        types = (value.dtype for value in inputs if value.is_floating_point())
+        return found.to(next(types, torch.get_default_dtype()))
+
+
+@final
+class Where(LayerKind):
+    """output = one of two, as a mask says, place by place."""
+
+    name: ClassVar[str] = "where"
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        return tuple(broadcast(output, shape) for shape in layer.input_shapes)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n, n_inputs = float(output.n_elements), len(layer.inputs)
+        return Work(forward=n, backward=n * n_inputs, n_elements=n * (1 + n_inputs))
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        mask, *given = (lined_up(value, len(layer.shape)) for value in inputs)
+        values = iter(given)
+        yes, no = (
+            layer.number(word) if word in layer.options else next(values) for word in ("yes", "no")
+        )
+        return torch.where(mask != 0, yes, no)

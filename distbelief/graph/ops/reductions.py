@@ -1,0 +1,332 @@
+"""Softmax and its logarithm, over a dimension that may be split.
+
+kind      "softmax": exp(x - maximum) / sum, or its logarithm
+inputs    x, maximum, sum of exp(x - maximum); these two broadcast against x
+options   log: whether the logarithm is wanted
+
+softmax_layers(name, source, *, dim, log=False)    maximum, sum_exp, softmax
+"""
+
+import math
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Final, final
+
+import torch
+from typing_extensions import override
+
+from distbelief.graph.graph import Layer, Option
+from distbelief.graph.operator import Combine, Cut, LayerKind, PartialSums, Step, Work
+from distbelief.graph.ops.pointwise import broadcast
+from distbelief.graph.region import Region, Shape
+
+
+# Kinds whose output is one part of itself: the part that is taken over everything.
+#
+# What such a kind computes stands once, in its `partial`; the kind adds which region of
+# the first input a region of the output is taken over, and what it costs.
+
+
+class SumOfParts(LayerKind, ABC):
+    """A kind that computes an output as its `partial` does the largest part."""
+
+    def taken_over(self, layer: Layer, output: Region) -> Region:
+        """Return the region of the first input: all of it, unless a kind knows less."""
+        del output
+        return Region.of(*layer.input_shapes[0])
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        assert self.partial is not None
+        return self.partial.reads(layer, self.taken_over(layer, output))
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        assert self.partial is not None
+        part = self.taken_over(layer, output)
+        return self.partial.compute(layer, part, inputs, tensors, step)
+
+
+# Sums, means and maxima over dimensions: what is partial, combined, then used.
+#
+#     kind      "reduction"
+#     inputs    x, and for some functions a statistic that broadcasts against x
+#     options   function: one of `FUNCTIONS`
+#                 "sum"  "mean"  "mean_square"         of x
+#                 "variance"   mean of (x - mean)^2    inputs x, mean
+#                 "sum_exp"    sum of exp(x - maximum) inputs x, maximum
+#               dims: which dimensions of x, without the batch, from 0
+#               keep: whether they stay, with extent 1
+#               batch: whether the samples of the batch are summed over as well
+#               correction: what is taken from the count of a mean (1 in a "variance"
+#               that is unbiased, 0 elsewhere)
+#
+#     kind      "maximum"
+#     inputs    x
+#     options   dims, keep; gradient: whether it has one (softmax needs none)
+#
+# A reduction over the batch gives one sample, (1, *shape), that broadcasts: the batch is
+# never split over machines, so nothing else is needed for it. A maximum with a gradient
+# is not split over what it is taken over: of equal values it would be unclear which.
+
+FUNCTIONS: Final = frozenset({"sum", "mean", "mean_square", "variance", "sum_exp"})
+
+
+@final
+class ReducedParts(PartialSums):
+    """Any box of x gives a summand of what is kept of it."""
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        return tuple(Cut(dim) for dim in range(len(layer.input_shapes[0])))
+
+    @override
+    def reads(self, layer: Layer, part: Region) -> tuple[Region, ...]:
+        return tuple(broadcast(part, shape) for shape in layer.input_shapes)
+
+    @override
+    def writes(self, layer: Layer, part: Region) -> Region:
+        return kept(layer, part)
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        part: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        x = inputs[0]
+        match layer.text("function"):
+            case "sum" | "mean":
+                summands = x
+            case "mean_square":
+                summands = x.square()
+            case "variance":
+                summands = (x - inputs[1]).square()
+            case "sum_exp":
+                summands = (x - inputs[1]).exp()
+            case function:
+                raise ValueError(f"{layer.name!r} has no function {function!r}")
+        batch = (0,) if layer.options["batch"] else ()
+        dims = (*batch, *_dims(layer))
+        total = summands.sum(dims, keepdim=True) if dims else summands
+        return _dropped(layer, total) / _divisor(layer, x.shape[0])
+
+
+@final
+class Reduction(SumOfParts):
+    """Sums and means over some dimensions."""
+
+    name: ClassVar[str] = "reduction"
+    partial: ClassVar[PartialSums | None] = ReducedParts()
+
+    @override
+    def joins_samples(self, layer: Layer) -> bool:
+        return bool(layer.options["batch"])
+
+    @override
+    def taken_over(self, layer: Layer, output: Region) -> Region:
+        return _read(layer, output)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        return _work(layer, output)
+
+
+@final
+class MaximumParts(PartialSums):
+    """The largest of each part, unless one of several equals has to be told apart."""
+
+    combine: ClassVar[Combine] = "max"
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        dims = range(len(layer.input_shapes[0]))
+        gradient = bool(layer.options["gradient"])
+        over = frozenset(layer.integers("dims")) if gradient else frozenset[int]()
+        return tuple(Cut(dim) for dim in dims if dim not in over)
+
+    @override
+    def writes(self, layer: Layer, part: Region) -> Region:
+        return kept(layer, part)
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        part: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        x = inputs[0] if layer.options["gradient"] else inputs[0].detach()
+        dims = _dims(layer)
+        return _dropped(layer, x.amax(dims, keepdim=True) if dims else x)
+
+
+@final
+class Maximum(SumOfParts):
+    """The largest element over some dimensions; equals share its gradient."""
+
+    name: ClassVar[str] = "maximum"
+    partial: ClassVar[PartialSums | None] = MaximumParts()
+
+    @override
+    def taken_over(self, layer: Layer, output: Region) -> Region:
+        return _read(layer, output)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        return _work(layer, output)
+
+
+def reduction_layer(
+    name: str,
+    sources: Sequence[Layer],
+    *,
+    function: str,
+    dims: Sequence[int],
+    keep: bool = True,
+    batch: bool = False,
+    correction: int = 0,
+) -> Layer:
+    """Return a layer of kind "reduction", or "maximum" without a gradient.
+
+    Args:
+        name: Of the layer.
+        sources: x, and the statistic that the function needs.
+        function: One of `FUNCTIONS`, or "maximum".
+        dims: Which dimensions of x, without the batch, from 0.
+        keep: Whether they stay, with extent 1.
+        batch: Whether to sum over samples as well.
+        correction: What is taken from the count in a variance.
+    """
+    shape = sources[0].shape
+    options: dict[str, Option] = {"dims": tuple(dims), "keep": keep}
+    if function == "maximum":
+        options |= {"gradient": False}
+    else:
+        options |= {"function": function, "batch": batch, "correction": correction}
+    return Layer(
+        name=name,
+        kind="maximum" if function == "maximum" else "reduction",
+        inputs=tuple(source.name for source in sources),
+        input_shapes=tuple(source.shape for source in sources),
+        shape=reduced(shape, dims, keep=keep),
+        options=options,
+    )
+
+
+def reduced(shape: Shape, dims: Sequence[int], *, keep: bool) -> Shape:
+    """Return the shape that is left of `shape`."""
+    return tuple(
+        1 if dim in dims else extent for dim, extent in enumerate(shape) if keep or dim not in dims
+    )
+
+
+def kept(layer: Layer, part: Region) -> Region:
+    """Return the region of the output that `part` of x belongs to."""
+    dims = layer.integers("dims")
+    keep = bool(layer.options["keep"])
+    return Region(
+        tuple(
+            (0, 1) if dim in dims else interval
+            for dim, interval in enumerate(part)
+            if keep or dim not in dims
+        )
+    )
+
+
+def _read(layer: Layer, output: Region) -> Region:
+    """Return what of x a region of the output is taken over."""
+    dims = layer.integers("dims")
+    left = iter(output)
+    intervals = []
+    for dim, extent in enumerate(layer.input_shapes[0]):
+        if dim in dims:
+            intervals.append((0, extent))
+            if layer.options["keep"]:
+                next(left)
+        else:
+            intervals.append(next(left))
+    return Region(tuple(intervals))
+
+
+def _dims(layer: Layer) -> Shape:
+    """Return over which dimensions of a tensor with a batch it is taken."""
+    return tuple(dim + 1 for dim in layer.integers("dims"))
+
+
+def _dropped(layer: Layer, total: torch.Tensor) -> torch.Tensor:
+    """Return it without the dimensions of extent 1 that are not kept."""
+    return total if layer.options["keep"] else total.squeeze(_dims(layer))
+
+
+def _divisor(layer: Layer, n_samples: int) -> float:
+    if layer.text("function") in {"sum", "sum_exp"}:
+        return 1.0
+    shape = layer.input_shapes[0]
+    count = math.prod(shape[dim] for dim in layer.integers("dims"))
+    if layer.options["batch"]:
+        count *= n_samples
+    return float(max(1, count - layer.integer("correction")))
+
+
+def _work(layer: Layer, output: Region) -> Work:
+    n = float(_read(layer, output).n_elements)
+    return Work(forward=n * len(layer.inputs), backward=n * len(layer.inputs), n_elements=n)
+
+
+@final
+class Softmax(LayerKind):
+    """exp(x - maximum) / sum of the same, or its logarithm."""
+
+    name: ClassVar[str] = "softmax"
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        return tuple(broadcast(output, shape) for shape in layer.input_shapes)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n = float(output.n_elements)
+        return Work(forward=3 * n, backward=3 * n, n_elements=2 * n)
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        x, maximum, total = inputs
+        if layer.options["log"]:
+            return x - maximum - total.log()
+        return (x - maximum).exp() / total
+
+
+def softmax_layers(name: str, source: Layer, *, dim: int, log: bool = False) -> list[Layer]:
+    """Return the layers of a softmax over dimension `dim`, the batch not counted."""
+    maximum = reduction_layer(f"{name}.maximum", [source], function="maximum", dims=[dim])
+    total = reduction_layer(f"{name}.sum_exp", [source, maximum], function="sum_exp", dims=[dim])
+    sources = (source, maximum, total)
+    softmax = Layer(
+        name=name,
+        kind=Softmax.name,
+        inputs=tuple(layer.name for layer in sources),
+        input_shapes=tuple(layer.shape for layer in sources),
+        shape=source.shape,
+        options={"log": log},
+    )
+    return [maximum, total, softmax]

@@ -1,0 +1,436 @@
+"""Layers put side by side.
+
+kind      "cat"
+inputs    any number; their extents differ in dimension `dim` only
+options   dim: without the batch, from 0
+
+stack_layers(name, sources, *, dim)     reshapes, then cat
+"""
+
+import math
+from collections.abc import Mapping, Sequence, Set as AbstractSet
+from itertools import accumulate
+from operator import mul
+from typing import ClassVar, NamedTuple, final
+
+import torch
+from torch.nn import functional
+from typing_extensions import override
+
+from distbelief.graph.graph import GraphError, Layer
+from distbelief.graph.operator import Cut, LayerKind, Step, Work
+from distbelief.graph.ops.pointwise import broadcast
+from distbelief.graph.region import Interval, Region, Shape
+
+
+# Elements at other places: permuted, sliced, repeated, padded.
+#
+# kind      "permute"
+# options   dims: of x without the batch, as in torch.permute
+#
+# kind      "slice": x[start : : step] in each dimension, as long as the shape says
+# options   starts, steps: a number per dimension, steps >= 1
+#           (select, narrow, chunk, split: a slice, and a reshape to drop a dimension)
+#
+# kind      "expand": extents of 1 repeated
+# options   none: the shapes say it all (equal number of dimensions)
+#
+# kind      "pad": a number around
+# options   before, after: a number >= 0 per dimension; value
+
+
+@final
+class Permute(LayerKind):
+    """Dimensions in another order."""
+
+    name: ClassVar[str] = "permute"
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        intervals = dict(zip(layer.integers("dims"), output, strict=True))
+        return (Region(tuple(intervals[dim] for dim in sorted(intervals))),)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        return Work(n_elements=2.0 * output.n_elements)
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        return inputs[0].permute(0, *(dim + 1 for dim in layer.integers("dims")))
+
+
+@final
+class Slice(LayerKind):
+    """Every step-th element from some start."""
+
+    name: ClassVar[str] = "slice"
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        intervals = []
+        for start, step, (first, stop) in zip(
+            layer.integers("starts"), layer.integers("steps"), output, strict=True
+        ):
+            low = start + first * step
+            intervals.append((low, low + max(0, (stop - first - 1) * step + 1)))
+        return (Region(tuple(intervals)),)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        return Work(n_elements=float(output.n_elements))
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        steps = layer.integers("steps")
+        return inputs[0][(slice(None), *(slice(None, None, step) for step in steps))]
+
+
+@final
+class Expand(LayerKind):
+    """One element in many places."""
+
+    name: ClassVar[str] = "expand"
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        return (broadcast(output, layer.input_shapes[0]),)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        return Work(n_elements=float(output.n_elements))
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        return inputs[0].expand(-1, *output.shape)
+
+
+@final
+class Pad(LayerKind):
+    """The input with a number around it."""
+
+    name: ClassVar[str] = "pad"
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        intervals = []
+        for before, extent, (start, stop) in zip(
+            layer.integers("before"), layer.input_shapes[0], output, strict=True
+        ):
+            low = min(max(start - before, 0), extent)
+            intervals.append((low, max(low, min(stop - before, extent))))
+        return (Region(tuple(intervals)),)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        return Work(n_elements=2.0 * output.n_elements)
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        (read,) = self.reads(layer, output)
+        pads: list[int] = []
+        for before, interval, (low, high) in zip(
+            layer.integers("before"), output, read, strict=True
+        ):
+            start, stop = interval[0] - before, interval[1] - before
+            missing = min(max(low - start, 0), stop - start)
+            pads = [missing, stop - start - missing - (high - low), *pads]
+        return functional.pad(inputs[0], pads, value=layer.number("value"))
+
+
+# A tensor of the model as a layer: position embeddings, class tokens, scales.
+#
+#     kind      "parameter"
+#     inputs    none
+#     tensors   value: of the layer's shape, or with a dimension of extent 1 before it,
+#               which is then the batch (position embeddings are often kept so)
+#     options   none
+#
+# Its output does not depend on the sample, so its batch has one sample, (1, *shape),
+# which broadcasts against the batches of others.
+
+
+@final
+class Parameter(LayerKind):
+    """output = the tensor."""
+
+    name: ClassVar[str] = "parameter"
+
+    @override
+    def joins_samples(self, layer: Layer) -> bool:
+        return True
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        return ()
+
+    @override
+    def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
+        batch = ((0, 1),) if _has_batch(layer) else ()
+        return {"value": Region((*batch, *output.intervals))}
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        return Work(n_elements=float(output.n_elements))
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        value = tensors["value"]
+        return value if _has_batch(layer) else value.unsqueeze(0)
+
+
+def _has_batch(layer: Layer) -> bool:
+    return len(layer.tensors["value"].shape) > len(layer.shape)
+
+
+# Another shape for the same elements in the same order: flatten, view, unflatten.
+#
+#     kind      "reshape"
+#     inputs    x
+#     options   none: the shapes say it all
+#
+# Dimensions are matched up in blocks with equal numbers of elements:
+#
+#     (16, 5, 5, 3) -> (400, 3)        blocks 16 5 5 -> 400, 3 -> 3
+#
+# Cuts of a block lie where both sides have a box: of 400 at multiples of 25, of
+# 400 -> (16, 25) in the first dimension only. Any other region works too, but reads a
+# box around what it needs.
+
+
+class Block(NamedTuple):
+    """Dimensions of the input, and of the output, that hold the same elements.
+
+    Attributes:
+        before: Which dimensions of the input; none has extent 1.
+        after: Of the output, likewise.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+@final
+class Reshape(LayerKind):
+    """The same elements in row-major order."""
+
+    name: ClassVar[str] = "reshape"
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        found = []
+        for before, after in blocks(layer.input_shapes[0], layer.shape):
+            behind = math.prod(layer.input_shapes[0][dim] for dim in before[1:])
+            inner = math.prod(layer.shape[dim] for dim in after[1:])
+            found.append(Cut(after[0], behind // math.gcd(behind, inner)))
+        return tuple(found)
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        shape = layer.input_shapes[0]
+        if not output.n_elements:
+            return (Region(((0, 0),) * len(shape)),)
+        intervals = [(0, extent) for extent in shape]
+        for before, after in blocks(shape, layer.shape):
+            span = _span(
+                tuple(layer.shape[dim] for dim in after), [output.intervals[dim] for dim in after]
+            )
+            hull = _hull(tuple(shape[dim] for dim in before), span)
+            for dim, interval in zip(before, hull, strict=True):
+                intervals[dim] = interval
+        return (Region(tuple(intervals)),)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        return Work()
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        (read,) = self.reads(layer, output)
+        tile = inputs[0]
+        if read.n_elements != output.n_elements:
+            tile = _needed(layer, output, read, tile)
+        return tile.reshape(tile.shape[0], *output.shape)
+
+
+def reshape_layer(name: str, source: Layer, *, shape: Shape) -> Layer:
+    """Return the layer that gives `source` another shape, the batch not counted."""
+    return Layer(
+        name=name,
+        kind=Reshape.name,
+        inputs=(source.name,),
+        input_shapes=(source.shape,),
+        shape=shape,
+        is_integer=source.is_integer,
+    )
+
+
+def blocks(before: Shape, after: Shape) -> list[Block]:
+    """Return the finest blocks of dimensions that hold the same elements.
+
+    Raises:
+        GraphError: the shapes have different numbers of elements, or none.
+    """
+    if math.prod(before) != math.prod(after) or not math.prod(before):
+        raise GraphError(
+            f"{list(before)} cannot be reshaped to {list(after)}: the elements are "
+            f"{math.prod(before)} and {math.prod(after)}"
+        )
+    ends = set(accumulate(before, mul)) & set(accumulate(after, mul))
+    return [Block(*pair) for pair in zip(_groups(before, ends), _groups(after, ends), strict=True)]
+
+
+def _groups(shape: Shape, ends: AbstractSet[int]) -> list[tuple[int, ...]]:
+    """Return the dimensions that end where the product of all so far is in `ends`."""
+    groups: list[tuple[int, ...]] = []
+    group: tuple[int, ...] = ()
+    product = 1
+    for dim, extent in enumerate(shape):
+        if extent == 1:
+            continue
+        product *= extent
+        group = (*group, dim)
+        if product in ends:
+            groups.append(group)
+            group = ()
+    return groups
+
+
+def _span(shape: Shape, box: Sequence[Interval]) -> Interval:
+    """Return the smallest interval of row-major indices that holds a box."""
+    first, last = 0, 0
+    for extent, (start, stop) in zip(shape, box, strict=True):
+        first = first * extent + start
+        last = last * extent + stop - 1
+    return (first, last + 1)
+
+
+def _hull(shape: Shape, span: Interval) -> list[Interval]:
+    """Return the smallest box that holds an interval of row-major indices."""
+    if not shape:
+        return []
+    inner = math.prod(shape[1:])
+    first, last = span[0] // inner, (span[1] - 1) // inner
+    if first < last:
+        return [(first, last + 1), *((0, extent) for extent in shape[1:])]
+    below = (span[0] - first * inner, span[1] - first * inner)
+    return [(first, first + 1), *_hull(shape[1:], below)]
+
+
+def _needed(layer: Layer, output: Region, read: Region, tile: torch.Tensor) -> torch.Tensor:
+    """Return what `output` needs of a tile that holds more, (batch, n_elements)."""
+    flat = torch.zeros((), dtype=torch.int64, device=tile.device)
+    for extent, (start, stop) in zip(layer.shape, output, strict=True):
+        places = torch.arange(start, stop, device=tile.device)
+        flat = flat.unsqueeze(-1) * extent + places
+    flat = flat.flatten()
+    local, stride = torch.zeros_like(flat), 1
+    for extent, (start, stop) in zip(
+        reversed(layer.input_shapes[0]), reversed(read.intervals), strict=True
+    ):
+        local += (flat % extent - start) * stride
+        flat //= extent
+        stride *= stop - start
+    return tile.flatten(1).index_select(1, local)
+
+
+@final
+class Cat(LayerKind):
+    """One input after the other."""
+
+    name: ClassVar[str] = "cat"
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        dim = layer.integer("dim")
+        start, stop = output.intervals[dim]
+        reads, offset = [], 0
+        for shape in layer.input_shapes:
+            extent = shape[dim]
+            low = min(max(start - offset, 0), extent)
+            high = max(min(stop - offset, extent), low)
+            reads.append(output.replaced(dim, (low, high)))
+            offset += extent
+        return tuple(reads)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        return Work(n_elements=2.0 * output.n_elements)
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        n_samples = max(value.shape[0] for value in inputs)
+        alike = [value.expand(n_samples, *value.shape[1:]) for value in inputs]
+        return torch.cat(alike, dim=layer.integer("dim") + 1)
+
+
+def cat_layer(name: str, sources: Sequence[Layer], *, dim: int) -> Layer:
+    """Return the layer that joins these along a dimension, the batch not counted."""
+    shapes = tuple(source.shape for source in sources)
+    extent = sum(shape[dim] for shape in shapes)
+    return Layer(
+        name=name,
+        kind=Cat.name,
+        inputs=tuple(source.name for source in sources),
+        input_shapes=shapes,
+        shape=(*shapes[0][:dim], extent, *shapes[0][dim + 1 :]),
+        options={"dim": dim},
+    )
+
+
+def stack_layers(name: str, sources: Sequence[Layer], *, dim: int) -> list[Layer]:
+    """Return the layers that join equal shapes along a new dimension `dim`."""
+    shape = sources[0].shape
+    raised = [
+        reshape_layer(f"{name}.{i}", source, shape=(*shape[:dim], 1, *shape[dim:]))
+        for i, source in enumerate(sources)
+    ]
+    return [*raised, cat_layer(name, raised, dim=dim)]

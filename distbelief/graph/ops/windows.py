@@ -1,0 +1,704 @@
+"""L2 pooling: the root of the sum of squares over a window, as complex cells do.
+
+    kind      "l2_pool"
+    inputs    (channels, rows, columns)
+    options   size, stride, padding: a number for rows, one for columns; epsilon: added
+              under the root; gaussian: whether squares are weighted by a Gaussian of
+              deviation size / 4 in each dimension, whose weights sum to one
+
+The module is `L2Pool2d(kernel_size, *, stride=None, padding=0, epsilon=0.0,
+gaussian=False)`; a stride of None is the window's size. A window of zeros has gradient
+zero, where a plain root has none.
+Source: Hyvarinen and Hoyer 2000, "Emergence of phase and shift invariant features";
+plain in Le et al. 2012, section 3.1; weighted in Sermanet et al. 2012, "Convolutional
+neural networks applied to house numbers digit classification", section 2.1.
+"""
+
+import math
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Final, Protocol, final
+
+import msgspec
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from typing_extensions import override
+
+from distbelief.graph.graph import Layer, Option
+from distbelief.graph.operator import Cut, LayerKind, Step, Work
+from distbelief.graph.ops.reductions import reduction_layer
+from distbelief.graph.region import Interval, Region, Shape
+
+
+# Pooling to a given size: output o of n reads [floor(o H / n), ceil((o + 1) H / n)).
+#
+#     kinds     "adaptive_average_pool", "adaptive_max_pool"
+#     inputs    (channels, *space), one to three dimensions of space
+#     options   none: the layer's shape says it all
+#
+# `adaptive_pool_layers(name, source, *, sizes, maximum)` returns the best layer for it:
+# the mean over all places (a sum of parts), plain pooling where windows are equal, or one
+# of these two kinds.
+
+
+class _AdaptivePool(LayerKind, ABC):
+    maximum: ClassVar[bool]
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        return (_read_adaptive(layer, output),)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n = float(_read_adaptive(layer, output).n_elements)
+        return Work(forward=n, backward=n, n_elements=n + output.n_elements)
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        return _pooled(layer, output, inputs[0], maximum=self.maximum)
+
+
+@final
+class AdaptiveAveragePool(_AdaptivePool):
+    """The mean of each window: means over rows, then over columns."""
+
+    name: ClassVar[str] = "adaptive_average_pool"
+    maximum: ClassVar[bool] = False
+
+
+@final
+class AdaptiveMaxPool(_AdaptivePool):
+    """The largest of each window; of equals the first has the gradient."""
+
+    name: ClassVar[str] = "adaptive_max_pool"
+    maximum: ClassVar[bool] = True
+
+
+def adaptive_pool_layers(name: str, source: Layer, *, sizes: Shape, maximum: bool) -> list[Layer]:
+    """Return the layer that pools (channels, *space) to (channels, *sizes)."""
+    extents = source.shape[1:]
+    if set(sizes) == {1} and not maximum:
+        dims = range(1, len(source.shape))
+        return [reduction_layer(name, [source], function="mean", dims=dims)]
+    layer = Layer(
+        name=name,
+        kind=AdaptiveMaxPool.name if maximum else AdaptiveAveragePool.name,
+        inputs=(source.name,),
+        input_shapes=(source.shape,),
+        shape=(source.shape[0], *sizes),
+    )
+    if any(extent % size for extent, size in zip(extents, sizes, strict=True)):
+        return [layer]
+    window = tuple(extent // size for extent, size in zip(extents, sizes, strict=True))
+    zeros, ones = (0,) * len(sizes), (1,) * len(sizes)
+    plain: dict[str, Option] = {"size": window, "stride": window, "padding": zeros}
+    if maximum:
+        options = plain | {"dilation": ones, "ceil": False}
+    else:
+        options = plain | {"ceil": False, "count_include_pad": True, "divisor": None}
+    kind = "max_pool" if maximum else "average_pool"
+    return [msgspec.structs.replace(layer, kind=kind, options=options)]
+
+
+def _window(output: int, extent: int, n_outputs: int) -> Interval:
+    return (output * extent // n_outputs, -(-(output + 1) * extent // n_outputs))
+
+
+def _read_adaptive(layer: Layer, output: Region) -> Region:
+    spans = []
+    for (start, stop), extent, size in zip(
+        output.intervals[1:], layer.input_shapes[0][1:], layer.shape[1:], strict=True
+    ):
+        if start == stop:
+            spans.append((0, 0))
+            continue
+        first, last = _window(start, extent, size), _window(stop - 1, extent, size)
+        spans.append((first[0], last[1]))
+    return Region((output.intervals[0], *spans))
+
+
+def _pooled(layer: Layer, output: Region, tile: torch.Tensor, *, maximum: bool) -> torch.Tensor:
+    # Columns first: of equal values the first row, and in it the first column, wins.
+    read = _read_adaptive(layer, output)
+    for dim in reversed(range(1, len(layer.shape))):
+        offset = read.intervals[dim][0]
+        extent, size = layer.input_shapes[0][dim], layer.shape[dim]
+        slices = []
+        for index in range(*output.intervals[dim]):
+            start, stop = _window(index, extent, size)
+            window = tile.narrow(dim + 1, start - offset, stop - start)
+            if maximum:
+                slices.append(window.max(dim + 1).values)
+            else:
+                slices.append(window.mean(dim + 1))
+        tile = torch.stack(slices, dim + 1)
+    return tile
+
+
+# Weighted sums over the windows of images: along rows, then along columns.
+#
+#     y[r, q] = sum over j of v[j] (sum over i of u[i] x[r s + i, q t + j])
+#
+# Window after window, k * k numbers are added for each place; rows first, 2 k. And each
+# addition goes over all maps, in the order of memory: a pooling of 5 x 5 takes a third of
+# the time that `avg_pool2d` does, and a Gaussian mean of one map less than with `conv2d`,
+# whose gradient is made for many channels.
+
+_ROWS, _COLUMNS = -2, -1
+
+
+Weights = tuple[float, ...]
+"""Of the places of a window, along one dimension."""
+
+
+def gaussian(size: int) -> Weights:
+    """Return the weights of a Gaussian of deviation size / 4; they sum to one."""
+    middle = (size - 1) / 2
+    weights = [math.exp(-0.5 * ((i - middle) / (size / 4)) ** 2) for i in range(size)]
+    return tuple(weight / sum(weights) for weight in weights)
+
+
+def window_sums(
+    x: torch.Tensor, *, rows: Weights, columns: Weights, stride: Sequence[int] = (1, 1)
+) -> torch.Tensor:
+    """Return (*maps, rows out, columns out).
+
+    Args:
+        x: (*maps, rows, columns).
+        rows: Weights of a window's rows.
+        columns: Of its columns.
+        stride: Between windows: rows, columns.
+
+    Raises:
+        ValueError: no window fits.
+    """
+    sums: torch.Tensor = _WindowSums.apply(  # type: ignore[no-untyped-call]
+        x, rows, columns, tuple(stride)
+    )
+    return sums
+
+
+class _Context(Protocol):
+    """What autograd keeps between the passes."""
+
+    weights: tuple[Weights, Weights]
+    stride: tuple[int, int]
+    shape: torch.Size
+
+
+@final
+class _WindowSums(torch.autograd.Function):
+    """The sums; of a gradient each element goes to all places of its window."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: _Context, x: torch.Tensor, rows: Weights, columns: Weights, stride: tuple[int, int]
+    ) -> torch.Tensor:
+        ctx.weights, ctx.stride, ctx.shape = (rows, columns), stride, x.shape
+        sums = _summed(x, _ROWS, weights=rows, stride=stride[0])
+        return _summed(sums, _COLUMNS, weights=columns, stride=stride[1])
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(ctx: _Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        for dim in (_COLUMNS, _ROWS):
+            gradient = _spread(
+                gradient,
+                dim,
+                weights=ctx.weights[dim],
+                stride=ctx.stride[dim],
+                extent=ctx.shape[dim],
+            )
+        return gradient, None, None, None
+
+
+def _summed(x: torch.Tensor, dim: int, *, weights: Weights, stride: int) -> torch.Tensor:
+    """Return the sums of windows along one dimension."""
+    n_windows = (x.shape[dim] - len(weights)) // stride + 1
+    if n_windows < 1:
+        raise ValueError(f"a window of {len(weights)} does not fit into {x.shape[dim]} places")
+    total = _every(x, dim, 0, n_windows, stride) * weights[0]
+    for i, weight in enumerate(weights[1:], 1):
+        total.add_(_every(x, dim, i, n_windows, stride), alpha=weight)
+    return total
+
+
+def _spread(
+    gradient: torch.Tensor, dim: int, *, weights: Weights, stride: int, extent: int
+) -> torch.Tensor:
+    """Return what each of `extent` places gets of the windows that it is in."""
+    shape = list(gradient.shape)
+    shape[dim] = extent
+    total = gradient.new_zeros(shape)
+    for i, weight in enumerate(weights):
+        part = _every(total, dim, i, gradient.shape[dim], stride)
+        part.add_(gradient, alpha=weight)
+    return total
+
+
+def _every(x: torch.Tensor, dim: int, first: int, n: int, stride: int) -> torch.Tensor:
+    """Return n elements along a dimension, each `stride` after the one before."""
+    places = slice(first, first + (n - 1) * stride + 1, stride)
+    return x[..., places, :] if dim == _ROWS else x[..., places]
+
+
+# Sliding windows: which inputs some outputs of a convolution or pooling read.
+#
+#     stride 2, size 3, padding 1      output      0     1     2     3
+#                                      reads    -1..1  1..3  3..5  5..7
+#
+# Positions outside of [0, extent) are padding: nobody owns them and nobody sends them.
+# Source of the index arithmetic: Dumoulin and Visin 2016, "A guide to convolution
+# arithmetic for deep learning", relationships 6 and 13.
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """A window along one dimension.
+
+    Attributes:
+        size: Inputs of one output.
+        stride: Inputs between the windows of neighbouring outputs.
+        dilation: Inputs between neighbours in a window.
+        padding: Positions before input 0, and after the last one.
+        extra: Positions more after the last one ("same" padding of even windows).
+        ceil: Whether a last window that begins inside, but ends outside, counts.
+    """
+
+    size: int
+    stride: int = 1
+    dilation: int = 1
+    padding: int = 0
+    extra: int = 0
+    ceil: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("size", "stride", "dilation"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; use at least 1")
+        for name in ("padding", "extra"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; use 0 or more")
+
+    @property
+    def reach(self) -> int:
+        """From the first input of a window to its last, both counted."""
+        return (self.size - 1) * self.dilation + 1
+
+    def n_outputs(self, extent: int) -> int:
+        """Return how many windows fit over `extent` inputs; 0 if none does."""
+        room = extent + 2 * self.padding + self.extra - self.reach
+        if room < 0:
+            return 0
+        if not self.ceil:
+            return room // self.stride + 1
+        count = -(-room // self.stride) + 1
+        # As torch does: no window begins in the padding after the last input.
+        starts_outside = (count - 1) * self.stride >= extent + self.padding
+        return count - starts_outside
+
+    def reads(self, outputs: Interval, *, extent: int) -> Interval:
+        """Return the hull of the inputs that these outputs read, without padding.
+
+        Args:
+            outputs: [start, stop) of the outputs.
+            extent: Number of inputs.
+        """
+        start, stop = outputs
+        if start >= stop:
+            return (0, 0)
+        first = start * self.stride - self.padding
+        end = (stop - 1) * self.stride - self.padding + self.reach
+        first, end = min(max(first, 0), extent), max(min(end, extent), 0)
+        return (first, max(first, end))
+
+    def pads(self, outputs: Interval, *, extent: int) -> Interval:
+        """Return how many positions are missing before and after what `reads` returns.
+
+        A tile of the input, padded by so many, gives exactly these outputs when the
+        window slides over it without padding of its own.
+        """
+        start, stop = outputs
+        if start >= stop:
+            return (0, 0)
+        first = start * self.stride - self.padding
+        end = (stop - 1) * self.stride - self.padding + self.reach
+        low, high = self.reads(outputs, extent=extent)
+        before = min(max(0, -first), end - first)
+        return (before, end - first - before - (high - low))
+
+
+# Convolutions in one to three dimensions: split by channels and in space.
+#
+#     tensors   weight (channels out, channels in / groups, *window); bias (channels out,)
+#     options   stride, padding, extra, dilation: a number per dimension of space; groups
+#
+# Cut in space, a part needs a halo of its input, and the whole weight: it is replicated,
+# and its gradient has to be summed. Cut by channels it needs the whole input, or, with
+# groups, the channels of its groups.
+
+_FUNCTIONS = (functional.conv1d, functional.conv2d, functional.conv3d)
+
+
+@final
+class Convolution(LayerKind):
+    """What `torch.nn.Conv1d`, `Conv2d` and `Conv3d` compute, with zero padding."""
+
+    name: ClassVar[str] = "convolution"
+
+    @override
+    def cuts(self, layer: Layer) -> tuple[Cut, ...]:
+        groups = layer.integer("groups")
+        unit = layer.shape[0] // groups if groups > 1 else 1
+        return (Cut(0, unit), *(Cut(dim) for dim in range(1, len(layer.shape))))
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        n_channels, *extents = layer.input_shapes[0]
+        channels = _groups(layer, output)
+        n_per_group = n_channels // layer.integer("groups")
+        spans = [
+            window.reads(interval, extent=extent)
+            for window, interval, extent in zip(
+                convolution_windows(layer), output.intervals[1:], extents, strict=True
+            )
+        ]
+        read = (channels[0] * n_per_group, channels[1] * n_per_group)
+        return (Region((read, *spans)),)
+
+    @override
+    def uses(self, layer: Layer, output: Region) -> Mapping[str, Region]:
+        return {
+            word: Region.of(*use.shape).replaced(0, output.intervals[0])
+            for word, use in layer.tensors.items()
+        }
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n_weights = math.prod(layer.tensors["weight"].shape[1:])
+        operations = 2.0 * output.n_elements * n_weights
+        (read,) = self.reads(layer, output)
+        return Work(
+            forward=operations,
+            backward=2 * operations,
+            n_elements=float(output.n_elements + read.n_elements),
+        )
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        tile = padded(inputs[0], convolution_windows(layer), output, layer.input_shapes[0])
+        first, last = _groups(layer, output)
+        convolve = _FUNCTIONS[len(layer.shape) - 2]
+        return convolve(
+            tile,
+            tensors["weight"],
+            tensors.get("bias"),
+            stride=layer.integers("stride"),
+            dilation=layer.integers("dilation"),
+            groups=last - first,
+        )
+
+
+def convolution_windows(layer: Layer) -> tuple[Window, ...]:
+    """Return the window of each dimension of space."""
+    sizes = layer.tensors["weight"].shape[2:]
+    words = ("stride", "padding", "extra", "dilation")
+    return _windows(sizes, *(tuple(layer.integers(word)) for word in words))
+
+
+@lru_cache(maxsize=256)
+def _windows(
+    sizes: Shape, stride: Shape, padding: Shape, extra: Shape, dilation: Shape
+) -> tuple[Window, ...]:
+    """Return the windows; kept, for planners ask for those of a layer very often."""
+    return tuple(
+        Window(size=k, stride=s, padding=p, extra=e, dilation=d)
+        for k, s, p, e, d in zip(sizes, stride, padding, extra, dilation, strict=True)
+    )
+
+
+def padded(
+    tile: torch.Tensor,
+    windows: Sequence[Window],
+    output: Region,
+    input_shape: Sequence[int],
+    *,
+    value: float = 0.0,
+) -> torch.Tensor:
+    """Return `tile`, (batch, channels, *space), with the padding that `output` sees."""
+    pads: list[int] = []
+    for window, interval, extent in zip(
+        windows, output.intervals[1:], input_shape[1:], strict=True
+    ):
+        pads = [*window.pads(interval, extent=extent), *pads]  # torch: last dim first
+    return functional.pad(tile, pads, value=value) if any(pads) else tile
+
+
+def _groups(layer: Layer, output: Region) -> tuple[int, int]:
+    """Return the groups whose channels `output` holds, [first, last)."""
+    groups = layer.integer("groups")
+    start, stop = output.intervals[0]
+    if groups == 1:
+        return (0, 1)
+    n_per_group = layer.shape[0] // groups
+    if start % n_per_group or stop % n_per_group:
+        raise ValueError(
+            f"channels {start}:{stop} of {layer.name!r} cut through a group of {n_per_group}"
+        )
+    return (start // n_per_group, stop // n_per_group)
+
+
+# Pooling over sliding windows: the maximum or the average.
+#
+#     kinds     "max_pool", "average_pool"
+#     inputs    (channels, *space), one to three dimensions of space
+#     options   size, stride, padding: a number per dimension of space
+#               max_pool: dilation likewise; ceil: whether a last window may end outside
+#               average_pool: ceil; count_include_pad; divisor: a number, or None
+#
+# Stride is never None here: who captures a module whose stride is None writes its size.
+
+_MAXIMA: Final = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)
+_AVERAGES: Final = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)
+
+
+class Pooling(LayerKind, ABC):
+    """A kind that looks at every place of every window."""
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        return (_read(layer, output),)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        n = float(output.n_elements * math.prod(layer.integers("size")))
+        n_read = _read(layer, output).n_elements
+        return Work(forward=n, backward=n, n_elements=float(output.n_elements + n_read))
+
+
+@final
+class MaxPool(Pooling):
+    """The largest of each window; of equals the first has the gradient."""
+
+    name: ClassVar[str] = "max_pool"
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        tile = padded(
+            inputs[0], pooling_windows(layer), output, layer.input_shapes[0], value=-math.inf
+        )
+        pool = _MAXIMA[len(layer.shape) - 2]
+        pooled: torch.Tensor = pool(
+            tile,
+            layer.integers("size"),
+            stride=layer.integers("stride"),
+            dilation=layer.integers("dilation"),
+        )
+        return pooled
+
+
+@final
+class AveragePool(Pooling):
+    """The sum of each window over its size, or over what of it counts."""
+
+    name: ClassVar[str] = "average_pool"
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        n = math.prod(layer.integers("size"))
+        pooled = means(layer, output, inputs[0])
+        if layer.options["divisor"] is not None:
+            return pooled * (n / layer.number("divisor"))
+        counts = [
+            _counts(layer, dim, window, interval)
+            for dim, (window, interval) in enumerate(
+                zip(pooling_windows(layer), output.intervals[1:], strict=True), start=1
+            )
+        ]
+        if counts == [
+            [size] * len(count) for size, count in zip(layer.integers("size"), counts, strict=True)
+        ]:
+            return pooled
+        factor = pooled.new_full((), float(n))
+        for count in counts:
+            factor = factor.unsqueeze(-1) / pooled.new_tensor(count)
+        return pooled * factor
+
+
+def pooling_windows(layer: Layer) -> list[Window]:
+    """Return the window of each dimension of space."""
+    n_dims = len(layer.shape) - 1
+    dilations = layer.options.get("dilation", (1,) * n_dims)
+    assert isinstance(dilations, tuple), (layer.name, dilations)
+    rows = zip(
+        layer.integers("size"),
+        layer.integers("stride"),
+        layer.integers("padding"),
+        dilations,
+        strict=True,
+    )
+    ceil = bool(layer.options.get("ceil", False))
+    return [
+        Window(size=size, stride=stride, padding=padding, dilation=dilation, ceil=ceil)
+        for size, stride, padding, dilation in rows
+    ]
+
+
+def _read(layer: Layer, output: Region) -> Region:
+    """Return the region of the input that windows over `output` hold."""
+    spans = [
+        window.reads(interval, extent=extent)
+        for window, interval, extent in zip(
+            pooling_windows(layer), output.intervals[1:], layer.input_shapes[0][1:], strict=True
+        )
+    ]
+    return Region((output.intervals[0], *spans))
+
+
+def means(layer: Layer, output: Region, tile: torch.Tensor) -> torch.Tensor:
+    """Return the mean of each window, padding counted as zeros."""
+    tile = padded(tile, pooling_windows(layer), output, layer.input_shapes[0])
+    average = _AVERAGES[len(layer.shape) - 2]
+    return average(tile, layer.integers("size"), stride=layer.integers("stride"))
+
+
+def _counts(layer: Layer, dim: int, window: Window, interval: Interval) -> list[int]:
+    """Return over how many places along `dim` torch takes each output's average."""
+    extent = layer.input_shapes[0][dim]
+    pads = window.padding if layer.options["count_include_pad"] else 0
+    counts = []
+    for output in range(*interval):
+        first = output * window.stride - window.padding
+        last = min(first + window.size, extent + pads)
+        counts.append(last - max(first, -pads))
+    return counts
+
+
+@final
+class L2Pool2d(nn.Module):
+    """sqrt(epsilon + sum of squares over each window).
+
+    Args:
+        kernel_size: Of the window: rows and columns, or one number for both.
+        stride: Between windows; None for the window's size.
+        padding: Zeros around the maps.
+        epsilon: Keeps the gradient of weak windows small.
+        gaussian: Whether to weight the squares, more in the middle of the window.
+    """
+
+    def __init__(
+        self,
+        kernel_size: int | tuple[int, int],
+        *,
+        stride: int | tuple[int, int] | None = None,
+        padding: int | tuple[int, int] = 0,
+        epsilon: float = 0.0,
+        gaussian: bool = False,
+    ) -> None:
+        super().__init__()
+        self.kernel_size = pair(kernel_size)
+        self.stride = self.kernel_size if stride is None else pair(stride)
+        self.padding = pair(padding)
+        self.epsilon = epsilon
+        self.gaussian = gaussian
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the pooled maps: (batch, maps, rows, columns)."""
+        rows, columns = self.padding
+        if rows or columns:
+            x = functional.pad(x, (columns, columns, rows, rows))
+        return _l2_pooled(
+            x, self.kernel_size, self.stride, epsilon=self.epsilon, weighted=self.gaussian
+        )
+
+    @override
+    def extra_repr(self) -> str:
+        """Return the options."""
+        return (
+            f"kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"padding={self.padding}, epsilon={self.epsilon}, gaussian={self.gaussian}"
+        )
+
+
+@final
+class L2Pool(Pooling):
+    """sqrt(epsilon + sum of squares over the window)."""
+
+    name: ClassVar[str] = "l2_pool"
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        return _l2_pooled(
+            padded(inputs[0], pooling_windows(layer), output, layer.input_shapes[0]),
+            layer.integers("size"),
+            layer.integers("stride"),
+            epsilon=layer.number("epsilon"),
+            weighted=bool(layer.options["gaussian"]),
+        )
+
+
+def pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    """Return a number for rows and one for columns."""
+    return value if isinstance(value, tuple) else (value, value)
+
+
+def _l2_pooled(
+    tile: torch.Tensor,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    *,
+    epsilon: float,
+    weighted: bool,
+) -> torch.Tensor:
+    rows, columns = (gaussian(n) if weighted else (1.0,) * n for n in size)
+    sums = window_sums(tile.square(), rows=rows, columns=columns, stride=stride)
+    return safe_sqrt(sums + epsilon)
+
+
+def safe_sqrt(x: torch.Tensor) -> torch.Tensor:
+    """Return the root, with gradient 0 where x is 0 (a unit that is silent)."""
+    positive = x > 0
+    return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), 0.0)

@@ -1,0 +1,260 @@
+"""What a forward does that leaves no trace in a graph of its operations.
+
+    random numbers   of Python, NumPy or torch: the trace keeps those that it drew
+    modes of torch   autocast, inference_mode; `no_grad` is kept, as `detached` nodes
+    tensors assigned `self.mean = 0.9 * self.mean + ...`
+    attributes       what the forward notes in its modules
+
+All of it is told by the state before and after, whatever the forward is written like.
+"""
+
+import random  # noqa: TID251 -- to see whether a forward has used it
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, final
+
+import numpy as np
+import torch
+from torch import nn
+
+from distbelief.graph.graph import GraphError
+
+
+# Modules that are altered: hooks, forwards replaced, tables that bound themselves.
+#
+# hooks of a forward        run with `__call__`: traced, or with the whole module
+# hooks on a gradient       with the whole module only
+# hooks on a parameter      never: a machine's tensors are its own; refused
+# a forward of the instance traced like any other
+# max_norm of an embedding  rewrites rows as they are read, of which shards, who own the
+#                           parameters, would never know; refused
+
+
+def has_gradient_hooks(module: nn.Module) -> bool:
+    """Return whether hooks are told the gradients of this module's tensors."""
+    hooks = (module._backward_hooks, module._backward_pre_hooks)  # noqa: SLF001 -- torch has no public way to ask
+    return any(hooks)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether anything runs before or after the forward, or its backward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks)  # noqa: SLF001
+    return any(hooks) or has_gradient_hooks(module)
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Return whether this very module has another forward than its class."""
+    return "forward" in vars(module)
+
+
+def is_altered(module: nn.Module) -> bool:
+    """Return whether calling this module does more, or else, than its class says."""
+    return has_hooks(module) or is_replaced(module)
+
+
+def why_whole(module: nn.Module) -> str | None:
+    """Return why a module cannot be split although its type could, if so."""
+    for path, part in module.named_modules():
+        whose = f"its part {path!r}" if path else "it"
+        if has_hooks(part):
+            return f"{whose} has hooks, which run with the whole module only"
+        if is_replaced(part):
+            return f"{whose} has a forward of its own, put in the place of its type's"
+    return None
+
+
+def refuse_parameter_hooks(module: nn.Module) -> None:
+    """Check that no parameter has hooks.
+
+    Raises:
+        GraphError: one has.
+    """
+    for name, parameter in module.named_parameters():
+        later = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if parameter._backward_hooks or later:  # noqa: SLF001
+            raise GraphError(
+                f"parameter {name!r} has a hook on its gradient (register_hook), which "
+                "would not run: change the gradient in the model's forward instead"
+            )
+
+
+def refuse_bounded_tables(module: nn.Module) -> None:
+    """Check that no table rewrites its rows when they are read.
+
+    Raises:
+        GraphError: one does.
+    """
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm:
+            raise GraphError(
+                f"{path or 'the model'} is an {type(part).__name__} with max_norm = "
+                f"{part.max_norm:g}: it rewrites rows when they are read, and the "
+                "parameter server, which owns them, would not know; leave max_norm "
+                "out, and bound what is read in the forward (torch.renorm, "
+                "functional.normalize)"
+            )
+
+
+_DEVICES: Final = ("cpu", "cuda")
+
+Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
+
+
+@final
+class UnseenError(Exception):
+    """A forward does what tracing cannot see; its module can be kept whole."""
+
+
+@final
+class LostChangeError(Exception):
+    """A module that is not looked into changes its tensors, which would be lost."""
+
+
+@final
+class Watch:
+    """Looks on while a model is traced.
+
+    Args:
+        root: What is traced.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._own = [
+            (f"{path}.{word}".lstrip("."), value)
+            for path, part in root.named_modules()
+            for word, value in vars(part).items()
+            if isinstance(value, Generator)
+        ]
+        self._seeds = self._drawn()
+        self._torch = torch.get_rng_state()
+        self._modes = _modes()
+
+    def check(self, place: Callable[[], str]) -> None:
+        """Check that nothing has happened that is not traced.
+
+        Args:
+            place: Tells where the forward is by now.
+
+        Raises:
+            UnseenError: something has, and a whole module would do it as well.
+            GraphError: not even that would.
+        """
+        self.check_seeds(place)
+        if not torch.equal(torch.get_rng_state(), self._torch):
+            raise UnseenError(
+                "it draws random numbers, or seeds them, at or before"
+                f"{place() or ' its end'}: use torch.nn.Dropout for chance"
+            )
+        for mode, (before, now) in enumerate(zip(self._modes, _modes(), strict=True)):
+            if before != now:
+                word = "torch.autocast" if mode else "torch.inference_mode"
+                raise UnseenError(f"it computes under {word}, which is not split{place()}")
+
+    def check_seeds(self, place: Callable[[], str]) -> None:
+        """Check that nothing was drawn but of torch's own generator.
+
+        Raises:
+            GraphError: something was.
+        """
+        drawn = self._drawn()
+        for (name, before), (_, now) in zip(self._seeds, drawn, strict=True):
+            if before != now:
+                raise GraphError(
+                    f"the forward draws random numbers of {name} at or before"
+                    f"{place() or ' its end'}: the machines of a replica would draw "
+                    "others; use torch.nn.Dropout, or torch.rand in a module of its own"
+                )
+
+    def _drawn(self) -> list[tuple[str, object]]:
+        """Return the states of all generators but torch's own."""
+        return [
+            ("Python's `random`", random.getstate()),
+            ("numpy.random", _plain(np.random.get_state())),  # noqa: NPY002 -- the user's
+            *((f"its {name!r}", _state(value)) for name, value in self._own),
+        ]
+
+
+def _modes() -> tuple[bool, ...]:
+    return (
+        torch.is_inference_mode_enabled(),
+        *(torch.is_autocast_enabled(device) for device in _DEVICES),
+    )
+
+
+def _state(generator: Generator) -> object:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    return _plain(generator.get_state())
+
+
+def _plain(state: object) -> object:
+    assert isinstance(state, tuple)
+    return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in state)
+
+
+@contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Put back whatever a forward writes into the attributes of its modules."""
+    before = [(part, dict(vars(part)), _tensors(part)) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, attributes, tensors in before:
+            vars(part).clear()
+            vars(part).update(attributes)
+            _put_back(part, tensors)
+
+
+@contextmanager
+def tensors_kept(module: nn.Module) -> Iterator[None]:
+    """Put back the model's own tensors, should a forward assign others.
+
+    Raises:
+        GraphError: it has; the step's change would be lost.
+    """
+    before = [(path, p, _tensors(p)) for path, p in module.named_modules()]
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as found:  # noqa: BLE001 -- of what was assigned, perhaps
+        error = found
+    lost: list[str] = []
+    for path, part, tensors in before:
+        lost += [
+            f"{path}.{word}".lstrip(".")
+            for own, now in zip(tensors, _tensors(part), strict=True)
+            for word in now.keys() | own.keys()
+            if own.get(word) is not now.get(word)
+        ]
+        _put_back(part, tensors)
+    if lost:
+        raise GraphError(lost_change(min(lost))) from error
+    if error is not None:
+        raise error
+
+
+def lost_change(name: str) -> str:
+    """Return what is wrong with a forward that changes a tensor of the model."""
+    return (
+        f"the forward changes {name!r}, a tensor of the model, in place or by "
+        "assigning another: that would be lost; keep such state outside of the model"
+    )
+
+
+Tensors = tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]
+
+
+def _tensors(part: nn.Module) -> Tensors:
+    return dict(part._parameters), dict(part._buffers)  # noqa: SLF001 -- torch has no public way
+
+
+def _put_back(part: nn.Module, tensors: Tensors) -> None:
+    parameters, buffers = tensors
+    part._parameters.clear()  # noqa: SLF001
+    part._parameters.update(parameters)  # type: ignore[arg-type] # noqa: SLF001 -- what was there
+    part._buffers.clear()  # noqa: SLF001
+    part._buffers.update(buffers)  # noqa: SLF001

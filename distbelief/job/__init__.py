@@ -1,1 +1,0 @@
-"""A job: its file, supervisor, members, launcher, run directory and progress."""

@@ -1,1 +1,0 @@
-"""The run directory: all that a job leaves behind."""

@@ -1,1 +1,0 @@
-"""What a job shows while it runs."""

@@ -1,1 +1,0 @@
-"""Machines that join a job: what they offer, what runs where, and who leaves."""

@@ -1,1 +1,0 @@
-"""The processes of roles on this machine: forked, tried out, ended."""

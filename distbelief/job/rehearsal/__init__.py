@@ -1,1 +1,0 @@
-"""A plan run for real on this host, without parameter servers."""

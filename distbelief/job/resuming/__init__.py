@@ -1,1 +1,0 @@
-"""Going on with a run, on other numbers of shards and replicas too."""

@@ -1,1 +1,0 @@
-"""The supervisor: who belongs to a job, who lives, when it ends."""

@@ -1,0 +1,360 @@
+"""Starts the processes of roles quickly: torch is imported once, then forked.
+
+    python -m distbelief.launch.forkserver PARENT_PID
+
+    stdin    {"type":"Import","modules":["torch._dynamo"]}
+             {"type":"Start","program":"role","name":"shard-0","incarnation":1, ...}
+             {"type":"Kill","name":"shard-0"}
+             {"type":"Leave"}
+    stdout   {"type":"Begun","name":"shard-0","incarnation":1,"pid":4711}
+             {"type":"Ended","name":"shard-0","incarnation":1,"status":0}
+
+One JSON object a line. Rules:
+
+* It has one thread, and never computes: what it forks is a clean copy.
+* A child writes to its own log, reads nothing, and does not see Ctrl+C, SIGHUP or
+  SIGTERM, which a terminal or a service manager sends to every process of a job: ending
+  it is the supervisor's business.
+* Nobody is left behind: a child ends with this process (where the kernel offers that:
+  Linux), and this process, having ended its children, with the one that writes to it.
+* If that one has died, children are asked to end (`ABANDONED`): shards save what only
+  they have. A child that has not ended in time is killed.
+* Nor is the memory that they shared, should that one have had no time to remove it.
+"""
+
+import ctypes
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Final, Literal, NoReturn
+
+import msgspec
+
+from distbelief.core.signals import ABANDONED
+
+
+MODULES: Final = (
+    "numpy",
+    "torch",
+    "safetensors.numpy",
+    "safetensors.torch",
+    "distbelief.algorithms.downpour",
+    "distbelief.config.load",
+    "distbelief.launch.role_process",
+    "distbelief.launch.preflight",
+    "distbelief.launch.preflight",
+    "distbelief.run.checkpoints",
+    "distbelief.transport.node",
+)
+"""What roles need, and takes long to import."""
+
+MODULES_OF_MACHINES: Final = ("torch._dynamo",)
+"""What the machines of a split replica need as well.
+
+Each of them captures the model on tensors without memory, whose operations torch has in
+Python, under a wrapper that imports its compiler: 80 MB, and 1.4 s of a processor (5 s
+where compiled Python is not kept), in every process of 32 on a host with 16 machines.
+"""
+
+REQUEST_BYTES_MAX: Final = 1 << 20
+
+_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+
+SAVE_SECONDS_MAX: Final = 30.0
+"""For children whose job has lost its supervisor: normally they take a second."""
+
+_REAP_SECONDS: Final = 0.02
+
+_N_SWEEPS: Final = 30
+_SWEEP_SECONDS: Final = 0.1
+
+Program = Literal["role", "check", "prepare"]
+
+
+class Import(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Import these before the next child is forked, if they exist."""
+
+    modules: tuple[str, ...]
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Fork a child that runs one of the programs below.
+
+    Attributes:
+        program: "role": `process.main`; "check": `checking.main`; "prepare":
+            `hosts.preparing.main`.
+        name: Of the role.
+        incarnation: Of its life.
+        spec: File that tells it all else.
+        log: File that its output is appended to.
+    """
+
+    program: Program
+    name: str
+    incarnation: int
+    spec: str
+    log: str
+
+
+class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End every child of this name by force."""
+
+    name: str
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End, for the one that writes is done. An end of input without this is its death.
+
+    Nothing else tells the two apart: while a process dies its input has ended already,
+    and is still the parent of its children until the last of its threads is gone.
+    """
+
+
+class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A child runs."""
+
+    name: str
+    incarnation: int
+    pid: int
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A child has ended, or could not be begun.
+
+    Attributes:
+        name: Of the role.
+        incarnation: Of its life.
+        status: Exit status, or minus the signal that ended it.
+        error: Why it could not be begun.
+    """
+
+    name: str
+    incarnation: int
+    status: int = 1
+    error: str | None = None
+
+
+Request = Import | Start | Kill | Leave
+Report = Begun | Ended
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    ours = {signal.SIGINT, signal.SIGHUP, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ours)
+    parent = int(sys.argv[1])
+    end_with_parent(parent, signal.SIGTERM)  # which `serve` takes as a request to end
+    _import(MODULES)
+    if not ForkServer(requests=0, reports=1).serve():
+        # Imported long ago, here; whoever only launches does without.
+        from distbelief.transport.shared_memory import FileMemory  # noqa: PLC0415
+
+        # The kernel tells of a thread's end; what the process held is free when the
+        # last of its threads has ended, a moment later.
+        for _ in range(_N_SWEEPS):
+            if any(f"-{parent}-" in path.name for path in FileMemory.sweep()):
+                break
+            time.sleep(_SWEEP_SECONDS)
+
+
+class ForkServer:
+    """The children, and who asks for them.
+
+    Args:
+        requests: File descriptor to read from.
+        reports: File descriptor to write to.
+    """
+
+    def __init__(self, *, requests: int, reports: int) -> None:
+        self._requests = requests
+        self._reports = reports
+        self._children: dict[int, Start] = {}
+        self._unread = b""
+        self._may_leave = False
+        self._decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+
+    def serve(self) -> bool:
+        """Do what is asked until nobody can ask any more; then end every child.
+
+        SIGTERM says so too, which the kernel sends when the parent is gone; while that
+        lives, it was sent to all processes of the job. Return whether the end was asked
+        for.
+        """
+        parent = os.getppid()
+        bell, ringer = socket.socketpair()
+        bell.settimeout(0)
+        ringer.settimeout(0)
+        signal.set_wakeup_fd(ringer.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, _ignore)
+        selector = selectors.DefaultSelector()
+        selector.register(self._requests, selectors.EVENT_READ)
+        selector.register(bell, selectors.EVENT_READ)
+        try:
+            while True:
+                ready = {key.fd for key, _ in selector.select()}
+                if bell.fileno() in ready:
+                    if signal.SIGTERM in bell.recv(4096) and os.getppid() != parent:
+                        return self._may_leave
+                    self._reap()
+                if self._requests in ready and not self._read():
+                    return self._may_leave
+        except BrokenPipeError:
+            return self._may_leave  # whoever started us is gone
+        finally:
+            self._end_all()
+            signal.set_wakeup_fd(-1)  # before the bell goes: Python would complain
+
+    def _read(self) -> bool:
+        """Do what the next lines ask for; return False when there will be none."""
+        part = os.read(self._requests, 65536)
+        if not part or len(self._unread) > REQUEST_BYTES_MAX:
+            return False
+        *lines, self._unread = (self._unread + part).split(b"\n")
+        for line in lines:
+            match self._decoder.decode(line):
+                case Import(modules=modules):
+                    with suppress(ImportError):  # who needs it will tell
+                        _import(modules)
+                case Start() as start:
+                    self._start(start)
+                case Kill(name=name):
+                    self._kill(name)
+                case Leave():
+                    self._may_leave = True
+        return True
+
+    def _start(self, start: Start) -> None:
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:  # too many processes, or no memory
+            why = error.strerror
+            self._report(Ended(name=start.name, incarnation=start.incarnation, error=why))
+            return
+        if pid == 0:
+            _run(start, parent=parent)
+        self._children[pid] = start
+        self._report(Begun(name=start.name, incarnation=start.incarnation, pid=pid))
+
+    def _kill(self, name: str) -> None:
+        for pid, start in self._children.items():
+            if start.name == name:
+                os.kill(pid, signal.SIGKILL)  # not reaped yet: the pid is still its own
+
+    def _reap(self) -> None:
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            start = self._children.pop(pid, None)
+            if start is not None:
+                code = os.waitstatus_to_exitcode(status)
+                self._report(Ended(name=start.name, incarnation=start.incarnation, status=code))
+
+    def _end_all(self) -> None:
+        if not self._may_leave:
+            self._let_save()
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._children:
+            os.waitpid(pid, 0)
+
+    def _let_save(self) -> None:
+        """Ask every child to end, and wait, but not for long."""
+        for pid in self._children:
+            os.kill(pid, ABANDONED)
+        deadline = time.monotonic() + SAVE_SECONDS_MAX
+        while self._children and time.monotonic() < deadline:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                time.sleep(_REAP_SECONDS)
+            self._children.pop(pid, None)
+
+    def _report(self, report: Report) -> None:
+        line = msgspec.json.encode(report) + b"\n"
+        while line:
+            line = line[os.write(self._reports, line) :]
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import these, to be shared by all children from now on."""
+    for module in modules:
+        importlib.import_module(module)
+    # What exists by now stays shared with the children: the collector leaves it alone.
+    gc.collect()
+    gc.freeze()
+
+
+def end_with_parent(parent: int, number: signal.Signals) -> None:
+    """Be sent this signal when `parent` ends, where the kernel can do that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it has ended before we could ask
+        os._exit(1)
+
+
+def _ignore(_signal: int, _frame: FrameType | None) -> None:
+    """Take the signal: only its byte in the wake-up descriptor matters."""
+
+
+def _run(start: Start, *, parent: int) -> NoReturn:
+    """Be the child: never return into the parent's code."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_with_parent(parent, signal.SIGKILL)
+        _redirect(start.log)
+        status = _program(start.program)(start.name, start.incarnation, start.spec)
+    except SystemExit as ending:
+        status = ending.code if isinstance(ending.code, int) else 1
+    except BaseException:  # noqa: BLE001 -- the log is all it has
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # the disk of the log may be full
+                stream.flush()
+        # Not `sys.exit`: what is registered to run at exit belongs to the parent.
+        os._exit(status)
+
+
+def _program(program: Program) -> Callable[[str, int, str], int]:
+    from distbelief.launch import preflight, role_process  # noqa: PLC0415 -- imported long ago
+
+    programs = {
+        "role": role_process.main,
+        "check": preflight.check_main,
+        "prepare": preflight.prepare_main,
+    }
+    return programs[program]
+
+
+def _redirect(log: str) -> None:
+    """Read nothing, write to the log; a role goes on where there is no room for one."""
+    null = os.open(os.devnull, os.O_RDWR)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    try:
+        file = os.open(Path(log), flags, 0o644)
+    except OSError:
+        file = null
+    os.dup2(null, 0)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+if __name__ == "__main__":
+    main()

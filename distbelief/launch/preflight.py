@@ -1,0 +1,267 @@
+"""Tries out whether the roles of a run can be built on this host, before any is begun.
+
+The program that the fork server runs as "prepare": it imports what the job names, if
+this machine's user has allowed that, and lets the data be prepared, once, before roles
+would do so side by side. What is wrong is written to a file beside the spec.
+"""
+
+import os
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from distbelief.config.job import Job
+from distbelief.config.load import job_from_json
+from distbelief.core import files
+from distbelief.errors import DistBeliefError, JobError, StorageError
+from distbelief.launch.role_process import check_allowed, import_from, log, read_spec
+from distbelief.parameter_server.initial_values import Initial
+from distbelief.parameter_server.layout import ElementType, Layout, TensorSpec
+from distbelief.run.summary import DataFacts, TaskFacts
+from distbelief.task.imports import place
+from distbelief.task.initializers import reader, recorded_initials
+from distbelief.task.losses import higher_is_better
+from distbelief.task.task import (
+    Sample,
+    build_dataset,
+    build_model,
+    capture_for,
+    metric_name,
+    prepare,
+    sample_of,
+)
+from distbelief.task.validation import check, check_data, check_evaluation
+from distbelief.worker.local_executor import LocalModel
+
+
+# Tries a job out before it starts, in a process of its own, and says what it found.
+#
+# A mistake in the model or the data is found here once, and told in one message, before
+# any role would fail of it. What the supervisor must know of the model (its tensors, not
+# their values) and the data comes back as a file; so its own process never holds either.
+
+ANSWER_BYTES_MAX: Final = 1 << 26
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be tried.
+
+    Attributes:
+        job: As JSON.
+        answer: File for what is found.
+        initial_file: File for the module's initial values, where they are needed.
+        plan: File for the plan, where replicas are split; beside it comes its picture.
+    """
+
+    job: msgspec.Raw
+    answer: str
+    initial_file: str
+    plan: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found.
+
+    Attributes:
+        error: What is wrong with the job; then nothing else counts.
+        is_users: Whether it is the user's to mend.
+        tensors: Of the model.
+        dtype: "float64" if any of them that is trained is so.
+        initials: How each is drawn, if the shards draw.
+        initial_file: Where the initial values are, if they do not.
+        metric_name: By which the model is judged.
+        higher_is_better: Of that metric.
+        task: Figures for the summary.
+        n_machines: Of each replica, by whose plan they are split; None if they are not.
+        sample: What the data are like, for that plan.
+    """
+
+    error: str | None = None
+    is_users: bool = False
+    tensors: tuple[TensorSpec, ...] = ()
+    dtype: ElementType = "float32"
+    initials: dict[str, Initial] = {}
+    initial_file: str | None = None
+    metric_name: str = "accuracy"
+    higher_is_better: bool = True
+    task: TaskFacts = TaskFacts()
+    n_machines: int | None = None
+    sample: Sample | None = None
+
+
+def check_main(name: str, incarnation: int, path: str) -> int:
+    """Answer the question in this file; return the process's exit status."""
+    question = msgspec.json.decode(Path(path).read_bytes(), type=Question)
+    log(name, incarnation, "info", f"process {os.getpid()} begins")
+    job = job_from_json(bytes(question.job))
+    import_from(job)
+    torch.set_num_threads(job.cluster.threads)
+    try:
+        answer = answer_to(job, question)
+    except DistBeliefError as error:
+        answer = Answer(error=str(error), is_users=isinstance(error, JobError))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code
+        traceback.print_exc()  # to the log
+        text = f"trying out model and data failed: {type(error).__name__}: {error}"
+        answer = Answer(error=f"{text}{place(error)}", is_users=True)
+    files.write(Path(question.answer), msgspec.json.encode(answer))
+    log(name, incarnation, "info", f"ends: {answer.error or 'nothing is wrong'}")
+    return 0
+
+
+def read_answer(path: Path) -> Answer | None:
+    """Return the answer, if there is one."""
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(ANSWER_BYTES_MAX), type=Answer)
+    except FileNotFoundError:
+        return None
+
+
+def answer_to(job: Job, question: Question) -> Answer:
+    """Try model and data out in this process; return what was found.
+
+    Raises:
+        JobError: the job cannot be run.
+    """
+    task = job.task
+    if not job.cluster.is_split:
+        check(task, job.batch_size)
+        return _found(job, question, LocalModel(build_model(task.model)))
+    # The planner brings scipy's solvers and matplotlib, which take as long to import as
+    # half of torch: every job would wait for them, in two processes.
+    from distbelief.partition.choose import draw, plan_for_job  # noqa: PLC0415 -- split jobs only
+
+    _check_device(job.cluster.device)
+    cluster = job.cluster
+    n_readers = cluster.partitions if cluster.plan is None else 2  # at the least
+    sample = check_data(task, job.batch_size, n_readers=n_readers)
+    captured = capture_for(task, sample)
+    check_evaluation(task, sample)
+    if task.model.initial == "module":
+        check(task, job.batch_size)  # whose values are wanted, has to be built
+        model = LocalModel(build_model(task.model))
+    else:
+        with torch.device("meta"):
+            model = LocalModel(build_model(task.model))
+    answer = _found(job, question, model)
+    kept = Path(question.plan)
+    plan = plan_for_job(job, captured.graph, kept=kept)
+    draw(plan, captured.graph, kept.with_suffix(".png"))
+    n_machines = plan.cluster.n_machines
+    return msgspec.structs.replace(
+        answer,
+        n_machines=n_machines,
+        sample=sample,
+        task=msgspec.structs.replace(answer.task, n_machines=n_machines),
+    )
+
+
+def _initials(job: Job, model: LocalModel) -> Mapping[str, Initial]:
+    """Return how the shards are to draw each tensor."""
+    try:
+        return recorded_initials(job.task.model, list(model.named_tensors()))
+    except JobError:
+        if job.cluster.is_split:
+            raise
+        return model.initials()  # by the types of layers, which are here
+
+
+def _check_device(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise JobError(
+            f"[cluster] device = {device!r}: torch {torch.__version__} sees no GPU on "
+            'this machine: leave device out, or write device = "cpu"'
+        )
+
+
+def _found(job: Job, question: Question, model: LocalModel) -> Answer:
+    """Return what is known of model and data; `model` may be without values."""
+    task = job.task
+    initials: dict[str, Initial] = {}
+    initial_file: str | None = None
+    match task.model.initial:
+        case "seed":
+            initials = dict(_initials(job, model))
+        case "module":
+            initial_file = question.initial_file
+            tensors = {name: tensor.detach() for name, tensor in model.named_tensors().items()}
+            save_file(tensors, initial_file)
+        case path:
+            initial_file = path
+            _check_weights(path, tuple(model.specs()))
+    test = sample = None
+    if task.test is not None:
+        held_out = build_dataset(task.test, table="data.test")
+        test = DataFacts.of(held_out)
+        sample = sample_of(held_out, table="data.test")
+    trained = [t for t in model.named_tensors().values() if t.requires_grad]
+    metric = metric_name(task, sample)
+    is_double = any(tensor.dtype == torch.float64 for tensor in trained)
+    return Answer(
+        tensors=tuple(model.specs()),
+        dtype="float64" if is_double else "float32",
+        initials=initials,
+        initial_file=initial_file,
+        metric_name=metric,
+        higher_is_better=task.test is None or higher_is_better(metric),
+        task=TaskFacts(
+            n_parameters=model.n_parameters,
+            train=DataFacts.of(build_dataset(task.train)),
+            test=test,
+        ),
+    )
+
+
+def _check_weights(path: str, tensors: tuple[TensorSpec, ...]) -> None:
+    """Refuse a file that does not hold the values of these tensors."""
+    try:
+        read = reader(path, Layout.of(tensors, n_shards=1))
+        for tensor in tensors:
+            read(tensor.name, 0, 1 if tensor.n_elements else 0)
+    except StorageError as error:
+        raise JobError(f"[model] initial: {error}") from error
+
+
+VERDICT_BYTES_MAX = 1 << 16
+
+
+def verdict_file(spec: Path) -> Path:
+    """Return where what is wrong is written; empty: nothing."""
+    return spec.with_name(".verdict")
+
+
+def prepare_main(name: str, incarnation: int, path: str) -> int:
+    """Try it out; return the process's exit status."""
+    log(name, incarnation, "info", f"process {os.getpid()} begins")
+    try:
+        spec = read_spec(path)
+        job = job_from_json(bytes(spec.job))
+        import_from(job)
+        _try(job, spec.allowed or ())
+        wrong = ""
+    except DistBeliefError as error:
+        wrong = str(error)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code
+        traceback.print_exc()  # to the log
+        wrong = f"{type(error).__name__}: {error}{place(error)}"
+    files.write(verdict_file(Path(path)), wrong.encode()[:VERDICT_BYTES_MAX])
+    log(name, incarnation, "info", f"ends: {wrong or 'nothing is wrong'}")
+    return 0
+
+
+def _try(job: Job, allowed: tuple[str, ...]) -> None:
+    check_allowed(job, allowed)
+    if job.cluster.device == "cuda" and not torch.cuda.is_available():
+        raise JobError(
+            f"the job wants a GPU ([cluster] device = {job.cluster.device!r}), and "
+            f"torch {torch.__version__} sees none here"
+        )
+    prepare(job.data.train, table="data.train")
+    if job.data.test is not None:
+        prepare(job.data.test, table="data.test")

@@ -1,0 +1,179 @@
+"""Initial values, drawn where they will live.
+
+Element e of a tensor is a function of (seed, tensor name, e) and of nothing else: the
+counter-based generator Philox4x64-10 (Salmon et al. 2011), keyed by seed and name, is
+asked for its e-th number alone. So every shard draws just its own part, no process has
+to build the whole net, and the values are the same bits for any number of shards and
+any cut. Normals come from one uniform each, by the inverse of the distribution function
+(the usual methods take a varying number of uniforms, and would need all before e).
+
+Values are computed in float64 and rounded once: float32 gets float64's draw, rounded.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal, final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from numpy.typing import NDArray
+from scipy.special import ndtri
+
+from distbelief.core.vectors import Vector
+from distbelief.parameter_server.layout import Layout
+
+
+Distribution = Literal["uniform", "normal", "constant"]
+
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "uniform": ("low", "high"),
+    "normal": ("mean", "std"),
+    "constant": ("value",),
+}
+_DRAWS_PER_COUNT = 4  # Philox4x64 makes four numbers of each value of its counter
+_PIECE = 1 << 18  # elements drawn at a time: bounds the temporary float64 arrays
+
+
+@final
+class Initial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How each element of a tensor is drawn.
+
+    Attributes:
+        distribution: "uniform" from `low` to `high`, "normal" with `mean` and standard
+            deviation `std`, or "constant": all are `value`. The numbers that another
+            distribution has stay 0.
+    """
+
+    distribution: Distribution
+    low: float = 0.0
+    high: float = 0.0
+    mean: float = 0.0
+    std: float = 0.0
+    value: float = 0.0
+
+    def __post_init__(self) -> None:
+        own = _FIELDS.get(self.distribution)
+        if own is None:
+            raise ValueError(f"distribution is {self.distribution!r}; use one of {sorted(_FIELDS)}")
+        for field in ("low", "high", "mean", "std", "value"):
+            number = float(getattr(self, field))
+            if not math.isfinite(number) or (number != 0.0 and field not in own):
+                raise ValueError(
+                    f"distribution {self.distribution!r}: {field} is {number}; give "
+                    f"finite numbers for {' and '.join(own)} only"
+                )
+        if self.low > self.high:
+            raise ValueError(
+                f"distribution 'uniform': low {self.low} is above high {self.high}; exchange them"
+            )
+        if self.std < 0.0:
+            raise ValueError(f"distribution 'normal': std is {self.std}; use a number, 0 or more")
+
+
+def draw(
+    initial: Initial, *, seed: int, tensor: str, start: int, stop: int, dtype: npt.DTypeLike
+) -> Vector:
+    """Return elements [start, stop) of `tensor`, flat and row-major.
+
+    Args:
+        initial: How they are drawn.
+        seed: Any integer.
+        tensor: Its name in the layout.
+        start: First element wanted, at least 0.
+        stop: One beyond the last.
+        dtype: float32 or float64.
+
+    Returns:
+        (stop - start,) of `dtype`. With float32, "uniform" may round up to `high`.
+    """
+    values = np.empty(stop - start, dtype)
+    if initial.distribution == "constant":
+        values.fill(initial.value)
+        return values
+    for piece in range(start, stop, _PIECE):
+        piece_stop = min(piece + _PIECE, stop)
+        uniforms = _uniforms(seed=seed, tensor=tensor, start=piece, stop=piece_stop)
+        if initial.distribution == "uniform":
+            drawn = initial.low + (initial.high - initial.low) * uniforms
+        else:
+            drawn = initial.mean + initial.std * _standard_normals(uniforms)
+        values[piece - start : piece_stop - start] = drawn
+    return values
+
+
+def shard_values(layout: Layout, k: int, initials: Mapping[str, Initial], *, seed: int) -> Vector:
+    """Return shard k's vector before the first push.
+
+    Args:
+        layout: What lies where.
+        k: The shard.
+        initials: By tensor name, for every tensor of the layout.
+        seed: The same for all shards of a job.
+
+    Returns:
+        (shard_size(k),) of the layout's dtype, padding zero.
+
+    Raises:
+        ValueError: a tensor has no entry in `initials`.
+    """
+    missing = [spec.name for spec in layout.tensors if spec.name not in initials]
+    if missing:
+        raise ValueError(
+            f"no initial distribution for tensors {missing}; name one for each "
+            f"(known: {sorted(initials)})"
+        )
+
+    def read(name: str, start: int, stop: int) -> Vector:
+        return draw(
+            initials[name], seed=seed, tensor=name, start=start, stop=stop, dtype=layout.dtype
+        )
+
+    return shard_values_from(layout, k, read)
+
+
+def shard_values_from(layout: Layout, k: int, read: Callable[[str, int, int], Vector]) -> Vector:
+    """Return shard k's vector, its values read from elsewhere (a file of weights).
+
+    Args:
+        layout: What lies where.
+        k: The shard.
+        read: Given (name, start, stop), returns these elements of that tensor, flat and
+            row-major, (stop - start,) of any real dtype; called once per segment.
+
+    Returns:
+        (shard_size(k),) of the layout's dtype, padding zero.
+
+    Raises:
+        ValueError: `read` returned another number of elements.
+    """
+    values = np.zeros(layout.shard_size(k), layout.dtype)
+    for segment in layout.segments(k):
+        name = layout.tensors[segment.tensor_index].name
+        found = read(name, segment.start, segment.stop)
+        if found.shape != (segment.n_elements,):
+            raise ValueError(
+                f"tensor {name!r}: elements {segment.start} to {segment.stop} were "
+                f"read with shape {found.shape}, not ({segment.n_elements},); does the "
+                "file hold this model's tensors?"
+            )
+        values[segment.offset : segment.offset + segment.n_elements] = found
+    return values
+
+
+def _uniforms(
+    *, seed: int, tensor: str, start: int, stop: int
+) -> NDArray[np.float64]:  # (stop - start,), in [0, 1)
+    digest = hashlib.sha256(f"{seed}:{tensor}".encode()).digest()
+    key = np.frombuffer(digest, "<u8", count=2)
+    count, skipped = divmod(start, _DRAWS_PER_COUNT)
+    generator = np.random.Generator(np.random.Philox(key=key, counter=count))
+    return generator.random(skipped + stop - start)[skipped:]
+
+
+def _standard_normals(uniforms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the normal of each uniform, at most 8.3 from 0."""
+    # A uniform may be 0, whose normal is -inf: take half the smallest other.
+    normals: NDArray[np.float64] = ndtri(np.maximum(uniforms, 2.0**-54))
+    return normals

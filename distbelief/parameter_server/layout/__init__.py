@@ -1,1 +1,0 @@
-"""Which shard holds which elements of which tensors, and parts of them."""

@@ -1,1 +1,0 @@
-"""A shard under a coordinator: named vectors, sums of portions, cuts."""

@@ -1,1 +1,0 @@
-"""What a shard does for its clients: fetches and pushes."""

@@ -1,0 +1,407 @@
+"""The named vectors of one shard, and the commands performed on them.
+
+Every vector has the shard's own ranges of the parameters, (n_gradient,) elements of the
+layout's type; buffers take no part. Rules that this file keeps:
+
+* A batch is all or nothing: what it needs is checked before anything is changed.
+* Sums run in float64 whatever the vectors are: dot products of float32 vectors would
+  overflow at 1e19, and cost L-BFGS four digits of its direction. What a command writes
+  is computed in float64 too, and rounded once.
+* The same batch on the same vectors gives the same bits, with the same build of torch
+  and number of its threads. Another number of shards rounds sums otherwise.
+* Padding stays zero, so it counts in no norm.
+* Work goes piece by piece, few enough elements to stay in the processor's cache however
+  many vectors take part.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import assert_never, cast, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distbelief.core.vectors import Vector
+from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
+from distbelief.parameter_server.layout import Layout
+from distbelief.protocol.vector_commands import (
+    SCALARS_MAX,
+    Axpy,
+    Command,
+    Copy,
+    Dot,
+    Drop,
+    Fill,
+    Function,
+    Gram,
+    LinearCombination,
+    Multiply,
+    Norm,
+    Order,
+    Pointwise,
+    Scalars,
+    Scale,
+    Term,
+    VectorName,
+    n_scalars,
+    reads,
+    writes,
+)
+from distbelief.roles.role import Cost
+
+
+Doubles = NDArray[np.float64]
+Reals = NDArray[np.float32] | NDArray[np.float64]
+
+_PIECE = 1 << 14
+"""Elements handled at a time: 128 KiB of float64 per vector."""
+
+_FEW = 3
+"""Terms that are added one by one; more of them are a product of matrix and vector."""
+
+_PIECE_OF_FEW = 1 << 16
+"""Elements handled at a time where few vectors take part, and calls cost the most."""
+
+
+@final
+class Algebra:
+    """Holds vectors by name, and performs batches of commands on them.
+
+    Args:
+        layout: How the parameters are cut.
+        k: Which shard this is.
+        n_vectors_max: How many vectors a coordinator may make here.
+    """
+
+    def __init__(self, layout: Layout, k: int, *, n_vectors_max: int = 64) -> None:
+        self._n = layout.n_gradient(k)
+        self._dtype = layout.dtype
+        self._n_vectors_max = n_vectors_max
+        self._spans = [
+            slice(segment.offset, segment.offset + segment.n_elements)
+            for segment in layout.segments(k)
+            if segment.offset < self._n
+        ]
+        self._vectors: dict[VectorName, Vector] = {}
+        self._bound: set[VectorName] = set()
+        self._stack = _Stack(self._n)
+
+    # ------------------------------------------------------------------- vectors
+
+    def names(self) -> tuple[VectorName, ...]:
+        """Return the names of all vectors, in alphabetical order."""
+        return tuple(sorted(self._vectors))
+
+    def bind(self, name: VectorName, vector: Vector) -> None:
+        """Let `name` stand for memory that another owns; it is written in place.
+
+        Such a vector cannot be dropped, and `export` leaves it out.
+        """
+        if vector.shape != (self._n,) or vector.dtype != self._dtype:
+            raise LocalProtocolError(
+                f"vector {name!r} has shape {vector.shape} and dtype {vector.dtype}; "
+                f"this shard's vectors have ({self._n},) and {self._dtype}"
+            )
+        self._vectors[name] = vector
+        self._bound.add(name)
+
+    def vector(self, name: VectorName) -> Vector:
+        """Return the vector of this name to write to; zeros if there was none.
+
+        Raises:
+            RemoteProtocolError: there are too many already.
+        """
+        if name not in self._vectors:
+            self._check_count(1 + len(self._vectors))
+        return self._target(name)
+
+    def export(self, names: Sequence[VectorName] | None = None) -> dict[str, Vector]:
+        """Return the vectors that are this object's own, sharing their memory.
+
+        Args:
+            names: Which; None: all. Names of bound or absent vectors are left out.
+        """
+        return {
+            name: vector
+            for name, vector in sorted(self._vectors.items())
+            if name not in self._bound and (names is None or name in names)
+        }
+
+    def restore(self, vectors: Mapping[str, Vector]) -> None:
+        """Hold copies of these, and besides them only what is bound.
+
+        Raises:
+            StorageError: one has another size or element type.
+        """
+        for name, vector in vectors.items():
+            if vector.shape != (self._n,) or vector.dtype != self._dtype:
+                raise StorageError(
+                    f"vector {name!r} has shape {vector.shape} and dtype "
+                    f"{vector.dtype}, not ({self._n},) and {self._dtype}: it was saved "
+                    "by another shard, or under another layout; resume with the model, "
+                    "the number of shards and the dtype it was saved with"
+                )
+        own = {name: vector.copy() for name, vector in vectors.items()}
+        self._vectors = own | {name: self._vectors[name] for name in self._bound}
+
+    # ------------------------------------------------------------------- batches
+
+    def check(self, batch: Sequence[Command]) -> None:
+        """Raise if the batch cannot be performed here now; change nothing.
+
+        Raises:
+            RemoteProtocolError: it names a vector that is not there, or asks for too
+                many vectors or numbers.
+        """
+        held = set(self._vectors)
+        for index, command in enumerate(batch):
+            missing = [name for name in reads(command) if name not in held]
+            if missing:
+                raise RemoteProtocolError(
+                    f"command {index} of {len(batch)}, {type(command).__name__}, needs "
+                    f"vector {missing[0]!r}, and this shard holds {sorted(held)}: fill "
+                    "it first, or begin again from a cut that has it"
+                )
+            if isinstance(command, Drop):
+                self._check_drop(command)
+                held.difference_update(command.names)
+            else:
+                held.update(writes(command))
+            self._check_count(len(held))
+        if n_scalars(batch) > SCALARS_MAX:
+            raise RemoteProtocolError(
+                f"the batch measures {n_scalars(batch)} numbers; ask for at most "
+                f"{SCALARS_MAX} at a time"
+            )
+
+    def perform(self, batch: Sequence[Command]) -> Scalars:
+        """Perform the commands in order; return what they measure here, flat.
+
+        Raises:
+            RemoteProtocolError: as `check`; nothing has been changed then.
+        """
+        self.check(batch)
+        measured: list[float] = []
+        with np.errstate(all="ignore"):  # NaN and infinity are answers like any other
+            for command in batch:
+                match command:
+                    case Dot() | Gram() | Norm():
+                        measured.extend(self._measure(command))
+                    case _:
+                        self._change(command)
+        return tuple(measured)
+
+    def cost(self, batch: Sequence[Command]) -> Cost:
+        """Return what performing the batch takes."""
+        n_passes = sum(len(set(reads(command))) + len(writes(command)) for command in batch)
+        n_sums = n_scalars(batch) + sum(len(reads(command)) for command in batch)
+        return Cost(
+            flops=2.0 * n_sums * self._n, n_bytes=float(n_passes * self._n * self._dtype.itemsize)
+        )
+
+    def _check_count(self, n_vectors: int) -> None:
+        if n_vectors - len(self._bound) > self._n_vectors_max:
+            raise RemoteProtocolError(
+                f"{n_vectors} vectors, more than this shard's bound of "
+                f"{self._n_vectors_max}: drop some, or keep a shorter history"
+            )
+
+    def _check_drop(self, command: Drop) -> None:
+        kept = sorted(self._bound.intersection(command.names))
+        if kept:
+            raise RemoteProtocolError(f"vectors {kept} are the shard's: keep them")
+
+    # ------------------------------------------------------------------- changes
+
+    def _change(
+        self, command: Copy | Fill | Scale | Axpy | Multiply | LinearCombination | Pointwise | Drop
+    ) -> None:
+        match command:
+            case Copy(target=target, x=x):
+                np.copyto(self._target(target), self._real(x))
+            case Fill(target=target, a=a):
+                self._fill(self._target(target), a)
+            case Multiply(target=target, x=x):
+                self._target(target)[:] *= self._real(x)
+            case Scale() | Axpy() | LinearCombination():
+                self._combine(command.target, _terms(command))
+            case Pointwise():
+                self._pointwise(command)
+            case Drop(names=names):
+                for name in names:
+                    self._vectors.pop(name, None)
+            case _:
+                assert_never(command)
+
+    def _fill(self, target: Reals, a: float) -> None:
+        target.fill(0.0)
+        for span in self._spans:
+            target[span] = a
+
+    def _combine(self, target: VectorName, terms: Sequence[Term]) -> None:
+        xs = [self._real(term.x) for term in terms]
+        out = self._target(target)
+        weights = [term.a for term in terms]
+        if weights == [1.0, -1.0]:
+            np.subtract(xs[0], xs[1], out=out)  # in float64, rounded, it has the same bits
+        elif len(terms) > _FEW:
+            factors = torch.tensor([weights], dtype=torch.float64)
+            for piece in _pieces(self._n):
+                matrix = self._stack.loaded(xs, piece)
+                out[piece] = torch.mm(factors, matrix)[0].numpy()
+        else:
+            for piece in _pieces(self._n, _PIECE_OF_FEW):
+                matrix = self._stack.loaded(xs, piece)
+                for row, a in zip(matrix, weights, strict=True):
+                    if a != 1.0:
+                        row.mul_(a)  # and not fused: so no place rounds otherwise
+                for row in matrix[1:]:
+                    matrix[0].add_(row)
+                out[piece] = matrix[0].numpy()
+
+    def _pointwise(self, command: Pointwise) -> None:
+        function = _FUNCTIONS[command.function]
+        x = self._real(command.x)
+        y = x if command.y is None else self._real(command.y)
+        out = self._target(command.target)
+        for piece in _pieces(self._n):
+            pair = x[piece].astype(np.float64), y[piece].astype(np.float64)
+            out[piece] = function(*pair, command.a)
+
+    # ------------------------------------------------------------------ measures
+
+    def _measure(self, command: Dot | Gram | Norm) -> Iterator[float]:
+        match command:
+            case Dot(x=x, y=y):
+                yield self._dot(x, y)
+            case Gram(rows=rows, columns=columns):
+                yield from self._gram(rows, columns)
+            case Norm(x=x, order="2"):
+                yield self._dot(x, x)
+            case Norm(x=x, order=order):
+                yield self._norm(self._real(x), order)
+            case _:
+                assert_never(command)
+
+    def _dot(self, x: VectorName, y: VectorName) -> float:
+        vectors = [self._real(x)] if x == y else [self._real(x), self._real(y)]
+        total = 0.0
+        for piece in _pieces(self._n, _PIECE_OF_FEW):
+            matrix = self._stack.loaded(vectors, piece)
+            total += torch.dot(matrix[0], matrix[-1]).item()
+        return total
+
+    def _gram(self, rows: Sequence[VectorName], columns: Sequence[VectorName]) -> Iterator[float]:
+        """Yield rows.columns, row by row; each vector is read once."""
+        names = list(dict.fromkeys((*rows, *columns)))
+        vectors = [self._real(name) for name in names]
+        n_rows = len(set(rows))  # the first of the names
+        sums = torch.zeros(n_rows, len(names), dtype=torch.float64)
+        for piece in _pieces(self._n):
+            matrix = self._stack.loaded(vectors, piece)
+            sums.addmm_(matrix[:n_rows], matrix.T)
+        totals = dict(zip(names, sums.tolist(), strict=False))
+        column_indices = [names.index(column) for column in columns]
+        for row in rows:
+            yield from (totals[row][index] for index in column_indices)
+
+    def _norm(self, x: Reals, order: Order) -> float:
+        if order == "inf":
+            if not self._n:
+                return 0.0
+            least, most = torch.aminmax(torch.from_numpy(x))
+            return float(torch.maximum(-least, most)) + 0.0  # -0 becomes 0
+        return float(sum(np.sum(np.abs(x[p]), dtype=np.float64) for p in _pieces(self._n)))
+
+    # --------------------------------------------------------------------- names
+
+    def _real(self, name: VectorName) -> Reals:
+        # The layout has real types only, and dtypes do not narrow an array's type.
+        return cast("Reals", self._vectors[name])
+
+    def _target(self, name: VectorName) -> Reals:
+        if name not in self._vectors:
+            self._vectors[name] = np.zeros(self._n, self._dtype)
+        return self._real(name)
+
+
+@final
+class _Stack:
+    """Room for the same piece of several vectors, one below the other, in float64."""
+
+    def __init__(self, n_elements: int) -> None:
+        self._width = min(_PIECE, n_elements)
+        self._width_of_few = min(_PIECE_OF_FEW, n_elements)
+        self._grow(1)
+
+    def loaded(self, vectors: Sequence[Reals], piece: "slice[int, int, None]") -> torch.Tensor:
+        """Return (vectors, elements of the piece), to be used before the next call."""
+        n, size = len(vectors), piece.stop - piece.start
+        if n > self._n:
+            self._grow(n)
+        tensor = self._room[: n * size].view(n, size)
+        rows: Doubles = tensor.numpy()
+        for row, vector in zip(rows, vectors, strict=True):
+            row[:] = vector[piece]
+        return tensor
+
+    def _grow(self, n: int) -> None:
+        # Of torch, which aligns it: so its kernels round alike in every call.
+        self._n = n
+        size = max(n * self._width, min(n, _FEW) * self._width_of_few)
+        self._room = torch.empty(size, dtype=torch.float64)
+
+
+def _terms(command: Scale | Axpy | LinearCombination) -> Sequence[Term]:
+    """Return the sum that the command's target becomes."""
+    match command:
+        case Scale(target=target, a=a):
+            return (Term(a, target),)
+        case Axpy(target=target, a=a, x=x):
+            return (Term(1.0, target), Term(a, x))
+        case LinearCombination(terms=terms):
+            return terms
+        case _:
+            assert_never(command)
+
+
+def _pieces(n_elements: int, size: int = _PIECE) -> Iterator["slice[int, int, None]"]:
+    for start in range(0, n_elements, size):
+        yield slice(start, min(start + size, n_elements))
+
+
+def _soft_threshold(x: Doubles, a: float) -> Doubles:
+    """Return x moved towards 0 by a, but not beyond it."""
+    shrunk: Doubles = np.sign(x) * np.maximum(np.abs(x) - a, 0.0)
+    return shrunk
+
+
+def _align(x: Doubles, y: Doubles) -> Doubles:
+    """Return x where it has the sign of y; the product x y itself might vanish."""
+    return np.where(np.sign(x) * np.sign(y) > 0.0, x, 0.0)
+
+
+def _orthant(x: Doubles, y: Doubles) -> Doubles:
+    """Return the orthant in which x lies, or moves to along -y (Andrew & Gao 2007)."""
+    return np.where(x != 0.0, np.sign(x), -np.sign(y))
+
+
+def _pseudo_gradient(w: Doubles, g: Doubles, a: float) -> Doubles:
+    """Return the element of least size of the subdifferential of f + a |w|_1.
+
+    Andrew & Gao 2007, equation 4: at w = 0 it is that one-sided derivative which is
+    negative in its direction, or 0 if neither is.
+    """
+    return np.where(w != 0.0, g + a * np.sign(w), _soft_threshold(g, a))
+
+
+_FUNCTIONS: Mapping[Function, Callable[[Doubles, Doubles, float], Doubles]] = {
+    "sign": lambda x, _y, _a: np.sign(x),
+    "absolute": lambda x, _y, _a: np.abs(x),
+    "clip": lambda x, _y, a: np.clip(x, -a, a),
+    "soft_threshold": lambda x, _y, a: _soft_threshold(x, a),
+    "align": lambda x, y, _a: _align(x, y),
+    "oppose": lambda x, y, _a: _align(x, -y),
+    "orthant": lambda x, y, _a: _orthant(x, y),
+    "pseudo_gradient": _pseudo_gradient,
+}

@@ -1,0 +1,143 @@
+"""Placements that a user asks for: "whole@3", "rows:4", "grid:2x3", "inputs:4".
+
+They need not be among the candidates: any number of parts will do that the layer, and
+the number of machines, allow.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
+from distbelief.graph.operator import kind_of
+from distbelief.partition.candidates import (
+    Candidate,
+    dimension_words,
+    partial_sums,
+    split,
+    summed_dims,
+    whole,
+)
+from distbelief.program.cluster import Cluster
+
+
+_WHOLE: Final = re.compile(r"whole(?:@(\d+))?")
+_SPLIT: Final = re.compile(r"(\w+)[: ](\d+(?:x\d+)*)")
+
+
+def check_pins(graph: LayerGraph, pins: Mapping[str, str], cluster: Cluster | None = None) -> None:
+    """Check that pins are of layers that are computed.
+
+    Args:
+        graph: Whose layers.
+        pins: Per layer its split.
+        cluster: Machines on which each has to be possible, if that is to be checked.
+
+    Raises:
+        GraphError: one is not.
+    """
+    for name in pins:
+        if name not in graph.by_name:
+            near = difflib.get_close_matches(name, list(graph.by_name), n=3)
+            few = [x.name for x in graph.layers if x.kind != INPUT][:8]
+            hint = (
+                f": do you mean {' or '.join(map(repr, near))}?"
+                if near
+                else f" (there are {', '.join(few)}, ...)"
+            )
+            raise GraphError(f"{name!r} is pinned, but there is no such layer{hint}")
+        if graph[name].kind == INPUT:
+            raise GraphError(
+                f"{name!r} is pinned, but it is an input: every machine reads what it "
+                "needs of it; pin the layers that read it instead"
+            )
+        if cluster is not None:
+            pinned(graph[name], cluster, pins[name])
+
+
+def pinned(
+    layer: Layer, cluster: Cluster, pin: str, *, machines: Sequence[int] | None = None
+) -> Candidate:
+    """Return the candidate that a pin means.
+
+    Args:
+        layer: Which is pinned.
+        cluster: With all machines.
+        pin: What to.
+        machines: In the order in which they are used.
+
+    Raises:
+        GraphError: the layer cannot be placed so; lists what is possible.
+    """
+    found = _whole(layer, cluster, pin) or _split(layer, cluster, pin, machines=machines)
+    if found is None:
+        raise GraphError(
+            f"{layer.name!r} cannot be pinned to {pin!r} on {len(cluster)} machines; "
+            f"possible are {', '.join(possible(layer, cluster))}"
+            + (f" ({layer.whole})" if layer.whole else "")
+        )
+    return found
+
+
+def possible(layer: Layer, cluster: Cluster) -> list[str]:
+    """Return what a layer can be pinned to, for people."""
+    n_machines = len(cluster)
+    found = ["whole"]
+    if n_machines > 1:
+        found.append(f"whole@0 to whole@{n_machines - 1}")
+    words, most = dimension_words(layer), {}
+    for cut in () if layer.whole else kind_of(layer).cuts(layer):
+        most[cut.dim] = min(n_machines, layer.shape[cut.dim] // cut.unit)
+        if most[cut.dim] >= 2:
+            found.append(f"{words[cut.dim]}:2 to {words[cut.dim]}:{most[cut.dim]}")
+    n_dims = len(layer.shape)
+    if n_dims >= 2 and min(most.get(dim, 1) for dim in (n_dims - 2, n_dims - 1)) > 1:
+        found.append(
+            f"grid:AxB with {words[-2]} A <= {most[n_dims - 2]}, {words[-1]} B <= "
+            f"{most[n_dims - 1]}, A * B <= {n_machines}"
+        )
+    for dim in summed_dims(layer)[:1]:
+        n_parts = min(n_machines, layer.input_shapes[0][dim])
+        if n_parts >= 2:
+            found.append(f"inputs:2 to inputs:{n_parts}")
+    return found
+
+
+def _whole(layer: Layer, cluster: Cluster, pin: str) -> Candidate | None:
+    match = _WHOLE.fullmatch(pin)
+    if match is None:
+        return None
+    machine = int(match[1] or 0)
+    return whole(layer, machine) if machine < len(cluster) else None
+
+
+def _split(
+    layer: Layer, cluster: Cluster, pin: str, *, machines: Sequence[int] | None
+) -> Candidate | None:
+    match = _SPLIT.fullmatch(pin)
+    if match is None:
+        return None
+    word, numbers = match[1], [int(number) for number in match[2].split("x")]
+    if min(numbers) < 1:
+        return None
+    if word == "inputs" and len(numbers) == 1:
+        dims = summed_dims(layer)
+        if not dims:
+            return None
+        return partial_sums(layer, cluster, numbers[0], dim=dims[0], machines=machines)
+    parts = _parts(layer, word, numbers)
+    return split(layer, cluster, parts, machines=machines) if parts else None
+
+
+def _parts(layer: Layer, word: str, numbers: list[int]) -> list[int]:
+    """Return into how many parts each dimension is cut; nothing if that makes no sense.
+
+    A grid of fewer numbers than dimensions is one of the last dimensions.
+    """
+    words = dimension_words(layer)
+    if word == "grid" and 1 < len(numbers) <= len(words):
+        return [1] * (len(words) - len(numbers)) + numbers
+    if word in words and len(numbers) == 1:
+        return [numbers[0] if word == other else 1 for other in words]
+    return []

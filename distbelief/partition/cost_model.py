@@ -1,0 +1,444 @@
+"""How long a machine computes a region of a layer, from what has been measured here.
+
+A region that is cut along several dimensions takes the product of the shares of slices
+along each. For machines that are not this host, what it takes longer than arithmetic
+says, they do too.
+
+A part never takes less than its share of the whole. Measurements may say so, by chance
+or by the grace of a cache, but nobody could say then what no plan beats.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple, final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from distbelief.graph.graph import INPUT, Layer, LayerGraph
+from distbelief.graph.operator import joined, kind_of
+from distbelief.graph.region import Region
+from distbelief.partition.candidates import summed_dims
+from distbelief.partition.profiling.profile import INPUTS, SAMPLES, WHOLE, Profile, Slices, digest
+from distbelief.program.cluster import Cluster, Machine
+from distbelief.program.cost import Costs, Price
+from distbelief.program.instructions import work_of
+
+
+# How long a machine computes a region of a layer: by arithmetic, without measuring.
+#
+#     seconds = overhead + max(operations / flops, bytes / memory rate)
+#
+# which is a roofline (Williams et al. 2009). Whoever has measured gives better times by
+# the same protocol, `pricing.Costs`: see `profile`.
+
+N_BYTES: Final = 4
+"""Of a number."""
+
+Signature = bytes
+"""What a layer's costs depend on: everything but names."""
+
+
+@final
+class Signatures:
+    """Signatures of layers, each made once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Layer, Signature]] = {}
+
+    def of(self, layer: Layer) -> Signature:
+        """Return what layers have in common that cost the same."""
+        known = self._known.get(id(layer))
+        if known is None:
+            # The layer is kept, so that nobody else gets its id.
+            known = self._known[id(layer)] = (layer, signature(layer))
+        return known[1]
+
+
+def signature(layer: Layer) -> Signature:
+    """Return what layers have in common that cost the same."""
+    tensors = {word: (use.shape, use.trains) for word, use in sorted(layer.tensors.items())}
+    options = {word: value for word, value in layer.options.items() if word != "module"}
+    return msgspec.json.encode(
+        (
+            layer.kind,
+            layer.shape,
+            layer.input_shapes,
+            [layer.inputs.index(name) for name in layer.inputs],
+            options,
+            tensors,
+            bool(layer.whole),
+        ),
+        order="sorted",
+    )
+
+
+def single_sample(graph: LayerGraph) -> frozenset[str]:
+    """Return the layers that read statistics only, and compute them for one sample."""
+    single = joined(graph)
+    return frozenset(name for name in single if single.issuperset(graph[name].inputs))
+
+
+@final
+class AnalyticCosts:
+    """Costs from figures of the machines.
+
+    Args:
+        cluster: The machines.
+        batch: Samples of a step.
+        single: Layers that are computed for one sample, of `single_sample`.
+    """
+
+    def __init__(
+        self, cluster: Cluster, *, batch: int, single: frozenset[str] = frozenset()
+    ) -> None:
+        self.batch = batch
+        self._machines = cluster.machines
+        # Equal machines by the first of them: a number is quicker to look up.
+        self._first = [cluster.machines.index(machine) for machine in cluster.machines]
+        self._single = single
+        self._signatures = Signatures()
+        self._known: dict[tuple[Signature, int, bool, bool], dict[Region, tuple[float, float]]] = {}
+
+    def forward(
+        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
+    ) -> float:
+        """Return the seconds of the forward pass."""
+        return self._seconds(layer, region, machine, partial=partial)[0]
+
+    def backward(
+        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
+    ) -> float:
+        """Return the seconds of the backward pass."""
+        return self._seconds(layer, region, machine, partial=partial)[1]
+
+    def _seconds(
+        self, layer: Layer, region: Region, machine: int, *, partial: bool
+    ) -> tuple[float, float]:
+        if layer.kind == INPUT or not region.n_elements:
+            return (0.0, 0.0)
+        first, single = self._first[machine], layer.name in self._single
+        key = (self._signatures.of(layer), first, partial, single)
+        known = self._known.setdefault(key, {})
+        seconds = known.get(region)
+        if seconds is None:
+            figures, n_samples = self._machines[first], 1 if single else self.batch
+            seconds = _roofline(layer, region, figures, n_samples, partial=partial)
+            known[region] = seconds
+        return seconds
+
+
+def tensor_bytes(layer: Layer, region: Region, *, partial: bool) -> tuple[float, float]:
+    """Return the bytes of the tensors that a region uses: of all, of those that train.
+
+    Every use counts; whether another layer uses the same tensor is not known here.
+    """
+    kind = kind_of(layer)
+    if partial:
+        assert kind.partial is not None, layer.name
+        uses = kind.partial.uses(layer, region)
+    else:
+        uses = kind.uses(layer, region)
+    every = sum(N_BYTES * part.n_elements for part in uses.values())
+    trains = sum(
+        N_BYTES * part.n_elements for word, part in uses.items() if layer.tensors[word].trains
+    )
+    return float(every), float(trains)
+
+
+def _roofline(
+    layer: Layer, region: Region, machine: Machine, n_samples: int, *, partial: bool
+) -> tuple[float, float]:
+    work = work_of(layer, region, partial=partial)
+    every, trains = tensor_bytes(layer, region, partial=partial)
+    n_bytes = N_BYTES * work.n_elements * n_samples
+    forward = machine.overhead + max(
+        work.forward * n_samples / machine.flops, (n_bytes + every) / machine.memory_rate
+    )
+    # Values are read again, and gradients read and written: twice the traffic.
+    backward = machine.overhead + max(
+        work.backward * n_samples / machine.flops,
+        (2 * n_bytes + every + trains) / machine.memory_rate,
+    )
+    return forward, backward
+
+
+# How much longer a step takes because machines vary.
+#
+# "The typical cause of less-than-ideal speedups is variance in processing times across
+# the different machines, leading to many machines waiting for the single slowest machine
+# to finish a given phase of computation" (Dean et al. 2012, section 3). So each layer's
+# times are multiplied by numbers drawn per machine, and each phase waits for its slowest.
+#
+# The draws are those of a machine and a layer, whatever the plan: plans are compared
+# under the same luck.
+
+N_DRAWS: Final = 100
+QUANTILES: Final = (0.1, 0.5, 0.9)
+
+Floats = NDArray[np.float64]
+
+
+@final
+class Jitter:
+    """Draws for one graph on one cluster.
+
+    Args:
+        graph: Whose layers have draws of their own.
+        cluster: All its machines; how much each varies.
+        seed: Of the draws.
+    """
+
+    def __init__(self, graph: LayerGraph, cluster: Cluster, *, seed: int = 0) -> None:
+        self._layers = {layer.name: index for index, layer in enumerate(graph.layers)}
+        self._sigmas = np.array([machine.jitter for machine in cluster.machines])
+        self._seed = seed
+        self._drawn: dict[tuple[int, bool], Floats] = {}
+
+    def quantiles(self, price: Price, quantiles: Sequence[float] = QUANTILES) -> tuple[float, ...]:
+        """Return the seconds of a step that so many of the draws do not exceed.
+
+        What the draws add to phases that follow each other is added to the simulated
+        step. A machine that computes more regions of a layer draws once for all.
+        """
+        tasks = price.tasks
+        durations = price.played.ends[: len(tasks)] - price.played.starts[: len(tasks)]
+        rows: dict[tuple[int, bool], dict[int, float]] = {}
+        for task, seconds in zip(tasks, durations.tolist(), strict=True):
+            backward = task.phase in {"backward", "partial_backward"}
+            row = rows.setdefault((self._layers[task.layer], backward), {})
+            row[task.machine] = row.get(task.machine, 0.0) + seconds
+        added: Floats = np.zeros(N_DRAWS)
+        for (layer, backward), row in rows.items():
+            machines = np.array(list(row))
+            seconds_each = np.array(list(row.values()))
+            factors = self._factors(layer, backward=backward)[:, machines]
+            added += (factors * seconds_each).max(axis=1) - seconds_each.max()
+        totals = price.step_seconds + added
+        return tuple(float(q) for q in np.quantile(totals, quantiles))
+
+    def _factors(self, layer: int, *, backward: bool) -> Floats:
+        """Return the draws of a phase, (N_DRAWS, n_machines), the first ones shared."""
+        if (layer, backward) not in self._drawn:
+            self._drawn[layer, backward] = self._draw(layer, backward=backward)
+        return self._drawn[layer, backward]
+
+    def _draw(self, layer: int, *, backward: bool) -> Floats:
+        generator = np.random.default_rng((self._seed, layer, int(backward)))
+        # One row per machine: those of fewer machines are the first rows of more.
+        half = generator.standard_normal((len(self._sigmas), N_DRAWS // 2)).T
+        # Each with its mirror image, and a median of 1: jitter makes a machine uneven;
+        # that a step becomes slower is because somebody waits for the slowest.
+        normal = np.concatenate([half, -half])
+        return np.asarray(np.exp(self._sigmas * normal))
+
+
+# Costs of a micro-batch, from what a whole batch has been measured to take.
+#
+# Measuring every slice again for each number of parts would take minutes. What share of a
+# layer's time fewer samples take is measured of the whole layer (a quarter of them takes
+# more than a quarter: the weights are read all the same), and holds for its slices.
+#
+# Where that has not been measured: a layer that takes twice as long as by arithmetic does
+# so for reasons that are there with fewer samples too. So arithmetic says what fewer
+# samples take, and measurement how much longer than that it takes here.
+
+Shares = Callable[[Layer, int], tuple[float, float] | None]
+"""shares(layer, n_samples) -> of forward and backward pass, or None if not measured."""
+
+
+@final
+class FewerSamples:
+    """Costs with fewer samples than were measured.
+
+    Args:
+        measured: Costs of the batch.
+        batch: By arithmetic, of as many samples.
+        part: By arithmetic, of the micro-batch.
+        shares: What share of the batch's time so many samples take.
+    """
+
+    def __init__(
+        self,
+        measured: Costs,
+        *,
+        batch: AnalyticCosts,
+        part: AnalyticCosts,
+        shares: Shares = lambda _layer, _n_samples: None,
+    ) -> None:
+        self._measured = measured
+        self._batch = batch
+        self._part = part
+        self._shares = shares
+
+    def forward(
+        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
+    ) -> float:
+        """Return the seconds of the forward pass."""
+        measured = self._measured.forward(layer, region, machine, partial=partial)
+        shares = self._shares(layer, self._part.batch)
+        if shares is not None:
+            return measured * shares[0]
+        return _scaled(
+            measured,
+            self._part.forward(layer, region, machine, partial=partial),
+            self._batch.forward(layer, region, machine, partial=partial),
+        )
+
+    def backward(
+        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
+    ) -> float:
+        """Return the seconds of the backward pass."""
+        measured = self._measured.backward(layer, region, machine, partial=partial)
+        shares = self._shares(layer, self._part.batch)
+        if shares is not None:
+            return measured * shares[1]
+        return _scaled(
+            measured,
+            self._part.backward(layer, region, machine, partial=partial),
+            self._batch.backward(layer, region, machine, partial=partial),
+        )
+
+
+def _scaled(measured: float, part: float, batch: float) -> float:
+    return measured * part / batch if batch else measured
+
+
+class _Passes(NamedTuple):
+    """Seconds."""
+
+    forward: float
+    backward: float
+
+
+@final
+class ProfiledCosts:
+    """Costs as measured; by arithmetic where nothing has been measured.
+
+    Args:
+        profile: What has been measured.
+        machines: Costs by arithmetic.
+        host: Costs by arithmetic of the host of the profile, its only machine, if the
+            machines are others: what it takes longer than by arithmetic, they do too.
+            If absent, each machine is such a host.
+        slower: How many times as slow the host is now as when it was measured.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        machines: AnalyticCosts,
+        host: AnalyticCosts | None = None,
+        slower: float = 1.0,
+    ) -> None:
+        self.profile = profile
+        self.slower = slower
+        self.is_absolute = host is None
+        self._machines = machines
+        self._host = host
+        self._signatures = Signatures()
+        self._digests: dict[Signature, str] = {}
+        self._summed_dims: dict[Signature, tuple[int, ...]] = {}
+        self._known: dict[tuple[Signature, Region, int, bool], _Passes] = {}
+
+    def forward(
+        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
+    ) -> float:
+        """Return the seconds of the forward pass."""
+        if not self.knows(layer) or not region.n_elements:
+            return self._machines.forward(layer, region, machine, partial=partial)
+        return self._passes(layer, region, machine, partial=partial).forward
+
+    def backward(
+        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
+    ) -> float:
+        """Return the seconds of the backward pass."""
+        if not self.knows(layer) or not region.n_elements:
+            return self._machines.backward(layer, region, machine, partial=partial)
+        return self._passes(layer, region, machine, partial=partial).backward
+
+    def knows(self, layer: Layer) -> bool:
+        """Whether this layer has been measured."""
+        return WHOLE in self._slices(layer)
+
+    def shares(self, layer: Layer, n_samples: int) -> tuple[float, float] | None:
+        """Return what share of its passes' seconds fewer samples take, if measured."""
+        slices = self._slices(layer).get(SAMPLES)
+        if slices is None:
+            return None
+        return _shares(slices, n_samples, self._machines.batch)
+
+    def _passes(self, layer: Layer, region: Region, machine: int, *, partial: bool) -> _Passes:
+        key = (self._signatures.of(layer), region, machine, partial)
+        if key not in self._known:
+            taken = self._scaled(layer, region, machine, partial=partial)
+            of = Region.of(*layer.input_shapes[0]) if partial else layer.region
+            if partial or region != of:
+                whole = self._passes(layer, layer.region, machine, partial=False)
+                share = region.n_elements / of.n_elements
+                taken = _Passes(
+                    max(taken.forward, share * whole.forward),
+                    max(taken.backward, share * whole.backward),
+                )
+            self._known[key] = taken
+        return self._known[key]
+
+    def _scaled(self, layer: Layer, region: Region, machine: int, *, partial: bool) -> _Passes:
+        """Return what has been measured, as it would be on that machine."""
+        measured = self._measured(layer, region, partial=partial)
+        if self._host is None:
+            return measured
+        ratios = [
+            there(layer, region, machine, partial=partial)
+            / max(here(layer, region, 0, partial=partial), 1e-300)
+            for there, here in (
+                (self._machines.forward, self._host.forward),
+                (self._machines.backward, self._host.backward),
+            )
+        ]
+        return _Passes(measured.forward * ratios[0], measured.backward * ratios[1])
+
+    def _measured(self, layer: Layer, region: Region, *, partial: bool) -> _Passes:
+        slices = self._slices(layer)
+        of = layer.input_shapes[0] if partial else layer.shape
+        summed = self._summed(layer) if partial else ()
+        base = slices.get(INPUTS, slices[WHOLE]) if partial else slices[WHOLE]
+        forward, backward = base.forward[-1], base.backward[-1]
+        for dim, (extent, whole) in enumerate(zip(region.shape, of, strict=True)):
+            if extent < whole:
+                word = INPUTS if dim in summed else str(dim)
+                shares = _shares(slices.get(word), extent, whole)
+                forward, backward = forward * shares[0], backward * shares[1]
+        return _Passes(forward, backward)
+
+    def _slices(self, layer: Layer) -> Mapping[str, Slices]:
+        signature = self._signatures.of(layer)
+        if signature not in self._digests:
+            self._digests[signature] = digest(signature, batch=self._machines.batch)
+        return self.profile.layers.get(self._digests[signature], {})
+
+    def _summed(self, layer: Layer) -> tuple[int, ...]:
+        signature = self._signatures.of(layer)
+        if signature not in self._summed_dims:
+            self._summed_dims[signature] = summed_dims(layer)[:1]
+        return self._summed_dims[signature]
+
+
+def _shares(slices: Slices | None, extent: int, whole: int) -> tuple[float, float]:
+    """Return what share of the whole's times a slice takes.
+
+    Below the smallest that has been measured it is as slow as that.
+    """
+    if slices is None:
+        return extent / whole, extent / whole
+    return (
+        _interpolated(extent, slices.extents, slices.forward),
+        _interpolated(extent, slices.extents, slices.backward),
+    )
+
+
+def _interpolated(extent: int, extents: tuple[int, ...], seconds: tuple[float, ...]) -> float:
+    if not seconds[-1]:
+        return 0.0
+    return float(np.interp(extent, extents, seconds)) / seconds[-1]

@@ -1,0 +1,665 @@
+"""The numbers of all candidates of all groups: vectors and matrices, each made once.
+
+Networks repeat themselves: whatever follows from a layer's signature and its placements
+is kept by these, so that fifty alike layers cost as much as one.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Self, TypeVar, final
+
+import numpy as np
+import numpy.typing as npt
+
+from distbelief.graph.graph import Layer, LayerGraph
+from distbelief.graph.operator import joined, kind_of
+from distbelief.graph.region import Region, disjoint
+from distbelief.partition.cost_model import N_BYTES, Signatures, single_sample
+from distbelief.partition.grouping import Group, reads_its_own
+from distbelief.program.cluster import Cluster
+from distbelief.program.compiler import with_gradient
+from distbelief.program.cost import Costs
+from distbelief.program.placement import Placement
+
+
+# What replicated parameters cost: several machines use the same range of a tensor.
+#
+# Rows of a convolution's image on four machines, say: all four use its whole weight. The
+# range is cut into a piece for each of its users. A piece's owner fetches it, broadcasts
+# it to the others before the forward pass, and adds up their gradients after the backward
+# pass: one owner, one version, one gradient. That is as much traffic, in both phases and
+# for each user, as the range has bytes.
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """A range of a tensor, and who uses it.
+
+    Attributes:
+        region: Of the tensor.
+        users: Machines, ascending.
+        trains: Whether it has a gradient.
+    """
+
+    region: Region
+    users: tuple[int, ...]
+    trains: bool
+
+    @property
+    def n_owners(self) -> int:
+        """How many own a piece of it, cut along dimension 0."""
+        extents = self.region.shape[:1]
+        return min(len(self.users), *extents) if extents else 1
+
+
+def ranges(
+    used: Iterable[tuple[int, Mapping[str, Region]]], *, trains: Mapping[str, bool]
+) -> list[Range]:
+    """Return the ranges that machines use, of all tensors.
+
+    Args:
+        used: Machines, and which region of which tensor each uses.
+        trains: Which tensors have a gradient.
+    """
+    users: defaultdict[tuple[str, Region], set[int]] = defaultdict(set)
+    for machine, uses in used:
+        for name, region in uses.items():
+            if region.n_elements:
+                users[name, region].add(machine)
+    return [
+        Range(region=region, users=tuple(sorted(machines)), trains=trains[name])
+        for (name, region), machines in users.items()
+    ]
+
+
+def sync_seconds(found: Iterable[Range], cluster: Cluster) -> float:
+    """Return the seconds of broadcasts and reductions, of the busiest machine.
+
+    Args:
+        found: What is used.
+        cluster: The machines.
+    """
+    seconds: defaultdict[int, float] = defaultdict(float)
+    for one in found:
+        if len(one.users) > 1:
+            each = _phase_seconds(one, cluster) * (2 if one.trains else 1)
+            for machine in one.users:
+                seconds[machine] += each
+    return max(seconds.values(), default=0.0)
+
+
+def _phase_seconds(one: Range, cluster: Cluster) -> float:
+    """Return the seconds of a broadcast, of the user that owns most: the first."""
+    n_others, n_owners = len(one.users) - 1, one.n_owners
+    n_bytes = float(N_BYTES * one.region.n_elements)
+    # Along dimension 0 a piece is of whole rows.
+    rows = one.region.shape[0] if one.region.shape else 1
+    largest = n_bytes * -(-rows // n_owners) / rows
+    received = n_bytes - (n_bytes / n_owners if len(one.users) == n_owners else 0)
+    rate = min(cluster.machines[machine].bandwidth for machine in one.users)
+    if cluster.links:
+        first = one.users[0]
+        rate = min(rate, *(cluster.rate(first, other) for other in one.users[1:]))
+    overhead = cluster.message_overhead
+    sending = (largest / rate + overhead) * n_others
+    receiving = received / rate + overhead * min(n_others, n_owners)
+    return max(sending, receiving) + cluster.latency
+
+
+# What it costs that a layer reads what other machines have: all candidates at once.
+#
+#     owned by machine  0        1        2
+#                       |--------|--------|--------|
+#     needed by      0  |------------|             receives a bit of 1's
+#                    1         |-----------|       receives a bit of 0's and of 2's
+#
+# Machine q receives from p what p owns and q needs: an overlap of two boxes. Overlaps of
+# boxes are products of overlaps of intervals, so all pairs of all candidates are a few
+# outer products. Each value goes once to each machine that needs it, in one message.
+#
+# The price of a phase is that of its busiest machine, as if all waited for it:
+#
+#     max over machines of max(sending, receiving),
+#     each of them bytes / rate + overhead * messages
+#
+# and the latency, once. The gradients travel the same way back, which costs the same.
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+Cells = Sequence[tuple[int, Region]]
+"""Machines and their regions, which are disjoint; a machine may have several."""
+
+_CODE: Final = np.array([1 << 31, 1])  # an interval as one number
+_N_BOXES_MAX: Final = 256
+"""Boxes of readers that are looked at together: what fits into a cache."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Network:
+    """What is between machines.
+
+    Attributes:
+        rates: Bytes per second between each two (machines, machines), or () if equal.
+        latency: Seconds that a message takes to arrive once it is sent.
+        overhead: Seconds of each message, beside its bytes.
+    """
+
+    rates: Floats
+    latency: float
+    overhead: float = 0.0
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Self:
+        """Return the network of a cluster."""
+        bandwidths = np.array([machine.bandwidth for machine in cluster.machines])
+        rates = np.minimum.outer(bandwidths, bandwidths)
+        for ends in cluster.links:
+            low, high = map(int, ends.split("-"))
+            if max(low, high) < len(cluster):
+                rates[low, high] = rates[high, low] = cluster.rate(low, high)
+        if (rates == rates[0, 0]).all():
+            rates = rates[0, 0]
+        return cls(
+            rates=np.asarray(rates), latency=cluster.latency, overhead=cluster.message_overhead
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxes:
+    """Which machine has, or needs, which boxes, in each of several candidates.
+
+    Sorted by candidate, then by machine; every candidate has at least one box.
+
+    Attributes:
+        intervals: [start, stop) of each box (boxes, dims, 2).
+        counts: 1, or 0 for boxes that are empty (boxes,).
+        candidates: Of each box (boxes,).
+        machines: Of each box (boxes,).
+        n_candidates: How many there are.
+    """
+
+    intervals: Indices
+    counts: Floats
+    candidates: Indices
+    machines: Indices
+    n_candidates: int
+
+    @classmethod
+    def of(cls, candidates: Sequence[Cells], *, n_dims: int) -> Self:
+        """Return the boxes of these candidates."""
+        rows: list[tuple[int, int, float]] = []
+        intervals: list[tuple[tuple[int, int], ...]] = []
+        for index, cells in enumerate(candidates):
+            found = sorted(
+                ((m, region.intervals) for m, region in cells if region.n_elements), key=_machine
+            )
+            rows += [(index, machine, 1.0) for machine, _ in found]
+            intervals += [box for _, box in found]
+            if not found:
+                rows.append((index, 0, 0.0))
+                intervals.append(((0, 0),) * n_dims)
+        candidate, machine, count = zip(*rows, strict=True)
+        return cls(
+            intervals=np.array(intervals, dtype=np.int64).reshape(len(rows), n_dims, 2),
+            counts=np.array(count),
+            candidates=np.array(candidate, dtype=np.int64),
+            machines=np.array(machine, dtype=np.int64),
+            n_candidates=len(candidates),
+        )
+
+    def part(self, first: int, last: int) -> "Boxes":
+        """Return candidates [first, last) only, counted from 0."""
+        low, high = np.searchsorted(self.candidates, [first, last])
+        return Boxes(
+            intervals=self.intervals[low:high],
+            counts=self.counts[low:high],
+            candidates=self.candidates[low:high] - first,
+            machines=self.machines[low:high],
+            n_candidates=last - first,
+        )
+
+
+def transfer_seconds(owned: Boxes, needed: Boxes, *, network: Network, bytes_each: float) -> Floats:
+    """Return what one phase costs: (candidates of who owns, of who needs).
+
+    Args:
+        owned: Of the layer that is read; boxes of a candidate are disjoint.
+        needed: Of those who read it, likewise for each machine.
+        network: Between the machines.
+        bytes_each: Bytes of one element, in all samples.
+    """
+    result = np.empty((owned.n_candidates, needed.n_candidates))
+    for first, last in _blocks(needed):
+        part = needed.part(first, last)
+        result[:, first:last] = _phase(owned, part, network, bytes_each)
+    return result
+
+
+def own_seconds(owned: Boxes, needed: Boxes, *, network: Network, bytes_each: float) -> Floats:
+    """Return what one phase costs if both have the same candidate: (candidates,)."""
+    assert owned.n_candidates == needed.n_candidates
+    result = np.empty(owned.n_candidates)
+    for index in range(owned.n_candidates):
+        one, other = owned.part(index, index + 1), needed.part(index, index + 1)
+        result[index] = _phase(one, other, network, bytes_each)[0, 0]
+    return result
+
+
+def _machine(cell: tuple[int, object]) -> int:
+    return cell[0]
+
+
+def _blocks(boxes: Boxes) -> Iterator[tuple[int, int]]:
+    """Yield ranges of candidates that have few boxes together."""
+    ends = np.searchsorted(boxes.candidates, np.arange(1, boxes.n_candidates + 1))
+    first = 0
+    for index in range(boxes.n_candidates):
+        begin = ends[first - 1] if first else 0
+        last = index + 1 == boxes.n_candidates
+        if last or ends[index + 1] - begin > _N_BOXES_MAX:
+            yield first, index + 1
+            first = index + 1
+
+
+def _phase(owned: Boxes, needed: Boxes, network: Network, bytes_each: float) -> Floats:
+    shared = _overlaps(owned, needed)
+    shared, sender, of_owner = _per_machine(shared, owned, axis=0)
+    shared, receiver, of_reader = _per_machine(shared, needed, axis=1)
+    shared[sender[:, np.newaxis] == receiver] = 0.0
+    rates = network.rates
+    if rates.ndim:
+        rates = rates[np.ix_(sender, receiver)]
+    seconds = shared * (bytes_each / rates)
+    if network.overhead:
+        seconds += network.overhead * (shared > 0)
+    sending = np.add.reduceat(seconds, of_reader, axis=1)
+    receiving = np.add.reduceat(seconds, of_owner, axis=0)
+    busiest = np.maximum(
+        np.maximum.reduceat(sending, of_owner, axis=0),
+        np.maximum.reduceat(receiving, of_reader, axis=1),
+    )
+    return np.asarray(busiest + network.latency * (busiest > 0))
+
+
+def _overlaps(owned: Boxes, needed: Boxes) -> Floats:
+    """Return how many indices each two boxes share: (boxes owned, boxes needed)."""
+    shared = np.outer(owned.counts, needed.counts)
+    for dim in range(owned.intervals.shape[1]):
+        own, other = owned.intervals[:, dim], needed.intervals[:, dim]
+        # A table of few rows, each then copied to where it is wanted.
+        codes, which = np.unique(own @ _CODE, return_inverse=True)
+        starts, stops = np.divmod(codes, _CODE[0])
+        table = np.minimum.outer(stops, other[:, 1])
+        table -= np.maximum.outer(starts, other[:, 0])
+        shared *= np.maximum(table, 0).astype(np.float64)[which.reshape(-1)]
+    return shared
+
+
+def _per_machine(shared: Floats, boxes: Boxes, *, axis: int) -> tuple[Floats, Indices, Indices]:
+    """Add up the boxes of each machine in each candidate.
+
+    Returns:
+        The sums; the machine of each; where each candidate begins.
+    """
+    change = np.diff(boxes.candidates) | np.diff(boxes.machines)
+    starts = np.flatnonzero(np.concatenate([[1], change]))
+    if len(starts) < len(boxes.machines):
+        shared = np.add.reduceat(shared, starts, axis=axis)
+    begins = np.searchsorted(boxes.candidates[starts], np.arange(boxes.n_candidates))
+    return shared, boxes.machines[starts], begins
+
+
+# A layer in all candidates at once: who computes, has, reads and uses what.
+
+_T = TypeVar("_T")
+
+
+@final
+class Placed:
+    """A layer in the candidates of its group.
+
+    Equal layers with equal placements share one of these, and all that follows from it.
+
+    Args:
+        layer: Which.
+        placements: Of each candidate.
+    """
+
+    def __init__(self, layer: Layer, placements: Sequence[Placement]) -> None:
+        self.layer = layer
+        self.placements = tuple(placements)
+
+    @cached_property
+    def computed(self) -> list[list[tuple[int, Region]]]:
+        """Per candidate the cells, of the output or, if partial, the first input."""
+        layer = self.layer
+        return [
+            list(p.cells(layer.input_shapes[0] if p.combine else layer.shape))
+            for p in self.placements
+        ]
+
+    @cached_property
+    def owned(self) -> Boxes:
+        """Who has what of the output."""
+        cells = [placement.owners(self.layer) for placement in self.placements]
+        return Boxes.of(cells, n_dims=len(self.layer.shape))
+
+    @cached_property
+    def reads(self) -> list[list[tuple[int, tuple[Region, ...]]]]:
+        """Per candidate what each machine needs of each input."""
+        kind = kind_of(self.layer)
+        partial = kind.partial.reads if kind.partial else None
+        return self._told(kind.reads, partial)
+
+    @cached_property
+    def uses(self) -> list[list[tuple[int, Mapping[str, Region]]]]:
+        """Per candidate what each machine uses of the tensors."""
+        kind = kind_of(self.layer)
+        partial = kind.partial.uses if kind.partial else None
+        return self._told(kind.uses, partial)
+
+    @cached_property
+    def writes(self) -> list[Cells]:
+        """Per candidate what each machine adds to the output, if it is partial."""
+        partial = kind_of(self.layer).partial
+        return [
+            [(m, partial.writes(self.layer, cell)) for m, cell in cells]
+            if placement.combine and partial
+            else []
+            for placement, cells in zip(self.placements, self.computed, strict=True)
+        ]
+
+    @cached_property
+    def combined(self) -> list[Cells]:
+        """Per candidate who adds up which part of the output; nobody if not partial."""
+        return [p.owners(self.layer) if p.combine else [] for p in self.placements]
+
+    def _told(
+        self,
+        of_output: Callable[[Layer, Region], _T],
+        of_part: Callable[[Layer, Region], _T] | None,
+    ) -> list[list[tuple[int, _T]]]:
+        found = []
+        for placement, cells in zip(self.placements, self.computed, strict=True):
+            tell = of_part if placement.combine and of_part else of_output
+            found.append([(machine, tell(self.layer, cell)) for machine, cell in cells])
+        return found
+
+
+def needed(readers: Sequence[tuple[Placed, Sequence[int]]], *, n_dims: int) -> Boxes:
+    """Return which part of a layer each machine needs, all that it reads it for.
+
+    Args:
+        readers: Of one group; each with the indices of the inputs that are this layer.
+        n_dims: Of the layer that is read.
+    """
+    found: list[Cells] = []
+    for candidate in range(len(readers[0][0].placements)):
+        needs: dict[int, set[Region]] = {}
+        for reader, indices in readers:
+            for machine, reads in reader.reads[candidate]:
+                needs.setdefault(machine, set()).update(reads[i] for i in indices)
+        found.append(
+            [
+                (machine, region)
+                for machine, regions in needs.items()
+                for region in (disjoint(regions) if len(regions) > 1 else regions)
+            ]
+        )
+    return Boxes.of(found, n_dims=n_dims)
+
+
+N_BYTES_INTEGER: Final = 8
+
+
+@final
+class Tables:
+    """Costs of placing groups, in seconds, and the memory they take, in bytes.
+
+    Args:
+        graph: What is to be placed.
+        cluster: On which machines.
+        batch: Samples of a step.
+        costs: Of computing.
+    """
+
+    def __init__(self, graph: LayerGraph, cluster: Cluster, *, batch: int, costs: Costs) -> None:
+        self._graph = graph
+        self._cluster = cluster
+        self._batch = batch
+        self._costs = costs
+        self._network = Network.of(cluster)
+        self._signatures = Signatures()
+        self._joined = joined(graph)
+        self._single = single_sample(graph)
+        self._backward = with_gradient(graph)
+        self._placed: dict[str, Placed] = {}
+        self._alike: dict[Hashable, Placed] = {}
+        self._followed: dict[Hashable, list[Placement]] = {}
+        self._boxes: dict[Hashable, Boxes] = {}
+        self._numbers: dict[Hashable, Floats] = {}
+
+    def place(self, group: Group, placements: Sequence[Placement]) -> None:
+        """Say in which ways the root of a group may be placed."""
+        self._placed[group.root.name] = self._shared(group.root, placements)
+        for follower in group.followers:
+            leader = self._placed[follower.leader.name]
+            key = (self._signatures.of(follower.layer), leader)
+            if key not in self._followed:
+                self._followed[key] = [follower.placement(p) for p in leader.placements]
+            placed = self._shared(follower.layer, self._followed[key])
+            self._placed[follower.layer.name] = placed
+
+    def costs(self, group: Group) -> Floats:
+        """Return the seconds of each candidate of a group, edges apart."""
+        computing = sum(map(self._computing, group.members), np.zeros(()))
+        total: Floats = computing.max(axis=1)
+        for layer in group.members:
+            total = total + self._combining(layer) + self._sync(layer)
+            readers = [
+                other for other in self._graph.consumers[layer.name] if other in group.members
+            ]
+            if not _all_follow(readers, layer, group):
+                total = total + self._transfer(layer, readers, inside=True)
+        return total
+
+    def transfers(self, groups: Sequence[Group]) -> Iterator[tuple[tuple[int, int], Floats]]:
+        """Yield pairs of groups and what their candidates cost each other, in seconds.
+
+        A pair comes once for each value that goes from one to the other.
+        """
+        whose = {layer.name: index for index, group in enumerate(groups) for layer in group.members}
+        for name, own in whose.items():
+            readers: dict[int, list[Layer]] = {}
+            for layer in self._graph.consumers[name]:
+                readers.setdefault(whose[layer.name], []).append(layer)
+            for other, layers in readers.items():
+                if other == own:
+                    continue
+                table = self._transfer(self._graph[name], layers)
+                yield (
+                    (own, other) if own < other else (other, own),
+                    (table if own < other else table.T),
+                )
+
+    def memory(self, group: Group) -> Floats:
+        """Return the bytes on each machine: (candidates, machines).
+
+        Tensors and their gradients, states that are computed, and those that are read,
+        also where they are the machine's own if another layer's: an upper limit.
+        """
+        total = np.zeros(())
+        for layer in group.members:
+            leader = next((f.leader.name for f in group.followers if f.layer == layer), None)
+            total = total + self._memory(layer, leader)
+        return total
+
+    def _shared(self, layer: Layer, placements: Sequence[Placement]) -> Placed:
+        key = (self._signatures.of(layer), tuple(placements))
+        if key not in self._alike:
+            self._alike[key] = Placed(layer, placements)
+        return self._alike[key]
+
+    def _bytes_each(self, layer: Layer) -> float:
+        """Return the bytes of an element of its output, in all samples."""
+        n_samples = 1 if layer.name in self._joined else self._batch
+        return float(n_samples * (N_BYTES_INTEGER if layer.is_integer else N_BYTES))
+
+    def _computing(self, layer: Layer) -> Floats:
+        """Return the seconds of each machine: (candidates, machines)."""
+        placed, backward = self._placed[layer.name], layer.name in self._backward
+        key = ("computing", placed, backward, layer.name in self._single)
+        if key in self._numbers:
+            return self._numbers[key]
+        seconds = np.zeros((len(placed.placements), len(self._cluster)))
+        for index, cells in enumerate(placed.computed):
+            partial = placed.placements[index].combine is not None
+            for machine, region in cells:
+                each = self._costs.forward(layer, region, machine, partial=partial)
+                if backward:
+                    each += self._costs.backward(layer, region, machine, partial=partial)
+                seconds[index, machine] += each
+        self._numbers[key] = seconds
+        return seconds
+
+    def _combining(self, layer: Layer) -> Floats:
+        """Return the seconds of sending and adding partial outputs: (candidates,)."""
+        placed, backward = self._placed[layer.name], layer.name in self._backward
+        each = self._bytes_each(layer)
+        key = ("combining", placed, backward, each)
+        if key in self._numbers:
+            return self._numbers[key]
+        seconds = np.zeros(len(placed.placements))
+        if any(placement.combine for placement in placed.placements):
+            n_dims = len(layer.shape)
+            seconds = own_seconds(
+                Boxes.of(placed.writes, n_dims=n_dims),
+                Boxes.of(placed.combined, n_dims=n_dims),
+                network=self._network,
+                bytes_each=each,
+            ) * (2 if backward else 1)
+            seconds += self._adding(placed, each)
+        self._numbers[key] = seconds
+        return seconds
+
+    def _adding(self, placed: Placed, bytes_each: float) -> Floats:
+        seconds = np.zeros(len(placed.placements))
+        for index, cells in enumerate(placed.combined):
+            written = sum(region.n_elements for _, region in placed.writes[index])
+            n_summands = written / max(1, placed.layer.region.n_elements)
+            for machine, region in cells:
+                figures = self._cluster.machines[machine]
+                moved = bytes_each * region.n_elements * (1 + n_summands)
+                taken = figures.overhead + moved / figures.memory_rate
+                seconds[index] = max(seconds[index], taken)
+        return seconds
+
+    def _sync(self, layer: Layer) -> Floats:
+        """Return the seconds of synchronising replicated tensors: (candidates,)."""
+        placed = self._placed[layer.name]
+        key = ("sync", placed)
+        if not layer.tensors:
+            return np.zeros(len(placed.placements))
+        if key not in self._numbers:
+            trains = {word: use.trains for word, use in layer.tensors.items()}
+            self._numbers[key] = np.array(
+                [sync_seconds(ranges(uses, trains=trains), self._cluster) for uses in placed.uses]
+            )
+        return self._numbers[key]
+
+    def _transfer(self, layer: Layer, readers: Sequence[Layer], *, inside: bool = False) -> Floats:
+        """Return the seconds of sending a layer's output to its readers in one group.
+
+        Returns:
+            (candidates, candidates of the readers); (candidates,) if they are `inside`
+            its own group.
+        """
+        owner = self._placed[layer.name]
+        reading = tuple((self._placed[reader.name], _indices(reader, layer)) for reader in readers)
+        passes = {layer.name} | {reader.name for reader in readers} & self._backward
+        n_phases = 2 if layer.name in self._backward and len(passes) > 1 else 1
+        each = self._bytes_each(layer)
+        key = (owner, reading, n_phases, each, inside)
+        if key not in self._numbers:
+            place = own_seconds if inside else transfer_seconds
+            self._numbers[key] = n_phases * place(
+                owner.owned,
+                self._needed(reading, n_dims=len(layer.shape)),
+                network=self._network,
+                bytes_each=each,
+            )
+        return self._numbers[key]
+
+    def _needed(self, reading: tuple[tuple[Placed, tuple[int, ...]], ...], *, n_dims: int) -> Boxes:
+        if reading not in self._boxes:
+            self._boxes[reading] = needed(reading, n_dims=n_dims)
+        return self._boxes[reading]
+
+    def _memory(self, layer: Layer, leader: str | None) -> Floats:
+        placed = self._placed[layer.name]
+        # A state is kept with its gradient.
+        sizes = {
+            name: self._bytes_each(self._graph[name]) * (2 if name in self._backward else 1)
+            for name in (layer.name, *layer.inputs)
+        }
+        own = [
+            index
+            for index, name in enumerate(layer.inputs)
+            if name == leader and reads_its_own(layer, index)
+        ]
+        read = tuple(
+            0.0 if index in own else sizes[name] for index, name in enumerate(layer.inputs)
+        )
+        key = ("memory", placed, read, sizes[layer.name])
+        if key not in self._numbers:
+            self._numbers[key] = _bytes(
+                placed, read, own=sizes[layer.name], n_machines=len(self._cluster)
+            )
+        return self._numbers[key]
+
+
+def _bytes(placed: Placed, read: Sequence[float], *, own: float, n_machines: int) -> Floats:
+    """Return the bytes on each machine: (candidates, machines).
+
+    Args:
+        placed: A layer.
+        read: Bytes of an element of each input.
+        own: Bytes of an element of its output.
+        n_machines: How many there are.
+    """
+    used = np.zeros((len(placed.placements), n_machines))
+    tensors = placed.layer.tensors
+    for index, placement in enumerate(placed.placements):
+        for machine, region in placement.owners(placed.layer):
+            used[index, machine] += own * region.n_elements
+        for machine, region in placed.writes[index]:
+            used[index, machine] += own * region.n_elements
+        for machine, regions in placed.reads[index]:
+            used[index, machine] += sum(
+                size * region.n_elements for size, region in zip(read, regions, strict=True)
+            )
+        for machine, uses in placed.uses[index]:
+            used[index, machine] += sum(
+                region.n_elements * N_BYTES * (2 if tensors[word].trains else 1)
+                for word, region in uses.items()
+            )
+    return used
+
+
+def _indices(reader: Layer, layer: Layer) -> tuple[int, ...]:
+    return tuple(i for i, name in enumerate(reader.inputs) if name == layer.name)
+
+
+def _all_follow(readers: Sequence[Layer], layer: Layer, group: Group) -> bool:
+    """Return whether each of them reads but what its machine has."""
+    leaders = {follower.layer.name: follower.leader for follower in group.followers}
+    return all(
+        leaders[reader.name] == layer
+        and all(reads_its_own(reader, index) for index in _indices(reader, layer))
+        for reader in readers
+    )

@@ -1,0 +1,136 @@
+"""The picture of a plan: every layer a strip, every machine a colour.
+
+In the spirit of Figure 1 of Dean et al. 2012: layers from the inputs at the bottom to
+the loss at the top, each cut where the plan cuts it. Beside each strip stands what of
+it crosses to other machines.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from distbelief.core import files
+from distbelief.graph.graph import LayerGraph
+from distbelief.program.placement import Placement
+
+
+ROWS_MAX: Final = 60
+"""Layers drawn at the most; of longer graphs those with the most elements."""
+
+_SPACE: Final = 0.2  # between strips
+_HEIGHT_MAX: Final = 4.0
+
+
+def draw_plan(
+    path: Path,
+    graph: LayerGraph,
+    placements: Mapping[str, Placement],
+    *,
+    crossing: Mapping[str, int],
+    title: str,
+) -> None:
+    """Draw who owns what of every layer.
+
+    Args:
+        path: Of the PNG file.
+        graph: What is computed.
+        placements: By layer; those without one (inputs) are not drawn.
+        crossing: Per layer, bytes of it that travel to other machines in a step.
+        title: Stands above.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    names = [layer.name for layer in graph.layers if layer.name in placements]
+    sizes = {name: graph[name].region.n_elements for name in names}
+    kept = set(sorted(names, key=lambda name: -sizes[name])[:ROWS_MAX])
+    names = [name for name in names if name in kept]
+    heights = [_height(placements[name]) for name in names]
+    figure = Figure(figsize=(9.0, 1.0 + 0.42 * sum(heights)), dpi=110)
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0.26, 0.05, 0.56, 0.9))
+    bottom = 0.0
+    for name, height in zip(names, heights, strict=True):
+        layer, placement = graph[name], placements[name]
+        strip = height - _SPACE
+        _strip(axes, bottom, strip, placement)
+        middle = bottom + strip / 2
+        shown = "x".join(map(str, layer.shape)) or "1"
+        axes.text(-0.01, middle, f"{name}  {shown}", ha="right", va="center", size=7)
+        n_bytes = crossing.get(name, 0)
+        text = f"{placement}" + (f", {_bytes(n_bytes)} cross" if n_bytes else "")
+        axes.text(1.01, middle, text, ha="left", va="center", size=6)
+        bottom += height
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, max(1.0, bottom))
+    axes.axis("off")
+    if len(names) < len(sizes):
+        title += f" (the {len(names)} largest of {len(sizes)} layers)"
+    figure.suptitle(title, size=9)
+    files.write_by(
+        path, lambda temporary: figure.savefig(temporary, format="png", bbox_inches="tight")
+    )
+
+
+def _upwards(placement: Placement) -> int | None:
+    """Return the dimension drawn upwards: the first of two or more that are cut."""
+    cut = [dim for dim, n in enumerate(placement.grid) if n > 1]
+    return cut[0] if len(cut) > 1 else None
+
+
+def _height(placement: Placement) -> float:
+    """Return how high a strip is, the space above it included."""
+    dim = _upwards(placement)
+    n_up = placement.grid[dim] if dim is not None else 1
+    return _SPACE + min(_HEIGHT_MAX, max(0.8, 0.35 * n_up))
+
+
+def _strip(axes: Axes, bottom: float, high: float, placement: Placement) -> None:
+    """Draw the cells of one layer."""
+    grid, dim = placement.grid, _upwards(placement)
+    n_up = grid[dim] if dim is not None else 1
+    n_across = math.prod(grid) // n_up
+    seen = [0] * n_up
+    width, height = 1.0 / n_across, high / n_up
+    stride = math.prod(grid[dim + 1 :]) if dim is not None else 1
+    for index, machine in enumerate(placement.machines):
+        up = 0 if dim is None else index // stride % n_up
+        left, low = seen[up] * width, bottom + high - (up + 1) * height  # row 0 on top
+        axes.add_patch(
+            Rectangle(
+                (left, low),
+                width,
+                height,
+                facecolor=colour(machine),
+                edgecolor="white",
+                linewidth=0.6 if n_across < 40 else 0.2,
+            )
+        )
+        if n_across <= 24 and height >= 0.3:
+            middle = (left + width / 2, low + height / 2)
+            axes.text(*middle, str(machine), ha="center", va="center", size=5)
+        seen[up] += 1
+
+
+def colour(machine: int) -> tuple[float, float, float, float]:
+    """Return the colour of a machine: neighbours differ, and it is always the same."""
+    golden = 0.618033988749895  # hues that follow each other lie far apart
+    red, green, blue, _ = colormaps["hsv"](machine * golden % 1.0)
+    pale = 0.45
+    return (red + (1 - red) * pale, green + (1 - green) * pale, blue + (1 - blue) * pale, 1.0)
+
+
+def _bytes(n: int) -> str:
+    value = float(n)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

@@ -1,0 +1,511 @@
+"""The best plan for each number of machines, and what it is expected to do.
+
+    candidates --> solver --> compiled, played through --> local search --> forecast
+    baselines, the best plan for fewer machines ----^
+
+The solver is exact in a simpler model; what is printed is the simulation. So the
+baselines and the best plan for fewer machines are played through as well; their cuts
+are candidates too, and search begins from the best of all. So more machines are never
+expected to be slower, and no baseline is faster.
+"""
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
+from distbelief.graph.losses import append_loss, whole_loss
+from distbelief.graph.operator import kind_of
+from distbelief.partition.baselines import even, whole_layers
+from distbelief.partition.constraints import check_pins
+from distbelief.partition.cost_model import (
+    AnalyticCosts,
+    FewerSamples,
+    ProfiledCosts,
+    single_sample,
+)
+from distbelief.partition.cost_tables import Network
+from distbelief.partition.problem import Decoder
+from distbelief.partition.profiling.layer_timer import profiled
+from distbelief.partition.profiling.this_host import HERE, here, recheck
+from distbelief.partition.search import (
+    Forecast,
+    Order,
+    Told,
+    Way,
+    forecast_of,
+    player_of,
+    pose,
+    search,
+)
+from distbelief.partition.solvers.problem import Problem, Solution
+from distbelief.program.cluster import Cluster
+from distbelief.program.cluster_file import load_cluster
+from distbelief.program.compiler import with_gradient
+from distbelief.program.cost import Costs, Price
+from distbelief.program.placement import Placement
+from distbelief.program.step_graph import statistics_of
+
+
+# In which order machines are used, so that the first k of them are good company.
+#
+#     0 --- 2 --- 3      1 hangs on links a hundredth as fast: 0 2 3 1, so that three
+#      . . 1 . .         machines do without it
+#
+# Layers are cut over the first k machines of an order, whatever k is. As they stand in
+# the cluster, the fastest first, is one order. Where links or bandwidths differ there is
+# another one: the machine that costs the others most to talk to comes last, and so on
+# with those that are left.
+
+_TIE: Final = 1e-9
+
+
+def arrangements(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Return the orders of machines that are worth a try, as they stand first."""
+    standing = tuple(range(len(cluster)))
+    rates = Network.of(cluster).rates
+    if not rates.ndim:
+        return [standing]
+    seconds = 1.0 / rates  # of a byte, to and from each other machine
+    np.fill_diagonal(seconds, 0.0)
+    slowness = np.array([1.0 / machine.flops for machine in cluster.machines])
+    left = list(standing)
+    last: list[int] = []
+    while left:
+        talking = seconds[np.ix_(left, left)].sum(axis=1)
+        computing = slowness[left]
+        # Both matter, and nobody has said yet how much of either there will be.
+        costs = talking / max(np.median(talking), 1e-300)
+        costs = costs + computing / np.median(computing)
+        worst = np.flatnonzero(costs >= costs.max() * (1 - _TIE))[-1]
+        last.append(left.pop(int(worst)))
+    order = tuple(reversed(last))
+    return [standing] if order == standing else [standing, order]
+
+
+# No plan takes less: what all layers cost together, and what must follow each other.
+#
+# Communication and waiting are left out, and machines are credited with splitting
+# everything that can be split without loss. So no overlap of phases, however clever, can
+# take less; how far a plan lies above it is not how far it can be improved.
+#
+# Machine p alone takes t[v, p] for layer v, beyond an overhead o[p]; for a share x of it
+# at least x t[v, p]. So with any weights w >= 0 that sum to 1 (of machines' busy times)
+#
+#     step >= sum_v ( min_p w[p] t[v, p]  +  min_p w[p] o[p] )
+#
+# and a layer by itself takes at least 1 / sum_p 1 / t[v, p].
+
+Floats = NDArray[np.float64]
+
+
+def lower_bound(graph: LayerGraph, cluster: Cluster, costs: Costs) -> float:
+    """Return seconds that every plan takes at the least.
+
+    Args:
+        graph: With its loss.
+        cluster: The machines that a plan may use.
+        costs: Of computing. The bound holds if a layer in parts costs no less, summed
+            over the parts, than whole: so it is by arithmetic; measured slices may be
+            more efficient.
+    """
+    gradients = with_gradient(graph)
+    layers = [layer for layer in graph.layers if layer.kind != INPUT]
+    overheads = np.array([machine.overhead for machine in cluster.machines])
+    passes = {layer.name: 1 + (layer.name in gradients) for layer in layers}
+    whole = {layer.name: _seconds(layer, cluster, costs, passes[layer.name]) for layer in layers}
+    # Beyond the overhead; rounding must not lift it.
+    beyond = {
+        name: np.maximum(seconds - passes[name] * overheads, 0.0) * (1 - 1e-12)
+        for name, seconds in whole.items()
+    }
+    chain = {layer.name: 0.0 for layer in graph.layers}
+    for layer in layers:
+        before = max((chain[name] for name in layer.inputs), default=0.0)
+        alone = float(whole[layer.name].min())
+        if _splits(layer):
+            alone = passes[layer.name] * float(overheads.min())
+            alone += _together(beyond[layer.name])
+        chain[layer.name] = before + alone * (1 - 1e-12)
+    return max(_busy(beyond, passes, overheads), *chain.values())
+
+
+def _seconds(layer: Layer, cluster: Cluster, costs: Costs, passes: int) -> Floats:
+    """Return what each machine takes for all of a layer: (n_machines,)."""
+    known: dict[object, float] = {}
+    for index, machine in enumerate(cluster.machines):
+        if machine not in known:
+            known[machine] = costs.forward(layer, layer.region, index)
+            if passes > 1:
+                known[machine] += costs.backward(layer, layer.region, index)
+    return np.array([known[machine] for machine in cluster.machines])
+
+
+def _together(seconds: Floats) -> float:
+    """Return what all machines take for what each alone takes these seconds for."""
+    if not seconds.all():
+        return 0.0
+    return float(1.0 / np.sum(1.0 / seconds))
+
+
+def _busy(beyond: dict[str, Floats], passes: dict[str, int], overheads: Floats) -> float:
+    """Return the bound by what machines do altogether, whatever follows what."""
+    totals: Floats = np.sum(list(beyond.values()), axis=0)
+    # The faster, the more a second of it counts.
+    weights = 1.0 / np.maximum(totals, 1e-300)
+    weights /= weights.sum()
+    work = sum(float((weights * seconds).min()) for seconds in beyond.values())
+    return work + sum(passes.values()) * float((weights * overheads).min())
+
+
+def _splits(layer: Layer) -> bool:
+    kind = kind_of(layer)
+    return bool(kind.cuts(layer)) or kind.partial is not None
+
+
+# From what a person asks to what is to be planned: the graph, machines, costs.
+#
+# cluster     profile    seconds of a layer
+# "here"      any        as measured on this machine
+# another     no         arithmetic with the figures of the cluster
+# another     yes        the same, times measured / arithmetic on this machine
+
+_N_BYTES_MAX: Final = 1 << 50
+"""Of one layer, a petabyte: beyond, sums over layers and machines might overflow."""
+
+
+def order_of(  # noqa: PLR0913 -- all that a plan depends on
+    model: nn.Module,
+    inputs: Sequence[InputSpec],
+    *,
+    batch: int,
+    loss: str,
+    counts: Sequence[int],
+    cluster: str | Path | Cluster,
+    pins: Mapping[str, str],
+    exactly: bool,
+    profile: bool = False,
+    tell: Told = lambda _: None,
+) -> Order:
+    """Return what is to be planned.
+
+    Args:
+        model: On any device; nothing of it is changed.
+        inputs: Of the model.
+        batch: Samples of a step.
+        loss: Its name; "" for none.
+        counts: Numbers of machines.
+        cluster: A ready-made one's name, the path of a file, a cluster, or "here".
+        pins: Per layer how it must be split.
+        exactly: Use all machines of each count.
+        profile: Measure layers here, also for other machines.
+        tell: Told what is being measured, for people who wait.
+
+    Raises:
+        GraphError: the model cannot be captured, or all of it is one layer that cannot
+            be split; there is no such cluster, or it has fewer machines.
+    """
+    is_here = cluster == HERE
+    # What is wrong is said before anything takes long.
+    machines = None if is_here else _named(cluster, counts)
+    graph = capture(model, inputs)
+    _refuse_indivisible(graph)
+    if loss:
+        graph = append_loss(graph, loss)
+    _check_sizes(graph, batch)
+    slower = recheck(tell) if is_here or profile else 1.0
+    if machines is None:
+        tell("measuring this machine")
+        machines = here(max([1, *counts]))
+    single = single_sample(graph)
+    costs = AnalyticCosts(machines, batch=batch, single=single)
+    order = Order(
+        graph=graph,
+        cluster=machines,
+        batch=batch,
+        costs=costs,
+        costs_for=lambda n: AnalyticCosts(machines, batch=n, single=single),
+        pins=pins,
+        exactly=exactly,
+    )
+    if not (profile or is_here):
+        return order
+    host = None
+    if not is_here:
+        tell("measuring this machine")
+        host = AnalyticCosts(here(1), batch=batch, single=single)
+
+    def progress(n_done: int, n_wanted: int, name: str) -> None:
+        tell(f"measuring layer {n_done + 1} of {n_wanted}: {name}")
+
+    modules = _modules(model, graph, loss=loss)
+    measured = profiled(graph, batch=batch, modules=modules, progress=progress)
+    profiled_costs = ProfiledCosts(measured, machines=costs, host=host, slower=slower)
+
+    def fewer(n_samples: int) -> FewerSamples:
+        part = AnalyticCosts(machines, batch=n_samples, single=single)
+        shares = profiled_costs.shares
+        return FewerSamples(profiled_costs, batch=costs, part=part, shares=shares)
+
+    return replace(order, costs=profiled_costs, costs_for=fewer)
+
+
+def _check_sizes(graph: LayerGraph, batch: int) -> None:
+    """Check that bytes can be counted.
+
+    Raises:
+        GraphError: a layer of so many samples is larger than anything there is.
+    """
+    for layer in graph.layers:
+        n_bytes = 8 * batch * math.prod(layer.shape)
+        if n_bytes > _N_BYTES_MAX:
+            raise GraphError(
+                f"layer {layer.name!r} of shape {list(layer.shape)} takes "
+                f"{n_bytes:.2g} bytes with a batch of {batch:.3g}: use fewer samples, "
+                "or a smaller input"
+            )
+    for name, use in graph.tensors.items():
+        if 8 * math.prod(use.shape) > _N_BYTES_MAX:
+            raise GraphError(
+                f"tensor {name!r} of shape {list(use.shape)} is larger than anything "
+                "there is: use a smaller model"
+            )
+
+
+def _named(cluster: str | Path | Cluster, counts: Sequence[int]) -> Cluster:
+    found = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    if counts:
+        found.first(max(counts))
+    return found
+
+
+def _modules(model: nn.Module, graph: LayerGraph, *, loss: str) -> dict[str, nn.Module]:
+    """Return copies of the modules that are called whole, by their paths."""
+    found: dict[str, nn.Module] = {}
+    for layer in graph.layers:
+        if "module" not in layer.options or layer.text("module") in found:
+            continue
+        path = layer.text("module")
+        try:
+            found[path] = copy.deepcopy(model.get_submodule(path))
+        except AttributeError:  # no part of the model
+            module = whole_loss(loss) if loss else None
+            if module is not None:
+                found[path] = module
+    return found
+
+
+def _refuse_indivisible(graph: LayerGraph) -> None:
+    """Check that there is anything to plan.
+
+    Raises:
+        GraphError: all of it is one layer that one machine has to compute.
+    """
+    layers = [layer for layer in graph.layers if layer.inputs]
+    if len(layers) == 1 and layers[0].whole:
+        raise GraphError(f"nothing of this model can be split: {layers[0].whole}")
+
+
+__all__ = ["Order", "Planned", "Told", "each_plan", "plan", "played", "player_of"]
+
+_FEWER: Final = (1, 2, 4, 8, 16)
+"""Numbers of machines that are planned whether or not anybody asks for them."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One number of machines, planned.
+
+    Attributes:
+        forecast: What is expected of the best plan.
+        price: How it was played through.
+        problem: What the solver was given.
+        decoder: What its choices mean.
+        solution: What it returned.
+        baselines: Seconds of a step of each, in simulation.
+    """
+
+    forecast: Forecast
+    price: Price
+    problem: Problem
+    decoder: Decoder
+    solution: Solution
+    baselines: Mapping[str, float]
+
+
+def plan(order: Order, counts: Sequence[int], *, tell: Told = lambda _: None) -> list[Planned]:
+    """Return the best plan for each number of machines, ascending.
+
+    Args:
+        order: What is to be planned.
+        counts: Numbers of machines: the first ones of the cluster.
+        tell: Told what is being done, for people who wait.
+
+    Raises:
+        GraphError: no such number of machines, or an impossible pin.
+    """
+    return list(each_plan(order, counts, tell=tell))
+
+
+def each_plan(
+    order: Order, counts: Sequence[int], *, tell: Told = lambda _: None
+) -> Iterator[Planned]:
+    """Yield what `plan` returns, each plan as soon as it is found."""
+    counts = list(counts)
+    for count in counts:
+        order.cluster.first(count)  # says what is wrong before anything takes long
+    if not counts:
+        raise GraphError("no number of machines is given: use 1 or more")
+    check_pins(order.graph, order.pins, order.cluster.first(max(counts)))
+    planner = _Planner(order, tell=tell)
+    for count in _all_counts(counts, order):
+        try:
+            done = planner.plan_for(count)
+        except GraphError:
+            if order.pins and count < max(counts):
+                continue  # a pin wants more machines
+            raise
+        if count in counts:
+            yield done
+
+
+def _all_counts(counts: Sequence[int], order: Order) -> list[int]:
+    """Return what is planned: so that a row does not depend on which others there are.
+
+    What fewer machines are best at, more may do as well.
+    """
+    most = max(counts)
+    fewer = [] if order.exactly else [n for n in _FEWER if n < most]
+    return sorted({*counts, *fewer})
+
+
+def played(
+    order: Order, placements: Mapping[str, Placement], *, n_machines: int, micro_batches: int = 1
+) -> Price:
+    """Return the price of one plan on the first machines."""
+    return player_of(order).price(placements, n_machines=n_machines, micro_batches=micro_batches)
+
+
+def divisors(batch: int, *, n_machines: int) -> list[int]:
+    """Return into how many micro-batches it is worth trying to cut a batch."""
+    most = min(batch, 4 * n_machines)
+    return [n for n in (2**power for power in range(1, 8)) if n <= most and not batch % n]
+
+
+@final
+class _Planner:
+    """Plans for one number of machines after the other, ascending."""
+
+    def __init__(self, order: Order, *, tell: Told) -> None:
+        self._order = order
+        self._tell = tell
+        self._player = player_of(order)
+        self._best: Way | None = None
+        whole = {
+            layer.name: Placement.whole(len(layer.shape), 0)
+            for layer in order.graph.layers
+            if layer.kind != INPUT
+        }
+        self._alone = self._player.way("one machine", whole, n_machines=1).seconds[1]
+
+    def plan_for(self, count: int) -> Planned:
+        """Return the best plan for so many machines."""
+        order, cluster = self._order, self._order.cluster.first(count)
+        self._tell(f"{count} machine{'' if count == 1 else 's'}")
+        baselines = [] if order.pins else self._baselines(cluster)
+        others = [*baselines, *self._before(count)]
+        in_orders = arrangements(cluster)
+        posed = [
+            pose(
+                order,
+                cluster,
+                machines=machines,
+                others=others,
+                player=self._player,
+                tell=self._tell,
+            )
+            for machines in in_orders
+        ]
+        found = [way for each in posed for way in each.ways.values()]
+        # The first of equals: the solver's own, then the simplest.
+        best = min(posed, key=lambda each: each.rank)
+        better = (
+            search(best, cluster, player=self._player, tell=self._tell) if order.search else None
+        )
+        ways = [*([better] if better else []), *found, *others]
+        if not order.pins:
+            ways += self._stages(cluster, in_orders)
+        if order.exactly:
+            ways = _of_most(ways, count)
+        chosen = self._best = min(ways, key=lambda way: way.rank)
+        return Planned(
+            forecast=forecast_of(
+                chosen,
+                cluster,
+                alone=self._alone,
+                model_bound=min(each.solution.bound for each in posed),
+                lower_bound=lower_bound(order.graph, cluster, order.costs),
+            ),
+            price=chosen.price,
+            problem=best.problem,
+            decoder=best.decoder,
+            solution=best.solution,
+            baselines={way.method: way.seconds[1] for way in baselines},
+        )
+
+    def _baselines(self, cluster: Cluster) -> list[Way]:
+        order, count = self._order, len(cluster)
+        layers = whole_layers(order.graph, cluster, costs=order.costs)
+        return [
+            self._player.way("even", even(order.graph, cluster), n_machines=count),
+            self._player.way("whole layers", layers, n_machines=count),
+        ]
+
+    def _before(self, count: int) -> list[Way]:
+        """Return the best plan for fewer machines, on these."""
+        best = self._best
+        if best is None or self._order.exactly:
+            return []
+        again = self._player.way(
+            best.method, best.placements, n_machines=count, micro_batches=best.micro_batches
+        )
+        return [replace(again, model_seconds=best.model_seconds)]
+
+    def _stages(self, cluster: Cluster, in_orders: Sequence[Sequence[int]]) -> list[Way]:
+        """Return whole layers as a pipeline, the batch in several parts."""
+        order, count = self._order, len(cluster)
+        if order.costs_for is None or count == 1 or statistics_of(order.graph):
+            return []
+        # The last of another order than their own are those one can do without.
+        fewer = {machines[:n] for machines in in_orders[1:] for n in (count - 1, count // 2)}
+        lines = [tuple(in_orders[0]), *sorted(map(tuple, fewer))]
+        return [
+            self._player.way(f"stages, {n} parts", layers, n_machines=count, micro_batches=n)
+            for line in lines
+            for layers in [whole_layers(order.graph, cluster, costs=order.costs, machines=line)]
+            for n in divisors(order.batch, n_machines=count)
+        ]
+
+
+def _of_most(ways: Sequence[Way], count: int) -> list[Way]:
+    """Return the ways that use most machines.
+
+    Raises:
+        GraphError: that is not all.
+    """
+    most = max(len(way.price.compiled.order) for way in ways)
+    if most < count:
+        raise GraphError(
+            f"no plan was found that uses exactly {count} machines, only {most}: ask "
+            "for that many, or let machines be idle"
+        )
+    return [way for way in ways if len(way.price.compiled.order) == most]

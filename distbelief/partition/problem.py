@@ -1,0 +1,140 @@
+"""From a layer graph and a cluster to the numbers that a solver chooses by.
+
+A node is a group of layers: one that is placed, and those that follow it. What a
+candidate of it costs:
+
+    computing   forward and backward, of the machine that has most of it
+    combining   partial sums sent and added up
+    inside      messages between layers of the group: statistics
+    sync        replicated parameters broadcast, their gradients reduced
+
+and what two nodes cost: the transfers from layers of one to layers of the other,
+forward and back. A value that two nodes read is counted for both, also where one
+machine needs it for both, and gets it once: the price is then a little too high, and
+the bound with it one of this model only. Layers that share a tensor are synchronised
+apart.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from distbelief.graph.graph import LayerGraph
+from distbelief.partition.candidates import Candidate, candidates
+from distbelief.partition.constraints import check_pins, pinned
+from distbelief.partition.cost_model import AnalyticCosts, single_sample
+from distbelief.partition.cost_tables import Floats, Tables
+from distbelief.partition.grouping import Group, groups
+from distbelief.partition.solvers.problem import Problem
+from distbelief.program.cluster import UNLIMITED, Cluster
+from distbelief.program.cost import Costs
+from distbelief.program.placement import Placement
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What is decided together."""
+
+    group: Group
+    candidates: tuple[Candidate, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Decoder:
+    """What a choice means.
+
+    Attributes:
+        nodes: In the order of the problem's.
+    """
+
+    nodes: tuple[Node, ...]
+
+    def __call__(self, choice: Sequence[int]) -> dict[str, Placement]:
+        """Return the placement of every layer but inputs."""
+        placed: dict[str, Placement] = {}
+        for node, index in zip(self.nodes, choice, strict=True):
+            placed |= node.group.placements(node.candidates[index].placement)
+        return placed
+
+    def choice(self, placements: Mapping[str, Placement]) -> tuple[int, ...] | None:
+        """Return the choice that means this plan, or None if none does."""
+        chosen: list[int] = []
+        for node in self.nodes:
+            placement = placements[node.group.root.name]
+            ways = [candidate.placement for candidate in node.candidates]
+            if placement not in ways:
+                return None
+            chosen.append(ways.index(placement))
+        return tuple(chosen) if self(chosen) == placements else None
+
+    def labels(self, choice: Sequence[int]) -> dict[str, str]:
+        """Return what the placement of each root is called."""
+        pairs = zip(self.nodes, choice, strict=True)
+        return {node.group.root.name: node.candidates[index].label for node, index in pairs}
+
+
+def build(
+    graph: LayerGraph,
+    cluster: Cluster,
+    *,
+    batch: int,
+    costs: Costs | None = None,
+    pins: Mapping[str, str] | None = None,
+    machines: Sequence[int] | None = None,
+    also: Sequence[Mapping[str, Placement]] = (),
+) -> tuple[Problem, Decoder]:
+    """Return the choice to be made, and what it means.
+
+    Args:
+        graph: With its loss, if it is to be trained.
+        cluster: Machines, fastest first.
+        batch: Samples of a step.
+        costs: Of computing; by default from the machines' figures.
+        pins: Per layer what it is pinned to: "rows:4"; see `pins`.
+        machines: All of them in the order in which they are used.
+        also: Plans whose placements are candidates too, so that they can be chosen.
+
+    Raises:
+        GraphError: a pin is impossible.
+    """
+    pins = pins or {}
+    check_pins(graph, pins)
+    costs = costs or AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
+    found = groups(graph, pinned=pins)
+    nodes = []
+    for group in found:
+        root = group.root
+        if root.name in pins:
+            ways = [pinned(root, cluster, pins[root.name], machines=machines)]
+        else:
+            ways = candidates(root, cluster, machines=machines)
+            ways += _missing(ways, [plan[root.name] for plan in also])
+        nodes.append(Node(group, tuple(ways)))
+    tables = Tables(graph, cluster, batch=batch, costs=costs)
+    for node in nodes:
+        tables.place(node.group, [way.placement for way in node.candidates])
+    edges: dict[tuple[int, int], Floats] = {}
+    for pair, table in tables.transfers(found):
+        edges[pair] = edges[pair] + table if pair in edges else table
+    caps = np.array([machine.memory for machine in cluster.machines])
+    limited = bool((caps < UNLIMITED).any())
+    return (
+        Problem(
+            costs=tuple(tables.costs(group) for group in found),
+            edges=edges,
+            memory=tuple(map(tables.memory, found)) if limited else None,
+            caps=caps if limited else None,
+        ),
+        Decoder(tuple(nodes)),
+    )
+
+
+def _missing(ways: Sequence[Candidate], placements: Sequence[Placement]) -> list[Candidate]:
+    """Return those placements that are no candidates yet."""
+    known = {candidate.placement for candidate in ways}
+    wanted = dict.fromkeys(p for p in placements if p not in known)
+    return [Candidate(placement, str(placement)) for placement in wanted]

@@ -1,0 +1,460 @@
+"""Measuring layers on this host: each that is unlike others, whole and in slices.
+
+What costs most is measured first, and when time is up the rest is left to arithmetic;
+so is what is too large, or fails.
+
+All is measured twice, a while apart, and what differs by more than a tenth up to four
+times, of which the median counts: not the best, for a machine that is disturbed now and
+then is so while it trains too, and a prediction by its best moments is one that no step
+reaches. One slice that seems twice as slow is enough for a plan that avoids it, and is
+slower by a tenth than the one that would have been chosen.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final, NamedTuple, final
+
+import msgspec
+import torch
+from torch import nn
+
+from distbelief.core.memory import keep_memory
+from distbelief.graph.graph import INPUT, Layer, LayerGraph
+from distbelief.graph.operator import LayerKind, PartialSums, Step, joined, kind_of
+from distbelief.graph.region import Region
+from distbelief.partition.candidates import summed_dims
+from distbelief.partition.cost_model import N_BYTES, signature
+from distbelief.partition.profiling.profile import (
+    INPUTS,
+    SAMPLES,
+    WHOLE,
+    Profile,
+    Slices,
+    add,
+    digest,
+    load,
+    this_host,
+)
+from distbelief.program.compiler import with_gradient
+from distbelief.program.instructions import work_of
+
+
+# A bench on which layers are timed: whole, in slices, with fewer samples.
+#
+# The median of a few runs after one that warms up, one of which is enough of what takes
+# long; forward and backward apart; on random numbers. With one thread it is the
+# processor's time, not the clock on the wall, which runs on while others have the
+# processor.
+#
+# Memory is asked for as replicas do, and from then on as long as this process lives: who
+# gives back what a large gradient took faults its pages in anew, which takes as long as
+# computing it.
+
+N_RUNS: Final = 3
+_N_PARTS: Final = (2, 4, 8, 16, 32, 64)
+_N_MICRO_BATCHES: Final = (8, 4, 2)
+_SECONDS_ENOUGH: Final = 0.1
+"""A slice that takes longer is run once after warming up: it is measured again later,
+and what a machine does meanwhile is another thing then."""
+
+_SHARE_MAX: Final = 0.25
+"""Of the time there is, for one layer."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much to measure.
+
+    Attributes:
+        seconds: When to stop.
+        n_runs: Of which the median is taken, in each pass.
+        clock: Seconds.
+        timer: Seconds of what is measured; None: as by the clock.
+    """
+
+    seconds: float = 60.0
+    n_runs: int = N_RUNS
+    clock: Callable[[], float] = field(default=time.perf_counter)
+    timer: Callable[[], float] | None = None
+
+
+def busy_seconds() -> float:
+    """Return the time of a processor, if one computes; else of the clock."""
+    is_one = torch.get_num_threads() == 1
+    return time.thread_time() if is_one else time.perf_counter()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Have gradients, also for a caller who wants none, and memory as replicas do."""
+    keep_memory()
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        yield
+
+
+@final
+class Time(NamedTuple):
+    """Seconds of both passes."""
+
+    forward: float
+    backward: float
+
+
+_Given = tuple[list[torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]
+
+
+@final
+class Bench:
+    """Times layers of one graph.
+
+    Args:
+        graph: Whose layers.
+        batch: Samples of a step.
+        modules: Those that layers of kind "whole" call.
+        limits: How much to measure.
+        deadline: When to stop, by the clock of `limits`.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        batch: int,
+        modules: Mapping[str, nn.Module],
+        limits: Limits,
+        deadline: float,
+    ) -> None:
+        self._graph = graph
+        self._batch = batch
+        self._step = Step(training=True, modules=modules)
+        self._limits = limits
+        self._deadline = deadline
+        self._joined = joined(graph)
+        self._backward = with_gradient(graph)
+        self._generator = torch.Generator("cpu").manual_seed(0)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether time is up."""
+        return self._limits.clock() >= self._deadline
+
+    def ready(self, layer: Layer) -> Callable[[], Time]:
+        """Return what runs a whole layer once, without warming up, and takes time."""
+        kind = kind_of(layer)
+        given = self._given(kind, layer, layer.region, self._batch)
+        return lambda: self._once(kind, layer, layer.region, given)
+
+    def slices(self, layer: Layer) -> dict[str, Slices]:
+        """Return the times of a layer along each dimension.
+
+        Returns:
+            Of the whole at least; dimensions for which there is no time are left out,
+            so that a layer that takes long is not begun again and again.
+        """
+        now = self._limits.clock()
+        until = min(self._deadline, now + self._limits.seconds * _SHARE_MAX)
+        whole = self._time(layer, layer.region)
+        found = {WHOLE: _slices([(1, self._operations(layer, layer.region), whole)])}
+        for word, partial, regions in _cuts(layer):
+            rows = []
+            for extent, region in regions:
+                if self._limits.clock() >= until:
+                    return found
+                taken = self._time(layer, region, partial=partial)
+                operations = self._operations(layer, region, partial=partial)
+                rows.append((extent, operations, taken))
+            found[word] = _slices(rows)
+        rows = []
+        for n_samples in sorted({self._batch // n for n in _N_MICRO_BATCHES} - {0}):
+            if self._limits.clock() >= until:
+                return found
+            taken = self._time(layer, layer.region, n_samples=n_samples)
+            operations = n_samples * work_of(layer, layer.region, partial=False).forward
+            rows.append((n_samples, operations, taken))
+        every = (self._batch, self._operations(layer, layer.region), whole)
+        found[SAMPLES] = _slices([*rows, every])
+        return found
+
+    def _operations(self, layer: Layer, region: Region, *, partial: bool = False) -> float:
+        return self._batch * work_of(layer, region, partial=partial).forward
+
+    def _time(
+        self, layer: Layer, region: Region, *, partial: bool = False, n_samples: int | None = None
+    ) -> Time:
+        kind = kind_of(layer)
+        n = self._batch if n_samples is None else n_samples
+        rule = kind.partial if partial and kind.partial else kind
+        given = self._given(rule, layer, region, n)
+        times: list[Time] = []
+        began = self._limits.clock()
+        for _ in range(1 + self._limits.n_runs):
+            if len(times) > 1 and self._limits.clock() - began > _SECONDS_ENOUGH:
+                break
+            times.append(self._once(rule, layer, region, given))
+        kept = times[1:]
+        return Time(median(t.forward for t in kept), median(t.backward for t in kept))
+
+    def _given(self, rule: LayerKind | PartialSums, layer: Layer, region: Region, n: int) -> _Given:
+        inputs = [
+            self._input(self._graph[name], part, n)
+            for name, part in zip(layer.inputs, rule.reads(layer, region), strict=True)
+        ]
+        tensors = {
+            word: self._random(part.shape, trains=layer.tensors[word].trains)
+            for word, part in rule.uses(layer, region).items()
+        }
+        leaves = [value for value in (*inputs, *tensors.values()) if value.requires_grad]
+        return inputs, tensors, leaves
+
+    def _once(
+        self, rule: LayerKind | PartialSums, layer: Layer, region: Region, given: _Given
+    ) -> Time:
+        inputs, tensors, leaves = given
+        clock = self._limits.timer or self._limits.clock
+        began = clock()
+        result = rule.compute(layer, region, inputs, tensors, self._step)
+        forward = clock() - began
+        if not leaves or not result.requires_grad:
+            return Time(forward, 0.0)
+        gradient = torch.ones_like(result)
+        ready = clock()
+        torch.autograd.grad(result, leaves, gradient, allow_unused=True)
+        return Time(forward, clock() - ready)
+
+    def _input(self, source: Layer, part: Region, n_samples: int) -> torch.Tensor:
+        n_samples = 1 if source.name in self._joined else n_samples
+        if source.is_integer:
+            shape = (n_samples, *part.shape)
+            return torch.zeros(shape, dtype=torch.int64, device="cpu")
+        value = self._random((n_samples, *part.shape), trains=False)
+        return value.requires_grad_(source.name in self._backward)
+
+    def _random(self, shape: tuple[int, ...], *, trains: bool) -> torch.Tensor:
+        # Between 0.5 and 1.5: also good for variances, and no loss is infinite.
+        generator = self._generator
+        value = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+        value += 0.5
+        return value.requires_grad_(trains)
+
+
+def _cuts(layer: Layer) -> Iterator[tuple[str, bool, list[tuple[int, Region]]]]:
+    """Yield what to call a dimension, whether it is summed over, and its slices.
+
+    Slices are from the middle, whose halos are whole, and from small to large.
+    """
+    kind = kind_of(layer)
+    for cut in () if layer.whole else kind.cuts(layer):
+        regions = _middles(layer.region, cut.dim, unit=cut.unit)
+        if len(regions) > 1:
+            yield str(cut.dim), False, regions
+    for dim in summed_dims(layer)[:1]:
+        assert kind.partial is not None, layer.name
+        unit = {cut.dim: cut.unit for cut in kind.partial.cuts(layer)}[dim]
+        regions = _middles(Region.of(*layer.input_shapes[0]), dim, unit=unit)
+        if len(regions) > 1:
+            yield INPUTS, True, regions
+
+
+def _middles(region: Region, dim: int, *, unit: int) -> list[tuple[int, Region]]:
+    found = [(region.shape[dim], region)]
+    for n_parts in _N_PARTS:
+        if n_parts * unit <= region.shape[dim]:
+            part = region.cut(dim, [1.0] * n_parts, unit=unit)[n_parts // 2]
+            found.append((part.shape[dim], part))
+    return sorted(dict(found).items())
+
+
+def _slices(rows: list[tuple[int, float, Time]]) -> Slices:
+    return Slices(
+        extents=tuple(extent for extent, _, _ in rows),
+        operations=tuple(operations for _, operations, _ in rows),
+        forward=tuple(taken.forward for _, _, taken in rows),
+        backward=tuple(taken.backward for _, _, taken in rows),
+    )
+
+
+# What was measured several times: whether it agrees, and on what.
+
+DIFFERENCE_MAX: Final = 0.1
+"""Between the best two measurements of one slice, as a share."""
+
+Pass = Mapping[str, Slices]
+"""Slices of one layer, by dimension; if time was up some are left out."""
+
+
+def agreed(passes: Sequence[Pass]) -> dict[str, Slices]:
+    """Return the median of each slice."""
+    found = {}
+    for word in passes[0]:
+        slices = _of(word, passes)
+        found[word] = msgspec.structs.replace(
+            slices[0],
+            forward=tuple(median(times) for times in _forward(slices)),
+            backward=tuple(median(times) for times in _backward(slices)),
+        )
+    return found
+
+
+def differ(passes: Sequence[Pass]) -> bool:
+    """Return whether the best two measurements of some slice are not alike."""
+    for word in passes[0]:
+        slices = _of(word, passes)
+        for times in (*_forward(slices), *_backward(slices)):
+            best = _best(times)
+            if best[-1] > (1.0 + DIFFERENCE_MAX) * best[0]:
+                return True
+    return False
+
+
+def _best(times: Sequence[float]) -> list[float]:
+    return sorted(times)[:2]
+
+
+def _of(word: str, passes: Sequence[Pass]) -> list[Slices]:
+    return [slices[word] for slices in passes if word in slices]
+
+
+def _forward(slices: Sequence[Slices]) -> Iterator[tuple[float, ...]]:
+    return zip(*(each.forward for each in slices), strict=True)
+
+
+def _backward(slices: Sequence[Slices]) -> Iterator[tuple[float, ...]]:
+    return zip(*(each.backward for each in slices), strict=True)
+
+
+N_PASSES_MAX: Final = 4
+_N_BYTES_MAX: Final = 1 << 30
+"""What one measurement may take; larger layers are left to arithmetic."""
+
+_FAILURES: Final = (RuntimeError, ValueError, TypeError, IndexError)
+"""A module may dislike random numbers, and memory may be too small."""
+
+Progress = Callable[[int, int, str], None]
+"""Told how many layers are measured, of how many, and which is next."""
+
+
+def profiled(
+    graph: LayerGraph,
+    *,
+    batch: int,
+    modules: Mapping[str, nn.Module] | None = None,
+    limits: Limits | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Return this host's profile with all layers of a graph; measure what it lacks.
+
+    Args:
+        graph: With its loss, if it is to be trained.
+        batch: Samples of a step.
+        modules: Those that layers of kind "whole" call, not on the meta device; if
+            absent, such layers are not measured.
+        limits: How much to measure.
+        progress: Told of each layer.
+    """
+    limits, host = limits or Limits(timer=busy_seconds), this_host()
+    known = load(host)
+    wanted = _wanted(graph, batch, known.layers if known else {}, modules or {})
+    deadline = limits.clock() + limits.seconds
+    found: dict[str, dict[str, Slices]] = {}
+    try:
+        with undisturbed():
+            bench = Bench(graph, batch, modules or {}, limits, deadline)
+            for index, (key, layer) in enumerate(wanted.items()):
+                if bench.is_late:
+                    break
+                if progress is not None:
+                    progress(index, len(wanted), layer.name)
+                with suppress(*_FAILURES):
+                    found[key] = bench.slices(layer)
+            _cross_check(bench, {key: wanted[key] for key in found}, found)
+    finally:  # also if somebody is tired of waiting
+        profile = add(host, layers=found)
+    return profile
+
+
+def present(graph: LayerGraph, *, batch: int) -> Callable[[], dict[str, Time]]:
+    """Return what tells what whole layers take just now, by their keys in a profile.
+
+    One run each, so that it takes no longer than a step; what they compute with is kept
+    for the next time. Layers that call a module are left out.
+
+    Args:
+        graph: With its loss, if it is trained.
+        batch: Samples of a step.
+    """
+    runs: dict[str, Callable[[], Time]] = {}
+    with undisturbed():
+        limits = Limits(timer=busy_seconds)
+        bench = Bench(graph, batch, {}, limits, deadline=float("inf"))
+        for key, layer in _unlike(graph, batch, {}).items():
+            with suppress(*_FAILURES):
+                runs[key] = bench.ready(layer)
+
+    def measure() -> dict[str, Time]:
+        found: dict[str, Time] = {}
+        with undisturbed():
+            for key, run in runs.items():
+                with suppress(*_FAILURES):
+                    found[key] = run()
+        return found
+
+    return measure
+
+
+def _cross_check(
+    bench: Bench, layers: Mapping[str, Layer], found: dict[str, dict[str, Slices]]
+) -> None:
+    """Measure again what is found, and once more what was disturbed.
+
+    Args:
+        bench: Which measured it.
+        layers: By their key.
+        found: Is made better.
+    """
+    passes = {key: [slices] for key, slices in found.items()}
+    doubtful = list(passes)
+    for _ in range(N_PASSES_MAX - 1):
+        for key in doubtful:
+            if bench.is_late:
+                return
+            with suppress(*_FAILURES):
+                passes[key].append(bench.slices(layers[key]))
+            found[key] = agreed(passes[key])
+        doubtful = [key for key in doubtful if differ(passes[key])]
+
+
+def is_too_large(layer: Layer, *, batch: int) -> bool:
+    """Return whether a layer takes more memory than a measurement may."""
+    reads = kind_of(layer).reads(layer, layer.region)
+    states = sum(r.n_elements for r in (layer.region, *reads)) * batch
+    uses = kind_of(layer).uses(layer, layer.region).values()
+    n_elements = states + sum(use.n_elements for use in uses)
+    # Each has a gradient.
+    return 2 * N_BYTES * n_elements > _N_BYTES_MAX
+
+
+def _wanted(
+    graph: LayerGraph, batch: int, known: Mapping[str, object], modules: Mapping[str, nn.Module]
+) -> dict[str, Layer]:
+    """Return the layers to measure, by their key, the most work first."""
+    found = _unlike(graph, batch, modules)
+    pairs = [(key, layer) for key, layer in found.items() if key not in known]
+    pairs.sort(key=lambda pair: -work_of(pair[1], pair[1].region, partial=False).forward)
+    return dict(pairs)
+
+
+def _unlike(graph: LayerGraph, batch: int, modules: Mapping[str, nn.Module]) -> dict[str, Layer]:
+    """Return layers of which none is like another, by their key."""
+    found: dict[str, Layer] = {}
+    for layer in graph.layers:
+        if layer.kind == INPUT:
+            continue
+        if "module" in layer.options and layer.text("module") not in modules:
+            continue
+        if is_too_large(layer, batch=batch):
+            continue
+        found.setdefault(digest(signature(layer), batch=batch), layer)
+    return found

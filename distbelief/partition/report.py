@@ -1,0 +1,386 @@
+"""Why a layer is split as it is: every candidate, what it costs, and why it lost.
+
+Costs are those of the solver's model: computing, and transfers from and to neighbours
+as these are placed in its choice. So a candidate that looks cheaper than the chosen one
+would have made a neighbour dearer, or the search on simulated time found otherwise.
+"""
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from rich.box import SIMPLE
+from rich.table import Table
+from rich.text import Text
+
+from distbelief.graph.graph import INPUT, GraphError, LayerGraph
+from distbelief.partition.cost_model import ProfiledCosts
+from distbelief.partition.planner import Planned
+from distbelief.partition.profiling.layer_timer import is_too_large
+from distbelief.partition.search import Forecast, Order
+from distbelief.program.cluster import Cluster
+from distbelief.program.plan import Plan
+
+
+# Where two plans differ, layer by layer.
+
+
+def differences(one: Plan, other: Plan) -> list[tuple[str, str, str]]:
+    """Return what is not the same: what, in the first plan, in the second."""
+    found = [
+        (word, str(first), str(second))
+        for word, first, second in (
+            ("model", one.graph, other.graph),
+            ("batch", one.batch, other.batch),
+            ("loss", one.loss, other.loss),
+            ("cluster", one.cluster.name, other.cluster.name),
+            ("machines", one.cluster.n_machines, other.cluster.n_machines),
+            ("step", _step(one), _step(other)),
+        )
+        if first != second
+    ]
+    for name in dict.fromkeys([*one.placements, *other.placements]):
+        first, second = one.placements.get(name), other.placements.get(name)
+        if first != second:
+            found.append((name, _placed(first), _placed(second)))
+    return found
+
+
+def show_differences(one: Plan, other: Plan, *, names: tuple[str, str]) -> Table:
+    """Return the differences as a table."""
+    table = Table(title="what differs" if one != other else "the plans are equal")
+    for column in ("", *names):
+        table.add_column(Text(column))
+    for row in differences(one, other):
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _step(plan: Plan) -> str:
+    if plan.predicted is None:
+        return "unknown"
+    return f"{1000 * plan.predicted.step_seconds:.3g} ms"
+
+
+def _placed(placement: object) -> str:
+    return "not there" if placement is None else str(placement)
+
+
+# Where costs are from: measured or assumed, which machine, when; in a sentence.
+
+LOAD_MAX: Final = 1.5
+"""Programs per processor above which measurements are not to be trusted."""
+
+
+def origin(order: Order) -> str:
+    """Say it, for below the table and for the plan."""
+    cluster, costs = order.cluster, order.costs
+    if isinstance(costs, ProfiledCosts):
+        said = f"{_profiled(costs, cluster)}{_left(order, costs)}."
+        if costs.profile.replaced:
+            said += (
+                " It replaced a profile from when this host was "
+                f"{costs.profile.replaced:.1f} times as slow."
+            )
+        if costs.slower > 1.0:
+            said += (
+                f" This host is {costs.slower:.1f} times as slow now as it was then, "
+                "perhaps because others use it: to measure again, delete "
+                f"{costs.profile.host.path}."
+            )
+        if costs.profile.load > LOAD_MAX:
+            said += (
+                f" Others used this host meanwhile ({costs.profile.load:.1f} programs "
+                "per processor), so times may be too long: to measure again, delete "
+                f"{costs.profile.host.path}."
+            )
+    else:
+        said = f"Costs: {cluster.origin} figures of cluster {cluster.name!r}, no measured layer."
+    return f"{said} {cluster.note}".strip()
+
+
+def _profiled(costs: ProfiledCosts, cluster: Cluster) -> str:
+    profile = costs.profile
+    host = profile.host
+    threads = "thread" if host.n_threads == 1 else "threads"
+    what = "layer times" if costs.is_absolute else "layer efficiency"
+    machines = (
+        "machines like it" if costs.is_absolute else f"machines from cluster {cluster.name!r}"
+    )
+    return (
+        f"Costs: {what} from profile of {profile.date[:10]} on this host "
+        f"({host.processor}, {host.n_threads} {threads}; measured), {machines} "
+        f"({cluster.origin})"
+    )
+
+
+def _left(order: Order, costs: ProfiledCosts) -> str:
+    """Say how many layers are left to arithmetic, and why."""
+    layers = [layer for layer in order.graph.layers if layer.kind != INPUT]
+    unknown = [layer for layer in layers if not costs.knows(layer)]
+    if not unknown:
+        return ""
+    n_large = sum(is_too_large(layer, batch=order.batch) for layer in unknown)
+    reasons = [
+        f"{count} {why}"
+        for count, why in (
+            (n_large, "too large to be measured here"),
+            (len(unknown) - n_large, "not measured in time, or at all"),
+        )
+        if count
+    ]
+    return f"; {len(unknown)} of {len(layers)} layers by arithmetic: " + ", ".join(reasons)
+
+
+# The table of a planning, and the same as JSON.
+
+Plain = dict[str, object]
+
+
+def table(forecasts: Sequence[Forecast], *, title: str) -> Table:
+    """Return one row per machine count; rows that do not fit are red.
+
+    Columns that are not of the table itself: `bound` is what no plan beats, `gap` how
+    far the solver's model lets the plan be from the best of its candidates.
+    """
+    shown = Table(title=Text(title), box=SIMPLE, pad_edge=False, title_justify="left")
+    for column in (
+        "machines",
+        "used",
+        "step p50",
+        "p10-p90",
+        "speed-up",
+        "eff.",
+        "comp/comms/sync/wait",
+        "memory",
+        "bound",
+        "gap",
+        "by",
+    ):
+        left = column == "by"
+        shown.add_column(column, justify="left" if left else "right", no_wrap=True)
+    for forecast in forecasts:
+        shares = forecast.shares
+        parts = (shares.compute, shares.communication, shares.sync, shares.wait)
+        p10, p50, p90 = forecast.seconds
+        shown.add_row(
+            str(forecast.n_machines),
+            str(len(forecast.used)),
+            seconds(p50),
+            _range(p10, p90),
+            f"{forecast.speed_up:.2f}x",
+            f"{forecast.efficiency:.0%}",
+            " ".join(f"{abs(100 * share):.0f}" for share in parts) + " %",
+            size(max(forecast.memory)) + ("" if forecast.fits else "!"),
+            seconds(forecast.lower_bound),
+            "-" if forecast.gap is None else f"{forecast.gap:.1%}",
+            forecast.method.replace("elimination", "exact").replace(" + ", "+"),
+            style="" if forecast.fits else "red",
+        )
+    return shown
+
+
+def plain(forecast: Forecast) -> Plain:
+    """Return a row as JSON has it; times in seconds, memory in bytes."""
+    p10, p50, p90 = forecast.seconds
+    shares = forecast.shares
+    return {
+        "machines": forecast.n_machines,
+        "used": list(forecast.used),
+        "step_seconds": {"p10": p10, "p50": p50, "p90": p90},
+        "speed_up": forecast.speed_up,
+        "efficiency": forecast.efficiency,
+        "compute": shares.compute,
+        "communication": shares.communication,
+        "sync": shares.sync,
+        "wait": shares.wait,
+        "memory_bytes": list(forecast.memory),
+        "fits": forecast.fits,
+        "offenders": list(forecast.offenders),
+        "lower_bound_seconds": forecast.lower_bound,
+        "in_model_gap": forecast.gap,
+        "method": forecast.method,
+        "bytes": sum(forecast.link_bytes.values()),
+    }
+
+
+def remarks(
+    forecasts: Sequence[Forecast],
+    *,
+    caps: Sequence[float],
+    whole: Sequence[tuple[str, str]],
+    origin: str,
+) -> list[str]:
+    """Return what a reader should know beside the table, a sentence each.
+
+    Args:
+        forecasts: The rows.
+        caps: Bytes that each machine has.
+        whole: Layers that are computed whole on one machine, and why.
+        origin: Where the costs are from.
+    """
+    said = []
+    for forecast in forecasts:
+        idle = forecast.n_machines - len(forecast.used)
+        if idle:
+            said.append(
+                f"{forecast.n_machines} machines: {idle} left idle, for nothing was "
+                "found that uses them and is faster"
+            )
+        if not forecast.fits:
+            worst = max(forecast.offenders, key=lambda m: forecast.memory[m] - caps[m])
+            said.append(
+                f"{forecast.n_machines} machines: {size(forecast.memory[worst])} do "
+                f"not fit machine {worst} ({size(caps[worst])}); "
+                f"{len(forecast.offenders)} machines lack memory: this row is a what-if"
+            )
+    said += [f"{name} is computed whole on one machine: {why}" for name, why in whole]
+    return [*said, origin]
+
+
+def seconds(value: float) -> str:
+    """Write a time for people."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if value >= scale:
+            digits = max(0, 2 - math.floor(math.log10(value / scale)))
+            return f"{value / scale:.{digits}f} {unit}"
+    return f"{value * 1e6:.0f} us"
+
+
+def _range(low: float, high: float) -> str:
+    """Write two times, the unit once if it is the same."""
+    first, last = seconds(low), seconds(high)
+    number, unit = first.split()
+    return f"{number}-{last}" if last.endswith(f" {unit}") else f"{first}-{last}"
+
+
+def size(n_bytes: float) -> str:
+    """Write a number of bytes for people."""
+    if math.isinf(n_bytes):
+        return "unlimited"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.{0 if unit == 'B' else 1}f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} TiB"
+
+
+_N_NAMED: Final = 20  # layers in a message
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """One way to place a layer.
+
+    Attributes:
+        label: "whole", "rows 4".
+        own: Seconds of computing and synchronising.
+        transfers: Seconds of what passes from and to its neighbours.
+        chosen: Whether the solver chose it.
+        verdict: Why not, in words.
+    """
+
+    label: str
+    own: float
+    transfers: float
+    chosen: bool
+    verdict: str
+
+
+def explain(planned: Planned, name: str) -> tuple[str, list[Alternative]]:
+    """Return the layer that decides for `name`, and its candidates, cheapest first.
+
+    Raises:
+        GraphError: there is no such layer.
+    """
+    node = _node(planned, name)
+    problem, choice = planned.problem, planned.solution.choice
+    chosen = choice[node]
+    rows = []
+    candidates = planned.decoder.nodes[node].candidates
+    for index, candidate in enumerate(candidates):
+        transfers = sum(
+            float(table[index, choice[other]]) for other, table in problem.neighbours[node]
+        )
+        own = float(problem.costs[node][index])
+        rows.append((own + transfers, index, own, transfers, candidate.label))
+    total = next(row[0] for row in rows if row[1] == chosen)
+    alternatives = [
+        Alternative(
+            label=label,
+            own=own,
+            transfers=transfers,
+            chosen=index == chosen,
+            verdict=_verdict(planned, node, index, cost - total),
+        )
+        for cost, index, own, transfers, label in sorted(rows)
+    ]
+    return planned.decoder.nodes[node].group.root.name, alternatives
+
+
+def show_alternatives(planned: Planned, name: str) -> Table:
+    """Return the candidates of a layer as a table."""
+    root, alternatives = explain(planned, name)
+    follows = "" if root == name else f" (it follows {root})"
+    n_machines = planned.forecast.n_machines
+    table = Table(title=Text(f"{name}{follows}, {n_machines} machines"))
+    for column in ("split", "computing", "transfers", "together", ""):
+        table.add_column(column, justify="left" if column in {"split", ""} else "right")
+    for row in alternatives:
+        table.add_row(
+            Text(row.label),
+            seconds(row.own),
+            seconds(row.transfers),
+            seconds(row.own + row.transfers),
+            row.verdict,
+            style="bold" if row.chosen else "",
+        )
+    return table
+
+
+def check(graph: LayerGraph, name: str) -> None:
+    """Check that a layer can be explained, before anything is planned.
+
+    Raises:
+        GraphError: there is no such layer, or it is an input.
+    """
+    known = [layer.name for layer in graph.layers if layer.kind != INPUT]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3)
+        raise GraphError(
+            f"there is no layer {name!r} to explain"
+            + (f": do you mean {' or '.join(near)}?" if near else "")
+            + f" There are {', '.join(known[:_N_NAMED])}"
+            + (", ..." if len(known) > _N_NAMED else "")
+        )
+
+
+def _node(planned: Planned, name: str) -> int:
+    for index, node in enumerate(planned.decoder.nodes):
+        if any(layer.name == name for layer in node.group.members):
+            return index
+    known = [node.group.root.name for node in planned.decoder.nodes]
+    raise GraphError(
+        f"there is no layer {name!r} to explain; there are {', '.join(known)}, and "
+        "those that follow them"
+    )
+
+
+def _verdict(planned: Planned, node: int, index: int, more: float) -> str:
+    problem, choice = planned.problem, list(planned.solution.choice)
+    if index == choice[node]:
+        return "chosen"
+    choice[node] = index
+    if problem.overrun(choice) > max(1.0, planned.solution.overrun) * (1 + 1e-9):
+        machine = int(problem.used(choice).argmax())
+        return f"does not fit the memory of machine {machine}"
+    if math.isinf(more):
+        return "forbidden"
+    if more > 0:
+        return f"{seconds(more)} more"
+    if more == 0:
+        return "as good"
+    return f"{seconds(-more)} less here, but more elsewhere"

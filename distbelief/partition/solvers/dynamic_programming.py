@@ -1,0 +1,183 @@
+"""Exact choice by eliminating one node after another (Bertele and Brioschi, 1972).
+
+A node, once every cost that names it is summed, leaves a table over its neighbours: the
+least it can cost for each of their choices. On a chain this is dynamic programming.
+
+    a --- b --- c       without a:  t(b) = min over a of  cost_a + cost_ab
+
+What it takes is set by the largest table, hence by the order; a network whose branches
+join again soon has small ones (treewidth 2 for residual networks).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+import networkx as nx
+import numpy as np
+from networkx.algorithms.approximation import treewidth_min_degree
+
+from distbelief.graph.graph import GraphError
+from distbelief.partition.solvers.problem import (
+    Array,
+    Choice,
+    Problem,
+    Solution,
+    first_lowest,
+    no_choice,
+)
+
+
+ENTRIES_MAX: Final = 20_000_000  # of the largest table
+WORK_MAX: Final = 2_000_000_000  # entries of all tables: some seconds
+
+_BLOCK: Final = 1 << 17  # entries looked at together, so that they stay in cache
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order of elimination and what it takes.
+
+    Attributes:
+        nodes: Every node once.
+        entries: Of the largest table.
+        work: Entries of all tables.
+    """
+
+    nodes: tuple[int, ...]
+    entries: int
+    work: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the tables can be had."""
+        return self.entries <= ENTRIES_MAX and self.work <= WORK_MAX
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Table:
+    nodes: tuple[int, ...]  # ascending, one per dimension
+    costs: Array
+
+
+def elimination_order(problem: Problem) -> Order:
+    """Return the order in which the leaves of a tree decomposition fall off."""
+    graph = nx.empty_graph(len(problem.sizes))
+    # A node without choice adds no dimension: its edges are costs of one node.
+    graph.add_edges_from(pair for pair in sorted(problem.edges) if _open(problem, pair))
+    _, tree = treewidth_min_degree(graph)
+    root = next(iter(tree))
+    parents = dict(nx.dfs_predecessors(tree, root))
+    nodes: list[int] = []
+    for bag in nx.dfs_postorder_nodes(tree, root):
+        nodes.extend(sorted(bag - parents.get(bag, frozenset[int]())))
+    neighbours = {node: set(graph[node]) for node in graph}
+    entries = _table_sizes(neighbours, nodes, problem.sizes)
+    return Order(tuple(nodes), max(entries), sum(entries))
+
+
+def eliminate(problem: Problem, order: Order | None = None) -> Solution:
+    """Return the cheapest choice if caps are left aside; it may not fit them.
+
+    Its cost is then a bound on that of any which does. Of equals the choice is the
+    same every time: at each node the first index that ties.
+
+    Raises:
+        GraphError: the tables are too large, or every choice is forbidden.
+    """
+    order = order or elimination_order(problem)
+    if not order.fits:
+        raise GraphError(
+            f"elimination needs tables of {order.entries} entries, {order.work} "
+            f"together, of {ENTRIES_MAX} and {WORK_MAX} at most; use `solve`"
+        )
+    choice = cheapest(problem, problem.costs, order)
+    cost = problem.cost(choice)
+    if math.isinf(cost):
+        raise no_choice()
+    solution = problem.solution(choice, bound=cost, solver="elimination")
+    if solution.feasible:
+        return solution
+    return problem.solution(choice, bound=cost, solver="elimination", proven=False)
+
+
+def cheapest(problem: Problem, costs: Sequence[Array], order: Order) -> Choice:
+    """Return the choice that costs least with these costs of the nodes."""
+    place = {node: index for index, node in enumerate(order.nodes)}
+    buckets: list[list[_Table]] = [[] for _ in order.nodes]
+    for table in _tables(problem, costs):
+        buckets[min(place[node] for node in table.nodes)].append(table)
+    for node, bucket in zip(order.nodes, buckets, strict=True):
+        rest = _without(node, bucket)
+        if rest.nodes:
+            buckets[min(place[other] for other in rest.nodes)].append(rest)
+    chosen: dict[int, int] = {}
+    for node, bucket in zip(reversed(order.nodes), reversed(buckets), strict=True):
+        costs = [_given(table, node, chosen) for table in bucket]
+        chosen[node] = first_lowest(np.asarray(np.sum(costs, axis=0)))
+    return tuple(chosen[node] for node in range(len(order.nodes)))
+
+
+def _tables(problem: Problem, costs: Sequence[Array]) -> list[_Table]:
+    own = [np.array(values) for values in costs]
+    tables = []
+    for (u, v), edge in problem.edges.items():
+        if _open(problem, (u, v)):
+            tables.append(_Table((u, v), edge))
+        elif problem.sizes[v] == 1:
+            own[u] += edge[:, 0]
+        else:
+            own[v] += edge[0]
+    return [_Table((node,), values) for node, values in enumerate(own)] + tables
+
+
+def _without(node: int, bucket: list[_Table]) -> _Table:
+    """Sum the tables and take the least over the node's candidates."""
+    others = tuple(sorted({v for table in bucket for v in table.nodes} - {node}))
+    scope = (node, *others)
+    # Small ones first, so that only the last sums are as large as the result.
+    aligned = sorted((_aligned(table, scope) for table in bucket), key=np.size)
+    shape = np.broadcast_shapes(*(costs.shape for costs in aligned))
+    least = np.full(shape[1:], math.inf)
+    block = max(1, _BLOCK // max(1, least.size))
+    for start in range(0, shape[0], block):
+        total = aligned[0][start : start + block]
+        for costs in aligned[1:]:
+            total = total + costs[start : start + block]
+        np.minimum(least, total.min(axis=0), out=least)
+    return _Table(others, least)
+
+
+def _aligned(table: _Table, scope: tuple[int, ...]) -> Array:
+    """The table with one dimension per node of the scope, in the scope's order."""
+    present = [node for node in scope if node in table.nodes]
+    costs = table.costs.transpose([table.nodes.index(node) for node in present])
+    extents = iter(costs.shape)
+    return costs.reshape([next(extents) if v in table.nodes else 1 for v in scope])
+
+
+def _given(table: _Table, node: int, chosen: dict[int, int]) -> Array:
+    """The table's costs of the node's candidates, all others being chosen."""
+    key = tuple(slice(None) if v == node else chosen[v] for v in table.nodes)
+    return np.asarray(table.costs[key])
+
+
+def _open(problem: Problem, pair: tuple[int, int]) -> bool:
+    return all(problem.sizes[node] > 1 for node in pair)
+
+
+def _table_sizes(
+    neighbours: dict[int, set[int]], order: Sequence[int], sizes: Sequence[int]
+) -> list[int]:
+    """Entries of the table of each elimination; it joins the node's neighbours."""
+    entries = []
+    for node in order:
+        joined = neighbours.pop(node)
+        entries.append(sizes[node] * math.prod(sizes[other] for other in joined))
+        for other in joined:
+            neighbours[other] |= joined
+            neighbours[other] -= {node, other}
+    return entries

@@ -1,0 +1,519 @@
+"""A plan run for real, on processes of this host, beside one process that needs none.
+
+What `distbelief partition --verify` does. Outputs, loss and gradients of every tensor
+are compared; seconds of a step and bytes of every link, with what was predicted. What
+is found, and whether it is as it should be: `verified`.
+"""
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Final, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from distbelief.core.files import scratch
+from distbelief.core.signals import ended_by_signals
+from distbelief.errors import JobError
+from distbelief.graph.graph import Layer, LayerGraph
+from distbelief.graph.operator import Step
+from distbelief.graph.ops.attention import Attention, scores_shape
+from distbelief.graph.ops.dropout import Dropout, mask
+from distbelief.graph.ops.linear import Embedding
+from distbelief.graph.ops.opaque import Whole
+from distbelief.graph.region import Region, Shape
+from distbelief.partition.api import Outlook
+from distbelief.partition.report import seconds
+from distbelief.partition.verify_rank import OUTPUT, gradient_file
+from distbelief.partition.verify_run import SEED, Rehearsal, Seen, rehearse
+from distbelief.program.compiler import compile_plan
+from distbelief.program.plan import Plan
+from distbelief.task.losses import Loss, loss_function
+from distbelief.task.task import DataSpec, ModelSpec, Sample, TaskSpec, build_model
+from distbelief.worker.batches import step_seed
+
+
+# The masks of dropout that machines draw, for the process they are compared with.
+#
+# torch draws every mask by one operation, `bernoulli_`. In a forward
+# pass these are the graph's layers that drop, in this order. A machine computes its part
+# of a mask by a hash of each element's place (`kinds.dropout`); so can one process. All
+# else that is drawn differs from process to process, and is refused.
+
+_DRAW: Final = torch.ops.aten.bernoulli_.float
+_USUAL: Final = 0.5
+"""Its probability where none is said."""
+
+
+@final
+class SameMasks(TorchDispatchMode):
+    """Lets one forward pass of a model drop what machines drop.
+
+    Args:
+        graph: Of the model.
+        seed: Of the machines' step.
+    """
+
+    def __init__(self, graph: LayerGraph, *, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch has no types here
+        self._step = Step(training=True, seed=seed)
+        self._left = [layer for layer in graph.layers if 0 < _probability(layer) < 1]
+
+    @override
+    def __torch_dispatch__(
+        self,
+        func: object,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        assert isinstance(func, OpOverload), func
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        if func is not _DRAW or not self._left:
+            raise _refusal(f"torch's {func}")
+        layer = self._left.pop(0)
+        drawn = args[0]
+        assert isinstance(drawn, torch.Tensor), func
+        probability = args[1] if len(args) > 1 else _USUAL
+        kept = self._mask(layer, drawn)
+        if kept.numel() != drawn.numel() or probability != 1 - _probability(layer):
+            raise _refusal(repr(layer.name))  # it is of another layer
+        return drawn.copy_(kept.view_as(drawn) != 0)
+
+    def _mask(self, layer: Layer, like: torch.Tensor) -> torch.Tensor:
+        shape = _fates(layer)
+        return mask(
+            layer.name,
+            shape,
+            Region.of(*shape),
+            probability=_probability(layer),
+            like=like,
+            step=self._step,
+        )
+
+    def check(self) -> None:
+        """Check, after the pass, that all masks were drawn.
+
+        Raises:
+            JobError: one was not.
+        """
+        if self._left:
+            raise _refusal(repr(self._left[0].name))
+
+
+def _refusal(culprit: str) -> JobError:
+    return JobError(
+        f"--verify cannot compare {culprit}: its random numbers differ from process to "
+        "process; use torch.nn.Dropout for them, or make the model without"
+    )
+
+
+def _probability(layer: Layer) -> float:
+    """Return with which probability a layer drops; 0 if it does not."""
+    word = {Dropout.name: "probability", Attention.name: "dropout"}.get(layer.kind)
+    return layer.number(word) if word else 0.0
+
+
+def _fates(layer: Layer) -> Shape:
+    """Return the shape of what has a fate of its own, without the batch."""
+    if layer.kind == Attention.name:
+        return scores_shape(layer)
+    return layer.shape[: len(layer.shape) - layer.integer("n_shared")]
+
+
+# What came of running a plan for real: what agrees with one process, and how fast.
+#
+# Both compute in float32. How far the one process itself is from float64 says how large
+# an error is rounding: a plan that is no more than `ROUNDING` times as far agrees.
+
+ROUNDING: Final = 3.0
+SMALLEST: Final = 1e-6
+"""An error, relative to the largest number, that is rounding in any case."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """One quantity, of the plan and of one process.
+
+    Attributes:
+        name: "outputs", "loss", or a tensor, whose gradient it is.
+        error: Largest distance from float64, relative to its largest number.
+        rounding: The same of the one process.
+    """
+
+    name: str
+    error: float
+    rounding: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the plan computes the same."""
+        return self.error <= max(ROUNDING * self.rounding, SMALLEST)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """From one machine to another, in a step."""
+
+    sender: int
+    receiver: int
+    predicted: int
+    sent: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What was found.
+
+    Attributes:
+        n_machines: Of the plan.
+        agreements: The worst last.
+        links: All of them.
+        predicted_seconds: Of a step; None if nobody said.
+        measured_seconds: Of a step.
+        alone_seconds: Of a step of one process.
+        cluster: What the prediction is for.
+        n_cores: Of this host.
+    """
+
+    n_machines: int
+    agreements: Sequence[Agreement]
+    links: Sequence[Link]
+    predicted_seconds: float | None
+    measured_seconds: float
+    alone_seconds: float
+    cluster: str
+    n_cores: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether numbers and bytes are as they should be."""
+        exact = all(link.predicted == link.sent for link in self.links)
+        return exact and all(each.agrees for each in self.agreements)
+
+    def plain(self) -> dict[str, object]:
+        """Return all of it as JSON has it."""
+        return {
+            "passed": self.passed,
+            "machines": self.n_machines,
+            "cores": self.n_cores,
+            "errors": {
+                each.name: {"plan": each.error, "one_process": each.rounding}
+                for each in self.agreements
+            },
+            "links": [
+                {
+                    "from": link.sender,
+                    "to": link.receiver,
+                    "predicted_bytes": link.predicted,
+                    "sent_bytes": link.sent,
+                }
+                for link in self.links
+            ],
+            "predicted_seconds": self.predicted_seconds,
+            "measured_seconds": self.measured_seconds,
+            "one_process_seconds": self.alone_seconds,
+            "cluster": self.cluster,
+        }
+
+    def show(self, console: Console) -> None:
+        """Print a table, and what to think of it."""
+        table = Table(title=f"the plan for {self.n_machines} machines, run here")
+        table.add_column("what")
+        for column in ("plan", "one process", ""):
+            table.add_column(column, justify="right")
+        for each in self.agreements:
+            verdict = "agrees" if each.agrees else "[red]differs[/red]"
+            table.add_row(each.name, f"{each.error:.1e}", f"{each.rounding:.1e}", verdict)
+        console.print(table)
+        links = Table()
+        for column in ("link", "bytes a step, predicted", "sent"):
+            links.add_column(column, justify="right")
+        for link in self.links:
+            links.add_row(
+                f"{link.sender} -> {link.receiver}", f"{link.predicted:,}", f"{link.sent:,}"
+            )
+        if self.links:
+            console.print(links)
+        for line in self._remarks():
+            console.print(f" {line}", style="dim", markup=False, soft_wrap=True)
+
+    def _remarks(self) -> list[str]:
+        measured = seconds(self.measured_seconds)
+        alone = seconds(self.alone_seconds)
+        speed_up = self.alone_seconds / self.measured_seconds
+        lines = [
+            "Errors are from float64, relative to the largest number.",
+            f"A step took {measured}, and {alone} in one process: {speed_up:.2f}x.",
+        ]
+        if self.predicted_seconds is not None:
+            said = seconds(self.predicted_seconds)
+            ratio = self.measured_seconds / self.predicted_seconds
+            lines.append(
+                f"Predicted for cluster {self.cluster!r}: {said}; here it is "
+                f"{ratio:.2f} times that."
+            )
+        if self.n_machines > self.n_cores:
+            lines.append(
+                f"{self.n_machines} machines share {self.n_cores} cores here: times "
+                "are those of a crowd."
+            )
+        lines.append("All agrees." if self.passed else "The plan is NOT right here.")
+        return lines
+
+
+N_STEPS: Final = 12
+N_WARM: Final = 3
+SHARE: Final = 1e-3
+"""Of the largest number of all, the least that an error is relative to."""
+
+Array = NDArray[np.float32 | np.float64]
+Tensors = Mapping[str, torch.Tensor]
+
+
+def verify(
+    outlook: Outlook, *, factory: str, loss: str, n_cores: int, n_steps: int = N_STEPS
+) -> Verified:
+    """Run the plan of an outlook for some steps, and compare.
+
+    Args:
+        outlook: Whose plan, the one for the most machines.
+        factory: Import path of what makes the model, without arguments.
+        loss: Its name.
+        n_cores: Of this host.
+        n_steps: How many count.
+
+    Raises:
+        JobError: the model cannot be run so: it has no loss, several inputs, or draws
+            random numbers that are no masks of dropout.
+    """
+    graph, plan = outlook.order.graph, outlook.plan
+    _check(graph, loss)
+    sample = _sample(graph)
+    spec = ModelSpec(factory=factory)
+    inputs, targets = _batch(graph, sample, batch=plan.batch, loss=loss)
+    with ended_by_signals(), scratch() as folder:
+        # As the machines compute, whatever the model is made in.
+        module = build_model(spec).train().float()
+        tensors = {key: value.clone() for key, value in module.state_dict().items()}
+        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "w.safetensors")
+        plan.save(folder / "plan.json")
+        np.save(folder / "inputs.npy", inputs.numpy())
+        np.save(folder / "targets.npy", targets.numpy())
+        rehearsal = Rehearsal(
+            folder=str(folder),
+            run=secrets.token_hex(16),
+            task=TaskSpec(model=spec, train=DataSpec(factory="none:none"), loss=loss),
+            sample=sample,
+            plan=str(folder / "plan.json"),
+            weights=str(folder / "w.safetensors"),
+            inputs=str(folder / "inputs.npy"),
+            targets=str(folder / "targets.npy"),
+            n_samples=plan.batch,
+            n_steps=n_steps + N_WARM,
+            n_warm=N_WARM,
+            import_paths=(str(Path.cwd()),),
+        )
+        _make_room(rehearsal, graph, tensors)
+        seen = rehearse(rehearsal, n_machines=plan.cluster.n_machines)
+        found = _found(rehearsal, graph, tensors, seen)
+    function = loss_function(loss)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = _seconds(module, inputs, targets, function, n_steps=n_steps)
+        # Of the machines' last step, which is the one that is compared.
+        seed = step_seed(SEED, (rehearsal.n_steps - 1) * plan.batch)
+        single = _reference(module, inputs, targets, function, graph=graph, seed=seed)
+        exact = _reference(
+            module.double(), _double(inputs), _double(targets), function, graph=graph, seed=seed
+        )
+    finally:
+        torch.set_num_threads(threads)
+    return Verified(
+        n_machines=plan.cluster.n_machines,
+        agreements=_compared(found, single, exact),
+        links=_links(plan, graph, seen, n_steps=n_steps + N_WARM),
+        predicted_seconds=plan.predicted.step_seconds if plan.predicted else None,
+        measured_seconds=max(median(machine.seconds) for machine in seen),
+        alone_seconds=alone,
+        cluster=plan.cluster.name,
+        n_cores=n_cores,
+    )
+
+
+def _check(graph: LayerGraph, loss: str) -> None:
+    if not loss:
+        raise JobError("--verify takes steps: name the loss, as in --loss cross_entropy")
+    inputs = [layer.name for layer in graph.layers if layer.kind == "input"]
+    if len(inputs) != 2:
+        raise JobError(f"--verify gives a model one input, and this one has {len(inputs) - 1}")
+
+
+def _sample(graph: LayerGraph) -> Sample:
+    given, wanted = (layer for layer in graph.layers if layer.kind == "input")
+    return Sample(
+        input_shape=given.shape,
+        input_is_integer=given.is_integer,
+        target_shape=wanted.shape,
+        target_is_integer=wanted.is_integer,
+    )
+
+
+def _batch(
+    graph: LayerGraph, sample: Sample, *, batch: int, loss: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random samples: numbers from 0 to 1, labels of all classes."""
+    generator = torch.Generator().manual_seed(0)
+    classes = graph[graph.outputs[0]].shape[0] if sample.target_is_integer else 0
+    inputs = torch.rand(batch, *sample.input_shape, generator=generator)
+    targets = torch.rand(batch, *sample.target_shape, generator=generator)
+    if loss.startswith("soft_margin"):
+        targets = targets.round() * 2 - 1
+    if sample.input_is_integer:
+        inputs = (inputs * _n_words(graph)).to(torch.int64)
+    if sample.target_is_integer:
+        targets = (targets * classes).to(torch.int64)
+    return inputs, targets
+
+
+def _n_words(graph: LayerGraph) -> int:
+    """Return how many words every table of the model has; 1 if nobody knows."""
+    known = [
+        layer.tensors["weight"].shape[0] for layer in graph.layers if layer.kind == Embedding.name
+    ]
+    hides = any(
+        layer.kind == Whole.name and any(graph[name].is_integer for name in layer.inputs)
+        for layer in graph.layers
+    )
+    return 1 if hides else min(known, default=1)
+
+
+def _make_room(rehearsal: Rehearsal, graph: LayerGraph, tensors: Tensors) -> None:
+    """Make the files that machines write into."""
+    shape = (rehearsal.n_samples, *graph[graph.outputs[0]].shape)
+    names = [(OUTPUT, shape)] + [
+        (gradient_file(index), tuple(tensors[name].shape))
+        for index, name in enumerate(sorted(tensors))
+    ]
+    for name, wanted in names:
+        np.lib.format.open_memmap(rehearsal.path(name), mode="w+", dtype=np.float32, shape=wanted)
+
+
+def _found(
+    rehearsal: Rehearsal, graph: LayerGraph, tensors: Tensors, seen: Sequence[Seen]
+) -> dict[str, torch.Tensor]:
+    """Return what the machines have computed, put together."""
+    losses = [machine.loss for machine in seen if machine.loss is not None]
+    found = {
+        "outputs": _load(rehearsal, OUTPUT),
+        "loss": torch.tensor(sum(losses) / rehearsal.n_samples),
+    }
+    for index, name in enumerate(sorted(tensors)):
+        if name in graph.tensors:
+            found[name] = _load(rehearsal, gradient_file(index))
+    return found
+
+
+def _load(rehearsal: Rehearsal, name: str) -> torch.Tensor:
+    array: Array = np.load(rehearsal.path(name))
+    return torch.from_numpy(array)
+
+
+def _seconds(
+    module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss, *, n_steps: int
+) -> float:
+    """Return what a step takes in one process."""
+    times: list[float] = []
+    for _ in range(1 + n_steps):
+        module.zero_grad()
+        begun = time.perf_counter()
+        loss(module(inputs), targets).backward()
+        times.append(time.perf_counter() - begun)
+    return median(times[1:])
+
+
+def _reference(
+    module: nn.Module,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    loss: Loss,
+    *,
+    graph: LayerGraph,
+    seed: int,
+) -> dict[str, torch.Tensor]:
+    """Return what one process computes that drops what machines drop in this step."""
+    module.zero_grad()
+    masks = SameMasks(graph, seed=seed)
+    with masks:
+        outputs = module(inputs)
+        value = loss(outputs, targets)
+        value.backward()
+    masks.check()
+    found = {"outputs": outputs.detach(), "loss": value.detach()}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            found[name] = parameter.grad.clone()
+    return found
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _compared(found: Tensors, single: Tensors, exact: Tensors) -> list[Agreement]:
+    names = [name for name in exact if name in found]
+    largest = max(_largest(exact[name]) for name in names if name != "outputs")
+    agreements = []
+    for name in names:
+        # A gradient that is zero but for rounding (of a bias before normalisation) is
+        # measured by the others.
+        scale = max(_largest(exact[name]), SHARE * largest)
+        error = _distance(found[name], exact[name]) / scale
+        rounding = _distance(single[name], exact[name]) / scale
+        agreements.append(Agreement(name=name, error=error, rounding=rounding))
+    first, rest = agreements[:2], agreements[2:]
+    return [*first, *sorted(rest, key=lambda each: each.error)]
+
+
+def _distance(tensor: torch.Tensor, exact: torch.Tensor) -> float:
+    return _largest(tensor.double() - exact)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _links(plan: Plan, graph: LayerGraph, seen: Sequence[Seen], *, n_steps: int) -> list[Link]:
+    compiled = compile_plan(
+        graph, plan.placements, batch=plan.batch, n_machines=plan.cluster.n_machines
+    )
+    predicted: dict[tuple[int, int], int] = {}
+    for message in compiled.messages:
+        key = message.sender, message.receiver
+        predicted[key] = predicted.get(key, 0) + message.n_bytes
+    sent = {
+        (sender, receiver): n_bytes // n_steps
+        for sender, machine in enumerate(seen)
+        for receiver, n_bytes in machine.n_bytes.items()
+    }
+    return [
+        Link(sender=key[0], receiver=key[1], predicted=predicted.get(key, 0), sent=sent.get(key, 0))
+        for key in sorted({*predicted, *sent})
+    ]

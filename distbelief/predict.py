@@ -1,0 +1,305 @@
+"""What `distbelief predict` does: outputs of a trained model for inputs in a file.
+
+By the run's plan where it has one: each machine is a process that reads only its part
+of model.safetensors, so that a model too large for one process predicts as well. With
+`whole`, or without a plan, in this process.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
+
+from distbelief.config.job import Job
+from distbelief.config.load import load_job
+from distbelief.core import files
+from distbelief.core.files import scratch
+from distbelief.core.signals import ended_by_signals
+from distbelief.errors import JobError, StorageError
+from distbelief.graph.graph import GraphError
+from distbelief.launch.role_process import import_from
+from distbelief.partition.verify_rank import OUTPUT, graph_of
+from distbelief.partition.verify_run import Rehearsal, rehearse
+from distbelief.program.plan import Plan, load
+from distbelief.run.directory import RunDirectory
+from distbelief.run.model_file import check_trained
+from distbelief.task.task import Sample, build_model
+from distbelief.task.validation import check_evaluation
+
+
+SUFFIXES: Final = (".npy", ".safetensors")
+CHUNK: Final = 256
+_KINDS: Final = "fiub"  # numpy's letters for types of inputs: not complex, not text
+
+Array = NDArray[np.float32 | np.float64 | np.int64]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What was predicted.
+
+    Attributes:
+        shape: Of the outputs, samples first.
+        out: Where they are.
+        n_machines: That computed them; 1 without a plan.
+        seconds: All of it, the start of processes included.
+        labels: The largest output's index, of the first few, if outputs are scores.
+    """
+
+    shape: tuple[int, ...]
+    out: Path
+    n_machines: int
+    seconds: float
+    labels: tuple[int, ...] = ()
+
+
+def predict(
+    directory: Path,
+    source: Path,
+    *,
+    out: Path | None = None,
+    whole: bool = False,
+    tell: Callable[[str], None] | None = None,
+) -> Prediction:
+    """Write the outputs of a run's model for the inputs in `source`.
+
+    Args:
+        directory: The run directory.
+        source: .npy, or .safetensors with one tensor: (n_samples, *shape).
+        out: Where to; by default beside `source`, "NAME.outputs" of the same kind.
+        whole: Compute in this process, plan or not.
+        tell: Told of a machine that is silent, and when it is back.
+
+    Raises:
+        JobError: there is no such run or model, or the inputs are not of its kind.
+        DistBeliefError: a machine has been silent for too long, or was ended.
+        StorageError: a file cannot be read or written.
+    """
+    begun = time.monotonic()
+    run = RunDirectory.open(directory, write=False)
+    job = load_job(run.job_file)
+    if not run.model_file.is_file():
+        writer = run.writer_pid()
+        if writer is not None:
+            raise JobError(
+                f"{run.model_file} does not exist: the run is still under way (process "
+                f"{writer}), and the model is written at its end; wait, or end it with "
+                "Ctrl+C"
+            )
+        raise JobError(
+            f"{run.model_file} does not exist: the run ended before there was a model; "
+            f"go on with it: distbelief train --resume {directory}"
+        )
+    out = source.with_suffix(f".outputs{source.suffix}") if out is None else out
+    for path in (source, out):
+        if path.suffix not in SUFFIXES:
+            raise JobError(f"{path}: use a file {' or '.join(SUFFIXES)}")
+    _check_place(out)
+    inputs = _read(source)
+    import_from(job)
+    splits = run.plan_file.is_file() and not whole
+    plan = load(run.plan_file) if splits else None
+    if plan is None:
+        outputs = _whole(job, run.model_file, inputs)
+    else:
+        outputs = _split(job, run, plan, inputs, tell=tell)
+    _write(out, outputs)
+    scores = outputs.ndim == 2 and outputs.shape[1] > 1
+    return Prediction(
+        shape=outputs.shape,
+        out=out,
+        n_machines=1 if plan is None else plan.cluster.n_machines,
+        seconds=time.monotonic() - begun,
+        labels=tuple(int(k) for k in outputs[:10].argmax(axis=1)) if scores else (),
+    )
+
+
+def _whole(job: Job, weights: Path, inputs: Array) -> Array:
+    module = build_model(job.model)
+    check_trained(module, weights, factory=job.model.factory)
+    module.load_state_dict(load_file(weights))
+    module.eval()
+    found: list[torch.Tensor] = []
+    dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    with torch.no_grad():
+        for begin in range(0, len(inputs), CHUNK):
+            batch = torch.from_numpy(np.array(inputs[begin : begin + CHUNK]))
+            if batch.is_floating_point():
+                batch = batch.to(dtype)
+            try:
+                found.append(module(batch))
+            except (RuntimeError, IndexError) as error:  # no such word, say
+                raise JobError(
+                    f"the model does not take inputs of shape {list(batch.shape)} and "
+                    f"{str(batch.dtype).removeprefix('torch.')}: {error}"
+                ) from error
+    return torch.cat(found).numpy()
+
+
+def _split(
+    job: Job, run: RunDirectory, plan: Plan, inputs: Array, *, tell: Callable[[str], None] | None
+) -> Array:
+    """Let a process for each machine of the plan compute its part."""
+    _check_inputs(plan, inputs)
+    _check_device(job)
+    with torch.device("meta"):
+        module = build_model(job.model)
+    check_trained(module, run.model_file, factory=job.model.factory)
+    chunk = plan.batch
+    with ended_by_signals(), scratch() as folder:
+        given = folder / "inputs.npy"
+        np.save(given, inputs)
+        rehearsal = Rehearsal(
+            folder=str(folder),
+            run=secrets.token_hex(16),
+            task=job.task,
+            sample=Sample(
+                input_shape=tuple(inputs.shape[1:]),
+                input_is_integer=not np.issubdtype(inputs.dtype, np.floating),
+                target_shape=(),
+                target_is_integer=False,
+            ),
+            plan=str(run.plan_file.absolute()),
+            weights=str(run.model_file.absolute()),
+            inputs=str(given),
+            n_samples=len(inputs),
+            n_steps=-(-len(inputs) // chunk),
+            dtype=_dtype(run.model_file),
+            device=job.cluster.device,
+            threads=job.cluster.threads,
+            import_paths=job.import_paths,
+        )
+        check_evaluation(job.task, rehearsal.sample)
+        graph, _, output = graph_of(rehearsal)
+        place = rehearsal.path(OUTPUT)
+        np.lib.format.open_memmap(
+            place,
+            mode="w+",
+            dtype=np.dtype(rehearsal.dtype),
+            shape=(len(inputs), *graph[output].shape),
+        )
+        rehearse(rehearsal, n_machines=plan.cluster.n_machines, tell=tell)
+        outputs: Array = np.load(place)
+        return outputs
+
+
+def _check_place(out: Path) -> None:
+    """Refuse a place that cannot be written to, before anything is computed for it."""
+    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
+        raise StorageError(
+            f"cannot write {out}: {out.parent} is no directory that you may write to: "
+            "make it, or name another place by --out"
+        )
+
+
+def _check_inputs(plan: Plan, inputs: Array) -> None:
+    wanted = next(iter(plan.inputs.values()))
+    if tuple(inputs.shape[1:]) != wanted:
+        raise GraphError(
+            f"the inputs have shape {list(inputs.shape[1:])} for each sample, and the "
+            f"model takes {list(wanted)}"
+        )
+
+
+def _check_device(job: Job) -> None:
+    device = job.cluster.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise JobError(
+            f"the run's machines compute on {device!r}, and torch {torch.__version__} "
+            "sees no GPU on this machine: predict with --whole, which needs none, or "
+            "where there is one"
+        )
+
+
+def _dtype(weights: Path) -> str:
+    """Return the type that the model computes in."""
+    with safe_open(weights, framework="pt") as file:
+        kinds = {str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+    return "float64" if "F64" in kinds else "float32"
+
+
+def _read(path: Path) -> Array:
+    """Return the array in this file; at least one sample.
+
+    Raises:
+        JobError: it holds something else.
+        StorageError: it cannot be read.
+    """
+    try:
+        if path.suffix == ".npy":
+            array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            with safe_open(path, framework="numpy") as file:
+                names: Sequence[str] = list(file.keys())
+                if len(names) != 1:
+                    raise JobError(
+                        f"{path} has tensors {', '.join(names) or '(none)'}: give a "
+                        "file with one, the inputs"
+                    )
+                array = file.get_tensor(names[0])
+    except OSError as error:
+        raise files.explained(error, path, doing="read") from error
+    except (ValueError, EOFError, SafetensorError) as error:
+        raise JobError(f"{path} holds no plain array: {error}") from error
+    if array.ndim == 0 or not len(array):
+        raise JobError(
+            f"{path} has shape {list(array.shape)}: inputs are (n_samples, ...), one "
+            "sample at least"
+        )
+    if array.dtype.kind not in _KINDS:
+        raise JobError(f"{path} holds {array.dtype}: inputs are floating-point or whole numbers")
+    native: Array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return native
+
+
+def _write(path: Path, outputs: Array) -> None:
+    try:
+        if path.suffix == ".npy":
+            files.write_by(path, lambda temporary: _save(temporary, outputs))
+        else:
+            tensors = {"outputs": np.ascontiguousarray(outputs)}
+            files.write_by(path, lambda temporary: save_file(tensors, temporary))
+    except SafetensorError as error:
+        raise StorageError(f"cannot write {path}: {error}") from error
+
+
+def _save(path: Path, outputs: Array) -> None:
+    with path.open("wb") as file:
+        np.save(file, outputs, allow_pickle=False)
+
+
+def text(prediction: Prediction) -> str:
+    """Return it in a sentence or two."""
+    shape = " x ".join(map(str, prediction.shape))
+    n = prediction.n_machines
+    by = f"{n} machines" if n > 1 else "one process"
+    lines = [f"{prediction.out}: outputs {shape}, by {by}, in {prediction.seconds:.1f} s"]
+    if prediction.labels:
+        more = ", ..." if prediction.shape[0] > len(prediction.labels) else ""
+        shown = ", ".join(map(str, prediction.labels))
+        lines.append(f"the largest outputs are of {shown}{more}")
+    return "\n".join(lines)
+
+
+def as_json(prediction: Prediction) -> str:
+    """Return it as one line of JSON."""
+    content = {
+        "out": str(prediction.out),
+        "shape": prediction.shape,
+        "machines": prediction.n_machines,
+        "seconds": round(prediction.seconds, 3),
+        "labels": prediction.labels,
+    }
+    return msgspec.json.encode(content).decode()

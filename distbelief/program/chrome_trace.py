@@ -1,0 +1,128 @@
+"""A priced step as events: its critical path, and a picture for a trace viewer.
+
+chrome_trace(price)    what chrome://tracing and ui.perfetto.dev show: a process per
+machine, with a row for computing, sending and receiving
+critical_path(price)   the chain of events that makes the step as long as it is
+"""
+
+from collections.abc import Iterator
+from typing import Literal, final
+
+import msgspec
+
+from distbelief.program.cost import Price
+from distbelief.program.step_simulator import NOTHING
+
+
+Lane = Literal["compute", "send", "receive"]
+TraceEvent = dict[str, str | int | float | dict[str, str | int]]
+
+_LANES: tuple[Lane, ...] = ("compute", "send", "receive")
+
+
+@final
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """A task, or a message as one of its ends sees it.
+
+    Attributes:
+        machine: Whose.
+        lane: What of the machine it takes.
+        what: Phase of a task, kind of a message.
+        name: Of the layer or tensor.
+        start: Seconds from the start of the step.
+        seconds: How long it takes; of a message, without the latency after it.
+        peer: The other end of a message.
+        n_bytes: Of a message.
+    """
+
+    machine: int
+    lane: Lane
+    what: str
+    name: str
+    start: float
+    seconds: float
+    peer: int | None = None
+    n_bytes: int = 0
+
+
+def events(price: Price) -> Iterator[Event]:
+    """Yield all events of a step, messages twice: where they leave and arrive."""
+    for index in range(len(price.played.starts)):
+        event = _event(price, index)
+        yield event
+        if event.peer is not None:
+            yield msgspec.structs.replace(
+                event, machine=event.peer, peer=event.machine, lane="receive"
+            )
+
+
+def critical_path(price: Price) -> list[Event]:
+    """Return the events of which each began when the one before let it, first to last.
+
+    The step is as long as they are, and latencies between them. Messages are seen from
+    their sender.
+    """
+    played = price.played
+    path: list[Event] = []
+    index = int(played.arrivals.argmax()) if len(played.arrivals) else NOTHING
+    while index != NOTHING:
+        path.append(_event(price, index))
+        index = int(played.causes[index])
+    return path[::-1]
+
+
+def chrome_trace(price: Price) -> list[TraceEvent]:
+    """Return a step in the trace event format: to be written as JSON."""
+    trace: list[TraceEvent] = []
+    for machine in sorted(price.compiled.order):
+        names = [("process_name", 0, f"machine {machine}")]
+        names += [("thread_name", row, lane) for row, lane in enumerate(_LANES)]
+        trace += [
+            {"ph": "M", "pid": machine, "tid": row, "name": name, "args": {"name": text}}
+            for name, row, text in names
+        ]
+    for event in events(price):
+        details: dict[str, str | int] = {"kind": event.what}
+        if event.peer is not None:
+            details |= {"peer": event.peer, "bytes": event.n_bytes}
+        trace.append(
+            {
+                "ph": "X",
+                "pid": event.machine,
+                "tid": _LANES.index(event.lane),
+                "name": f"{event.name} {event.what}",
+                "cat": event.what,
+                "ts": event.start * 1e6,
+                "dur": event.seconds * 1e6,
+                "args": details,
+            }
+        )
+    return trace
+
+
+def _event(price: Price, index: int) -> Event:
+    played = price.played
+    start, end = float(played.starts[index]), float(played.ends[index])
+    if index < played.n_tasks:
+        task = price.tasks[index]
+        return Event(
+            machine=task.machine,
+            lane="compute",
+            what=task.phase,
+            name=task.layer,
+            start=start,
+            seconds=end - start,
+        )
+    message = index - played.n_tasks
+    way = price.traffic[int(played.ways[message])]
+    sender, receiver = int(played.senders[message]), int(played.receivers[message])
+    return Event(
+        machine=sender,
+        lane="send",
+        what=way.kind,
+        name=way.name,
+        start=start,
+        seconds=end - start,
+        peer=receiver,
+        n_bytes=way.n_bytes_between(sender, receiver),
+    )

@@ -1,0 +1,311 @@
+"""What a compiled plan costs on a cluster: seconds, bytes and memory.
+
+Seconds of tasks are somebody else's business (`Costs`); of messages, and of adding up
+what they bring, the cluster's. Put together by playing the step through (`queues`). The
+parameter server is not part of it: fetches and pushes go on beside the steps of
+Downpour SGD.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, NamedTuple, Protocol, final
+
+import numpy as np
+import numpy.typing as npt
+
+from distbelief.graph.graph import INPUT, GraphError, Layer
+from distbelief.graph.region import IntArray, Region
+from distbelief.program.cluster import Cluster
+from distbelief.program.compiler import NUMBER_BYTES, Compiled, index_bytes
+from distbelief.program.instructions import Task
+from distbelief.program.step_graph import schedule
+from distbelief.program.step_simulator import FloatArray, Played, Queues
+from distbelief.program.traffic import Traffic
+
+
+# Bytes of memory that a plan takes on each machine.
+
+
+def memory(compiled: Compiled, *, micro_batches: int = 1) -> tuple[int, ...]:
+    """Return the bytes that each machine holds at the end of the forward pass.
+
+    Tensors that it uses, inputs that it reads, states that it owns or receives, and
+    contributions to sums; as much again for gradients of those that have one. What a
+    kind needs for itself while it computes is not known, and not counted.
+
+    Args:
+        compiled: For the samples of one micro-batch.
+        micro_batches: Whose states are all there at once, at the most.
+    """
+    totals = [0] * compiled.n_machines
+    for machine, n_bytes in _tensors(compiled):
+        totals[machine] += n_bytes
+    for held in (_states(compiled), _received(compiled)):
+        for machine, n_bytes in held:
+            totals[machine] += micro_batches * n_bytes
+    return tuple(totals)
+
+
+def trained(compiled: Compiled) -> frozenset[str]:
+    """Return the tensors that get a gradient."""
+    return frozenset(
+        use.name
+        for layer in compiled.graph.layers
+        if layer.name in compiled.gradients
+        for use in layer.tensors.values()
+        if use.trains
+    )
+
+
+def _tensors(compiled: Compiled) -> Iterator[tuple[int, int]]:
+    with_gradient = trained(compiled)
+    for name, users in compiled.demands.tensors.items():
+        each = NUMBER_BYTES * (2 if name in with_gradient else 1)
+        for machine, regions in users.items():
+            yield machine, each * _n_elements(regions)
+
+
+def _states(compiled: Compiled) -> Iterator[tuple[int, int]]:
+    needs = compiled.demands
+    n_bytes = index_bytes(compiled.graph, batch=compiled.batch)
+    for layer in compiled.graph.layers:
+        each = n_bytes[layer.name] * (2 if layer.name in compiled.gradients else 1)
+        if layer.kind == INPUT:
+            held = needs.states.get(layer.name, {})
+        else:
+            held = needs.contributions.get(layer.name, {})
+            for machine, region in compiled.placements[layer.name].owners(layer):
+                yield machine, each * region.n_elements
+        for machine, regions in held.items():
+            yield machine, each * _n_elements(regions)
+
+
+def _received(compiled: Compiled) -> Iterator[tuple[int, int]]:
+    for way in compiled.traffic:
+        if way.kind == "state":
+            both = 2 if way.name in compiled.gradients else 1
+            for machine, which in way.receiving.items():
+                yield machine, both * int(way.n_bytes[which].sum())
+
+
+def _n_elements(regions: Sequence[Region]) -> int:
+    return sum(region.n_elements for region in regions)
+
+
+# Where the seconds of each machine go: computing, sending and receiving, waiting.
+
+
+class Seconds(NamedTuple):
+    """Of one machine; they sum to the step.
+
+    Attributes:
+        compute: Of tasks, and of messages meanwhile that keep the processor busy too.
+        communication: Sends or receives, and computes nothing.
+        sync: Likewise, but only parameters that several use, or gradients of those.
+        wait: Does nothing.
+    """
+
+    compute: float
+    communication: float
+    sync: float
+    wait: float
+
+
+def shares(
+    played: Played,
+    tasks: Sequence[Task],
+    traffic: Sequence[Traffic],
+    *,
+    n_machines: int,
+    step_seconds: float,
+) -> list[Seconds]:
+    """Return the seconds of every machine.
+
+    Args:
+        played: A step.
+        tasks: Of the plan.
+        traffic: All messages.
+        n_machines: How many machines to report on.
+        step_seconds: Until the last is done.
+    """
+    n_tasks, n_messages = played.n_tasks, len(played.ways)
+    messages = np.arange(n_tasks, n_tasks + n_messages)
+    is_sync = np.zeros(n_tasks + n_messages, dtype=np.bool_)
+    kinds = [way.kind in {"parameter", "parameter_gradient"} for way in traffic]
+    is_sync[n_tasks:] = np.array(kinds, dtype=np.bool_)[played.ways]
+    events = np.concatenate([np.arange(n_tasks), messages, messages])
+    machines = np.concatenate(
+        [
+            np.array([task.machine for task in tasks], dtype=np.int64),
+            played.senders,
+            played.receivers,
+        ]
+    )
+    found = []
+    for own in _by_machine(events, machines, n_machines=n_machines):
+        compute = _covered(played, own[own < n_tasks])
+        busy = _covered(played, own[~is_sync[own]])
+        connected = _covered(played, own)
+        found.append(
+            Seconds(
+                compute=compute,
+                communication=busy - compute,
+                sync=connected - busy,
+                wait=step_seconds - connected,
+            )
+        )
+    return found
+
+
+def _by_machine(events: IntArray, machines: IntArray, *, n_machines: int) -> list[IntArray]:
+    order = np.argsort(machines, kind="stable")
+    bounds = np.searchsorted(machines[order], np.arange(1, n_machines))
+    return np.split(events[order], bounds)
+
+
+def _covered(played: Played, events: npt.NDArray[np.int64]) -> float:
+    """Return the seconds in which at least one of these goes on."""
+    starts: FloatArray = played.starts[events]
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], played.ends[events][order]
+    so_far = np.maximum.accumulate(np.append(0.0, ends))
+    return float(np.maximum(ends - np.maximum(starts, so_far[:-1]), 0.0).sum())
+
+
+_ADDING: Final = 3
+"""Bytes moved for each that is added to a sum: it is read, and the sum, and written."""
+
+
+class Costs(Protocol):
+    """Seconds that machines take for tasks, with all samples of the batch.
+
+    `region` is of the output or, if `partial`, of the first input.
+    """
+
+    def forward(
+        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
+    ) -> float:
+        """Return the seconds of a forward pass."""
+        ...
+
+    def backward(
+        self, layer: Layer, region: Region, machine: int, *, partial: bool = False
+    ) -> float:
+        """Return the seconds of a backward pass."""
+        ...
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Price:
+    """What a step costs.
+
+    Attributes:
+        compiled: The plan, for the samples of one micro-batch.
+        micro_batches: How many of them a step has.
+        tasks: Of the step.
+        traffic: Its messages.
+        step_seconds: Until the last machine is done.
+        played: When what happened.
+    """
+
+    compiled: Compiled
+    micro_batches: int
+    tasks: tuple[Task, ...]
+    traffic: tuple[Traffic, ...]
+    step_seconds: float
+    played: Played
+
+    @cached_property
+    def seconds(self) -> tuple[Seconds, ...]:
+        """What each machine does with the seconds of the step."""
+        found = shares(
+            self.played,
+            self.tasks,
+            self.traffic,
+            n_machines=self.compiled.n_machines,
+            step_seconds=self.step_seconds,
+        )
+        return tuple(found)
+
+    @cached_property
+    def memory_bytes(self) -> tuple[int, ...]:
+        """What each machine holds."""
+        return memory(self.compiled, micro_batches=self.micro_batches)
+
+    @cached_property
+    def link_bytes(self) -> Mapping[tuple[int, int], int]:
+        """Bytes per sender and receiver."""
+        n = self.compiled.n_machines
+        totals = np.zeros(n * n, dtype=np.int64)
+        for way in self.traffic:
+            np.add.at(totals, way.senders * n + way.receivers, way.n_bytes)
+        used = np.flatnonzero(totals)
+        pairs = zip(used.tolist(), totals[used].tolist(), strict=True)
+        return {divmod(pair, n): n_bytes for pair, n_bytes in pairs}
+
+
+def price(compiled: Compiled, cluster: Cluster, costs: Costs, *, micro_batches: int = 1) -> Price:
+    """Return what a step of this plan costs.
+
+    Args:
+        compiled: The plan, for the samples of one micro-batch.
+        cluster: On which machines.
+        costs: Of its tasks, with as many samples.
+        micro_batches: How many of them pass in a step.
+
+    Raises:
+        GraphError: the plan is for more machines than the cluster has.
+    """
+    if len(cluster) < compiled.n_machines:
+        raise GraphError(
+            f"the plan is for {compiled.n_machines} machines; cluster "
+            f"{cluster.name!r} has {len(cluster)}"
+        )
+    place = {machine: index for index, machine in enumerate(compiled.order)}
+    step = schedule(compiled, micro_batches=micro_batches)
+    seconds = [_seconds(task, compiled, cluster, costs) for task in compiled.tasks]
+    machines = [cluster.machines[p] for p in compiled.order]
+    played = Queues(
+        step.nodes,
+        machines=compiled.order,
+        places=[place[task.machine] for task in step.tasks],
+        seconds=seconds * micro_batches,
+        traffic=step.traffic,
+        rates=_rates(cluster, compiled.order),
+        latency=cluster.latency,
+        overhead=cluster.message_overhead,
+        handling=[1.0 / machine.message_rate for machine in machines],
+        each=[machine.handling / machine.cores for machine in machines],
+        adding=[_ADDING / machine.memory_rate for machine in machines],
+    ).play()
+    return Price(
+        compiled=compiled,
+        micro_batches=micro_batches,
+        tasks=step.tasks,
+        traffic=step.traffic,
+        step_seconds=float(played.arrivals.max(initial=0.0)),
+        played=played,
+    )
+
+
+def _seconds(task: Task, compiled: Compiled, cluster: Cluster, costs: Costs) -> float:
+    layer, machine = compiled.graph[task.layer], task.machine
+    match task.phase:
+        case "forward" | "partial":
+            return costs.forward(layer, task.region, machine, partial=task.is_partial)
+        case "backward" | "partial_backward":
+            return costs.backward(layer, task.region, machine, partial=task.is_partial)
+        case "combine":
+            figures = cluster.machines[machine]
+            return figures.overhead + task.n_bytes / figures.memory_rate
+
+
+def _rates(cluster: Cluster, machines: Sequence[int]) -> FloatArray:
+    """Return bytes per second from each to each: (n_machines, n_machines)."""
+    if cluster.links:
+        rows = [[cluster.rate(p, q) for q in machines] for p in machines]
+        return np.array(rows, dtype=np.float64)
+    bandwidths = np.array([cluster.machines[p].bandwidth for p in machines])
+    return np.asarray(np.minimum.outer(bandwidths, bandwidths), dtype=np.float64)

@@ -1,0 +1,337 @@
+"""All tasks and messages of one step, and what waits for what.
+
+A batch may pass in several *micro-batches*, so that machines with different layers are
+busy at the same time (Huang et al. 2019, "GPipe"):
+
+    machine 0   f1 f2 f3       b1 b2 b3         each task once per micro-batch;
+    machine 1      f1 f2 f3 b1 b2 b3            parameters are sent before the first,
+                                                their gradients once, after the last
+
+Of what is ready, a machine takes the earlier micro-batch first, so that backward passes
+begin as soon as they can (Narayanan et al. 2019, "PipeDream", section 3.2).
+"""
+
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
+from distbelief.graph.operator import joined
+from distbelief.program.compiler import Compiled
+from distbelief.program.instructions import MessageKind, Task
+from distbelief.program.traffic import Traffic
+
+
+# What waits for what in a step: nodes that happen once all before them have.
+#
+#     task     of one machine, in a phase; then waits for its machine
+#     sending  the messages of one kind and name from one machine: then each waits for the
+#              network
+#     arrival  all messages of one kind and name are at one machine
+#     gate     nothing by itself: "layer v is computed on machine q"
+#
+# A machine starts a task once it has all that it ever needs of each layer and tensor that
+# the task reads, as its program does; not earlier, though half of it might do.
+
+
+@final
+@dataclass(slots=True)
+class Dependencies:
+    """Nodes, tasks first: node i is task i.
+
+    Attributes:
+        n_tasks: How many nodes are tasks.
+        n_before: Per node, how many others it waits for.
+        after: Per node, those that wait for it.
+        sending: By index of the traffic and machine.
+        arrival: Likewise.
+    """
+
+    n_tasks: int
+    n_before: list[int]
+    after: list[list[int]]
+    sending: dict[tuple[int, int], int] = field(default_factory=dict)
+    arrival: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def new(self) -> int:
+        """Return a new node that waits for nothing."""
+        self.n_before.append(0)
+        self.after.append([])
+        return len(self.after) - 1
+
+    def wait(self, node: int, others: Iterable[int]) -> None:
+        """Let a node wait for others."""
+        for other in others:
+            self.after[other].append(node)
+            self.n_before[node] += 1
+
+
+def dependencies(compiled: Compiled) -> Dependencies:
+    """Return what waits for what in a step of this plan."""
+    return _Builder(compiled).build()
+
+
+_Nodes = dict[str, dict[int, int]]  # by layer and machine
+
+
+@final
+class _Builder:
+    def __init__(self, compiled: Compiled) -> None:
+        n_tasks = len(compiled.tasks)
+        self._compiled = compiled
+        self._nodes = Dependencies(n_tasks, [0] * n_tasks, [[] for _ in range(n_tasks)])
+        self._sending: dict[tuple[MessageKind, str], dict[int, int]] = {}
+        self._arrival: dict[tuple[MessageKind, str], dict[int, int]] = {}
+        for index, way in enumerate(compiled.traffic):
+            for found, numbered, machines in (
+                (self._sending, self._nodes.sending, way.sending),
+                (self._arrival, self._nodes.arrival, way.receiving),
+            ):
+                nodes = {machine: self._nodes.new() for machine in machines}
+                found[way.kind, way.name] = nodes
+                numbered |= {(index, machine): node for machine, node in nodes.items()}
+        for node in self._nodes.arrival.values():
+            self._nodes.n_before[node] = 1  # the last of its messages
+        # What there is to wait for on a machine: contributions to a layer, its output;
+        # then that its gradient is complete, and has gone back to what it reads.
+        self._contributed: _Nodes = {}
+        self._computed: _Nodes = {}
+        self._gradient: _Nodes = {}
+        self._gone_back: _Nodes = {}
+
+    def build(self) -> Dependencies:
+        compiled = self._compiled
+        tasks = list(enumerate(compiled.tasks))
+        n_forward = len(compiled.demands.forward)
+        forward = _by_layer(tasks[:n_forward])
+        backward = _by_layer(tasks[n_forward:])
+        for layer in compiled.graph.layers:
+            if layer.kind != INPUT:
+                self._forward(layer, forward[layer.name])
+        for layer in reversed(compiled.graph.layers):
+            if layer.name in backward:
+                self._backward(layer, backward[layer.name])
+        users = self._users()
+        for (kind, name), nodes in self._sending.items():
+            if kind == "parameter_gradient":
+                for machine, node in nodes.items():
+                    self._wait(node, self._gone_back, users[name], machine)
+        return self._nodes
+
+    def _forward(self, layer: Layer, tasks: list[tuple[int, Task]]) -> None:
+        name = layer.name
+        computing = [(i, task) for i, task in tasks if task.phase != "combine"]
+        combining = [(i, task) for i, task in tasks if task.phase == "combine"]
+        tensors = list(dict.fromkeys(use.name for use in layer.tensors.values()))
+        inputs = list(dict.fromkeys(layer.inputs))
+        done: dict[int, int] = {}
+        for machine, nodes in _by_machine(computing).items():
+            for node in nodes:
+                self._wait(node, self._computed, inputs, machine)
+                self._wait_for_arrival(node, "state", inputs, machine)
+                self._wait_for_arrival(node, "parameter", tensors, machine)
+            done[machine] = self._gate(nodes)
+        if combining:
+            self._contributed[name] = done
+            self._release("partial", name, self._contributed)
+            done = {}
+        for machine, nodes in _by_machine(combining).items():
+            for node in nodes:
+                self._wait(node, self._contributed, [name], machine)
+                self._wait_for_arrival(node, "partial", [name], machine)
+            done[machine] = self._gate(nodes)
+        self._computed[name] = done
+        self._release("state", name, self._computed)
+
+    def _backward(self, layer: Layer, tasks: list[tuple[int, Task]]) -> None:
+        name = layer.name
+        readers = [reader.name for reader in self._compiled.graph.consumers[name]]
+        for machine, node in self._sending.get(("gradient", name), {}).items():
+            self._wait(node, self._gone_back, readers, machine)
+        self._gradient[name] = {}
+        for machine, computed in self._computed[name].items():
+            node = self._gate([computed])
+            self._wait(node, self._gone_back, readers, machine)
+            self._wait_for_arrival(node, "gradient", [name], machine)
+            self._gradient[name][machine] = node
+        self._release("partial_gradient", name, self._gradient)
+        self._gone_back[name] = {}
+        for machine, nodes in _by_machine(tasks).items():
+            for node in nodes:
+                self._wait(node, self._contributed, [name], machine)
+                self._wait(node, self._gradient, [name], machine)
+                self._wait_for_arrival(node, "partial_gradient", [name], machine)
+            self._gone_back[name][machine] = self._gate(nodes)
+
+    def _users(self) -> dict[str, dict[str, None]]:
+        """Return the layers that use each tensor, in their order, each once."""
+        found: dict[str, dict[str, None]] = {}
+        for layer in self._compiled.graph.layers:
+            for use in layer.tensors.values():
+                found.setdefault(use.name, {})[layer.name] = None
+        return found
+
+    def _gate(self, others: Iterable[int]) -> int:
+        node = self._nodes.new()
+        self._nodes.wait(node, others)
+        return node
+
+    def _wait(self, node: int, there: _Nodes, names: Iterable[str], machine: int) -> None:
+        places = (there.get(name, {}) for name in names)
+        self._nodes.wait(node, [p[machine] for p in places if machine in p])
+
+    def _wait_for_arrival(
+        self, node: int, kind: MessageKind, names: Iterable[str], machine: int
+    ) -> None:
+        places = (self._arrival.get((kind, name), {}) for name in names)
+        self._nodes.wait(node, [p[machine] for p in places if machine in p])
+
+    def _release(self, kind: MessageKind, name: str, there: _Nodes) -> None:
+        """Let messages go once their sender has what they are of."""
+        for machine, node in self._sending.get((kind, name), {}).items():
+            self._nodes.wait(node, [there[name][machine]])
+
+
+def _by_layer(tasks: Iterable[tuple[int, Task]]) -> dict[str, list[tuple[int, Task]]]:
+    found: dict[str, list[tuple[int, Task]]] = {}
+    for index, task in tasks:
+        found.setdefault(task.layer, []).append((index, task))
+    return found
+
+
+def _by_machine(tasks: Iterable[tuple[int, Task]]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for index, task in tasks:
+        found.setdefault(task.machine, []).append(index)
+    return found
+
+
+_ONCE: Final = frozenset({"parameter", "parameter_gradient"})
+"""Kinds of messages that a step has once, however many micro-batches."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step.
+
+    Attributes:
+        tasks: Of all micro-batches, the first one's first.
+        traffic: Likewise.
+        nodes: What waits for what; task i is node i.
+    """
+
+    tasks: tuple[Task, ...]
+    traffic: tuple[Traffic, ...]
+    nodes: Dependencies
+
+
+def schedule(compiled: Compiled, *, micro_batches: int = 1) -> Schedule:
+    """Return the step of a plan.
+
+    Args:
+        compiled: For the samples of one micro-batch.
+        micro_batches: How many of them a step has.
+
+    Raises:
+        GraphError: there are several, and a layer has statistics of the batch.
+    """
+    once = Schedule(compiled.tasks, compiled.traffic, dependencies(compiled))
+    if micro_batches == 1:
+        return once
+    statistics = statistics_of(compiled.graph)
+    if statistics:
+        raise GraphError(
+            f"layer {statistics[0]!r} has statistics of the whole batch: in "
+            f"{micro_batches} micro-batches it would compute something else"
+        )
+    return _Repeated(once, micro_batches).schedule()
+
+
+def statistics_of(graph: LayerGraph) -> list[str]:
+    """Return the layers that join samples: what they compute depends on the batch."""
+    single = joined(graph)
+    return [
+        layer.name
+        for layer in graph.layers
+        if layer.name in single and not single.issuperset(layer.inputs)
+    ]
+
+
+@final
+class _Repeated:
+    """One micro-batch after the other; some messages are shared by all."""
+
+    def __init__(self, once: Schedule, n: int) -> None:
+        self._once = once
+        self._n = n
+        each = [i for i, way in enumerate(once.traffic) if way.kind not in _ONCE]
+        self._each = {index: place for place, index in enumerate(each)}
+        self._nodes = Dependencies(0, [], [])
+        self._shared: dict[int, int] = {}
+
+    def schedule(self) -> Schedule:
+        once, nodes = self._once, self._nodes
+        n_tasks = once.nodes.n_tasks
+        for _ in range(self._n * n_tasks):
+            nodes.new()
+        nodes.n_tasks = self._n * n_tasks
+        shared = {
+            node
+            for numbered in (once.nodes.sending, once.nodes.arrival)
+            for (way, _), node in numbered.items()
+            if once.traffic[way].kind in _ONCE
+        }
+        for copy in range(self._n):
+            self._add(copy, shared)
+        return Schedule(
+            tasks=once.tasks * self._n,
+            traffic=(*once.traffic, *self._ways() * (self._n - 1)),
+            nodes=nodes,
+        )
+
+    def _ways(self) -> tuple[Traffic, ...]:
+        return tuple(self._once.traffic[index] for index in self._each)
+
+    def _add(self, copy: int, shared: Container[int]) -> None:
+        """Add the nodes of one micro-batch."""
+        once, nodes = self._once.nodes, self._nodes
+        here = self._numbers(copy, shared)
+        for node, after in enumerate(once.after):
+            for other in after:
+                nodes.wait(here[other], [here[node]])
+        self._name(copy, shared, here)
+
+    def _numbers(self, copy: int, shared: Container[int]) -> list[int]:
+        """Return what each node of the plan is called in this micro-batch."""
+        once, nodes = self._once.nodes, self._nodes
+        n_tasks = once.n_tasks
+        here: list[int] = []
+        for node in range(len(once.after)):
+            if node < n_tasks:
+                here.append(copy * n_tasks + node)
+            elif node in shared:
+                here.append(self._shared.setdefault(node, len(nodes.after)))
+                if copy == 0:
+                    nodes.new()
+            else:
+                here.append(nodes.new())
+        return here
+
+    def _name(self, copy: int, shared: Container[int], here: list[int]) -> None:
+        """Say which nodes are of messages sent, and of messages that have arrived."""
+        once, nodes = self._once.nodes, self._nodes
+        for numbered, mine in ((once.sending, nodes.sending), (once.arrival, nodes.arrival)):
+            for (way, machine), node in numbered.items():
+                if copy and node in shared:
+                    continue
+                mine[self._way(copy, way), machine] = here[node]
+                if numbered is once.arrival:
+                    nodes.n_before[here[node]] = 1  # the last of its messages
+
+    def _way(self, copy: int, way: int) -> int:
+        """Return the index of the traffic of this micro-batch."""
+        if copy == 0:
+            return way
+        n_before = len(self._once.traffic) + (copy - 1) * len(self._each)
+        return n_before + self._each[way]

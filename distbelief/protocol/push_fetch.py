@@ -1,0 +1,119 @@
+"""What a client and a shard of the parameter server say to each other."""
+
+from distbelief.core.vectors import Vector
+from distbelief.protocol.fields import AnyMessage, Count, Name, Text
+
+
+class Hello(AnyMessage, frozen=True):
+    """Client -> shard: I begin (or begin again) to talk to you.
+
+    Idempotent: repeated until `Welcome` comes. A client that holds a part of the model
+    fetches and pushes the elements of the shard's vector that it holds, by rising
+    index; that part is the same as long as it lives.
+    """
+
+    layout: Name  # hash of the layout; both sides must cut tensors alike
+    pushes: bool  # False: only fetches (the evaluator)
+    host: Name  # where the client's memory lies; "" if it can share none
+    next_sequence: Count  # of the first push this incarnation has yet to see applied
+    holds: Vector | None = None  # (4 n,) stripes of the shard's vector; None: all of it
+
+
+class Welcome(AnyMessage, frozen=True):
+    """Shard -> client: answer to `Hello`."""
+
+    shard_incarnation: Count
+    clock: Count
+    samples: Count  # of this client, in the last of its pushes applied here
+    watermark: Count  # no push of this incarnation up to it is applied from now on
+    applied: Count  # how many pushes of this incarnation the values contain
+    parameters_region: Name  # shared memory to copy from, "" if none
+    slots_region: Name  # shared memory to push into, "" if none
+
+
+class Refused(AnyMessage, frozen=True):
+    """Shard -> client: your message cannot be served, now or ever."""
+
+    reason: Text
+    for_good: bool  # asking again will not help
+
+
+class Fetch(AnyMessage, frozen=True):
+    """Client -> shard: lend me a consistent version of your values, block by block."""
+
+    request: Count  # rises with each fetch of this client, over its incarnations too
+    shard_incarnation: Count
+    credit: Count  # blocks that may be under way
+
+
+class ParameterBlock(AnyMessage, frozen=True):
+    """Shard -> client: one block of the version leased to `request`."""
+
+    request: Count
+    shard_incarnation: Count
+    block_index: Count
+    clock: Count  # of that version
+    values: Vector  # (block_size,)
+
+
+class Credit(AnyMessage, frozen=True):
+    """Client -> shard: I hold blocks [0, received); send up to `limit` of them.
+
+    received = number of blocks ends the lease. Also sent when blocks seem lost: the
+    shard sends again from `received`.
+    """
+
+    request: Count
+    shard_incarnation: Count
+    received: Count
+    limit: Count
+    again: bool  # blocks seem lost: begin again at `received`
+
+
+class PushBlock(AnyMessage, frozen=True):
+    """Client -> shard: one block of the push of this sequence."""
+
+    sequence: Count
+    shard_incarnation: Count
+    block_index: Count
+    values: Vector  # (block_size,)
+    answer: bool = True  # by PushCredit; a few words for many blocks are enough
+
+
+class PushCredit(AnyMessage, frozen=True):
+    """Shard -> client: I hold blocks [0, received) of that push."""
+
+    sequence: Count
+    shard_incarnation: Count
+    received: Count
+
+
+class Push(AnyMessage, frozen=True):
+    """Client -> shard: the slot of this sequence is filled: apply it.
+
+    Idempotent: repeated until `Acknowledge` comes. Sequences rise by one; those of an
+    incarnation of the client begin beyond all of the one before, so that no late answer
+    fits the wrong push. Sequence s lies in slot s mod 2.
+    """
+
+    sequence: Count
+    shard_incarnation: Count
+    fetched_clock: Count  # this shard's clock when the gradient's parameters were read
+    n_gradients: Count  # how many were summed
+    samples: Count  # the client's total, these gradients included
+    grant: Count = 0  # of a set of portions (then `samples` are its own); 0: apply it
+    # (4 n,) stripes of the shard's vector that it changes, if some tensors have no
+    # gradient; None: all that the client holds.
+    touches: Vector | None = None
+
+
+class Acknowledge(AnyMessage, frozen=True):
+    """Shard -> client: every push up to `sequence` is applied, once.
+
+    `staleness` is that of push `sequence`.
+    """
+
+    sequence: Count
+    shard_incarnation: Count
+    clock: Count
+    staleness: Count

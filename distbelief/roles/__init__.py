@@ -1,0 +1,1 @@
+"""The contract of a role (events in, actions out), and reliable streams between roles."""

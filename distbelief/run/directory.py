@@ -1,0 +1,375 @@
+"""The run directory: all that a job leaves behind, and the lock of who may write it.
+
+    job.toml            the job as it ran
+    plan.json           which machine computes what, where replicas are split
+    plan.png            the same, drawn
+    status.json         what every role is doing, once a second (a `Status`)
+    metrics.jsonl       the curve, line by line
+    curve.png           the curve, drawn
+    snapshots/ROLE/     what a shard restarts from
+    logs/ROLE.log       what each role reported
+    model.safetensors   the trained model
+    summary.json        final figures
+    aside-N/            what was saved before it began anew (--from-scratch)
+    address             where machines join a run without key files, while it lasts: a
+                        secret is in it, so only its user may read it
+
+Rules:
+
+* Nothing is overwritten: if the directory exists and is not empty, the next free
+  numbered sibling is taken (runs/demo, runs/demo.2, runs/demo.3, ...).
+* One process at a time may write: it holds a lock on the file `lock`, which the
+  operating system releases when that process ends, however it ends.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final, Self, final
+
+import msgspec
+
+from distbelief.core import files
+from distbelief.errors import JobError, StorageError
+from distbelief.supervisor.view import SupervisorView
+
+
+SIBLINGS_MAX: Final = 10_000
+GONE_MAX: Final = 3
+STATUS_BYTES_MAX: Final = 1 << 22
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of status.json.
+
+    Attributes:
+        name: Of the job.
+        pid: Of the supervisor's process.
+        written: When, in seconds since 1970 (UTC).
+        ended: Whether the run is over; `view` is then the last one.
+        error: Why it failed, if it did.
+        view: What the supervisor saw.
+    """
+
+    name: str
+    pid: int
+    written: float
+    view: SupervisorView
+    ended: bool = False
+    error: str | None = None
+
+
+@final
+class RunDirectory:
+    """One run's files. Made by `create` or `open`; `with` releases the lock.
+
+    Attributes:
+        path: Where it is, as the user would write it.
+    """
+
+    def __init__(self, path: Path, *, lock: int | None) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str]) -> Self:
+        """Make a new run directory at `path`, or beside it if that is taken.
+
+        Raises:
+            StorageError: it cannot be made or written.
+        """
+        wanted = Path(path)
+        for number in range(1, SIBLINGS_MAX):
+            suffix = "" if number == 1 else f".{number}"
+            candidate = wanted.with_name(f"{wanted.name}{suffix}")
+            run = cls._taken(candidate)
+            if run is not None:
+                return run
+        raise StorageError(f"{wanted} and {SIBLINGS_MAX} siblings exist: remove some")
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, write: bool = True) -> Self:
+        """Open the directory of an earlier run: to go on with it, or only to read.
+
+        Args:
+            path: The run directory.
+            write: Whether to take the lock.
+
+        Raises:
+            JobError: there is no run directory at `path`.
+            StorageError: another process runs this job now, or it cannot be written.
+        """
+        run = cls(Path(path), lock=None)
+        if not run.path.is_dir():
+            raise JobError(f"{path}: there is no such directory")
+        if not run.job_file.is_file():
+            raise JobError(
+                f"{path} is not a run directory: it has no {run.job_file.name}. Name "
+                "one that `distbelief train` made, such as runs/demo"
+            )
+        return cls(run.path, lock=_lock(run.path)) if write else run
+
+    @classmethod
+    def take(cls, path: Path) -> Self:
+        """Return this directory, whatever is in it, and take the lock.
+
+        Raises:
+            StorageError: another process has it, or it cannot be written.
+        """
+        return cls(path, lock=_lock(path))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the lock; files may still be read."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    # ------------------------------------------------------------------ places
+
+    @property
+    def job_file(self) -> Path:
+        """The job as it ran."""
+        return self.path / "job.toml"
+
+    @property
+    def plan_file(self) -> Path:
+        """Which machine computes what; its picture has the suffix .png."""
+        return self.path / "plan.json"
+
+    @contextmanager
+    def plan_kept(self) -> Iterator[None]:
+        """Put plan and picture back as they were if what is done within is refused.
+
+        A run that does not go on with another plan still predicts with its own.
+        """
+        files_of_plan = (self.plan_file, self.plan_file.with_suffix(".png"))
+        before = {f: f.read_bytes() if f.is_file() else None for f in files_of_plan}
+        try:
+            yield
+        except BaseException:
+            for file, content in before.items():
+                if content is None:
+                    file.unlink(missing_ok=True)
+                elif not file.is_file() or file.read_bytes() != content:
+                    files.write(file, content)
+            raise
+
+    @property
+    def status_file(self) -> Path:
+        """What every role is doing."""
+        return self.path / "status.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        """The curve, line by line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def curve_file(self) -> Path:
+        """The curve, drawn."""
+        return self.path / "curve.png"
+
+    @property
+    def address_file(self) -> Path:
+        """Return where machines find the address of a run without key files."""
+        return self.path / "address"
+
+    @property
+    def summary_file(self) -> Path:
+        """Final figures."""
+        return self.path / "summary.json"
+
+    @property
+    def model_file(self) -> Path:
+        """The trained model."""
+        return self.path / "model.safetensors"
+
+    @property
+    def snapshots(self) -> Path:
+        """Directory with one directory per shard, see `store` and `cuts`."""
+        return self.path / "snapshots"
+
+    @property
+    def logs(self) -> Path:
+        """Directory of the logs."""
+        return self.path / "logs"
+
+    def log_file(self, role: str) -> Path:
+        """Return where this role's log is written."""
+        return self.logs / f"{role}.log"
+
+    # ---------------------------------------------------------------- contents
+
+    def write(self, file: Path, content: str | bytes) -> None:
+        """Replace one of this directory's files, whole or not at all.
+
+        Raises:
+            StorageError: it cannot be; the old file is as it was.
+        """
+        files.write(file, content.encode() if isinstance(content, str) else content)
+
+    def put_aside(self, *paths: Path) -> Path:
+        """Move these, if they exist, into a new directory `aside-N`; return it.
+
+        An empty directory takes the place of `snapshots`.
+
+        Raises:
+            StorageError: they cannot be moved.
+        """
+        try:
+            for number in range(1, SIBLINGS_MAX):
+                place = self.path / f"aside-{number}"
+                with suppress(FileExistsError):
+                    place.mkdir()
+                    break
+            else:
+                raise StorageError(f"{self.path} has {SIBLINGS_MAX} aside-*: remove some")
+            for path in paths:
+                if path.exists():
+                    path.rename(place / path.name)
+            self.snapshots.mkdir(exist_ok=True)
+            files.force(place)
+            files.force(self.path)
+        except OSError as error:
+            raise files.explained(error, self.path, doing="move files in") from error
+        return place
+
+    def write_status(self, status: Status) -> None:
+        """Replace status.json; readers see the old one or the new one.
+
+        Not forced to the disk: it is of no use after a crash of the machine.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        temporary = self.status_file.with_suffix(files.TEMPORARY)
+        try:
+            temporary.write_bytes(msgspec.json.encode(status))
+            temporary.replace(self.status_file)
+        except OSError as error:
+            raise files.explained(error, self.status_file, doing="write") from error
+
+    def read_status(self) -> Status | None:
+        """Return the last status written, or None if there is none yet.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        try:
+            with self.status_file.open("rb") as file:
+                content = file.read(STATUS_BYTES_MAX)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise files.explained(error, self.status_file, doing="read") from error
+        return status_in(content, self.status_file)
+
+    def writer_pid(self) -> int | None:
+        """Return the process that holds the lock now, if any does."""
+        try:
+            descriptor = os.open(self.path / "lock", os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _pid(descriptor)
+        else:
+            return None
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def _taken(cls, path: Path) -> Self | None:
+        """Take it as below, anew if a mistaken run of that name took it along."""
+        for _ in range(GONE_MAX):
+            try:
+                return cls._take(path)
+            except StorageError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+        return cls._take(path)
+
+    @classmethod
+    def _take(cls, path: Path) -> Self | None:
+        """Make the directory at `path` ours, or return None if it is somebody's."""
+        try:
+            files.make_directory(path)
+            if any(path.iterdir()):
+                return None
+        except FileExistsError:
+            return None  # a file of that name
+        except OSError as error:
+            raise files.explained(error, path, doing="make") from error
+        try:
+            lock = _lock(path, fresh=True)
+        except StorageError:
+            if path.is_dir() and any(path.iterdir()):
+                return None  # another process was quicker
+            raise
+        run = cls(path, lock=lock)
+        try:
+            run.snapshots.mkdir()
+            run.logs.mkdir()
+            files.force(path)
+        except OSError as error:
+            run.close()
+            raise files.explained(error, path, doing="write to") from error
+        return run
+
+
+def status_in(content: bytes, file: Path) -> Status:
+    """Return the status that stands in status.json.
+
+    Args:
+        content: Of the file.
+        file: For messages.
+
+    Raises:
+        StorageError: it is damaged.
+    """
+    try:
+        return msgspec.json.decode(content, type=Status)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise StorageError(
+            f"{file} is damaged ({error}): it was written by another version, or by another program"
+        ) from None
+
+
+def _lock(path: Path, *, fresh: bool = False) -> int:
+    """Return a descriptor that holds the lock; closing it releases the lock."""
+    file = path / "lock"
+    flags = os.O_RDWR | os.O_CREAT | (os.O_EXCL if fresh else 0)
+    try:
+        descriptor = os.open(file, flags, 0o644)
+    except OSError as error:
+        raise files.explained(error, path, doing="write to") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+    except BlockingIOError:
+        holder = _pid(descriptor)
+        os.close(descriptor)
+        raise StorageError(
+            f"{path} is still running: process {holder} writes it. Wait for its end, "
+            f"or stop it: kill -INT {holder}"
+        ) from None
+    except OSError as error:
+        os.close(descriptor)
+        raise files.explained(error, file, doing="lock") from error
+    return descriptor
+
+
+def _pid(descriptor: int) -> int:
+    with suppress(ValueError, OSError):
+        return int(os.pread(descriptor, 20, 0))
+    return 0

@@ -1,1 +1,0 @@
-"""The role that computes a model replica's steps, and the evaluator."""

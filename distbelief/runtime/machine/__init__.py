@@ -1,1 +1,0 @@
-"""The role of one machine of a group: its leader, its steps, its mail."""

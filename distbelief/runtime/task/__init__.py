@@ -1,1 +1,0 @@
-"""Which model learns what, from which data: found, tried, checked."""

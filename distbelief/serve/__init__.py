@@ -1,0 +1,1 @@
+"""A parameter server without a job: for `DownpourSGD` and `distbelief serve`."""

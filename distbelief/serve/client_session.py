@@ -1,0 +1,185 @@
+"""A worker's links to its server: `DownpourSGD`'s, from the first word to the last.
+
+The role runs only inside these calls: there is no thread. What arrives meanwhile waits
+in the socket.
+"""
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+import torch
+
+from distbelief.core.memory import Memory, PrivateMemory
+from distbelief.errors import JobError, PeerLostError, TransportError
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.replication import copies_of_all
+from distbelief.protocol import Join
+from distbelief.roles.role import SUPERVISOR, Computed
+from distbelief.serve.server import ServerAddress, parameter_specs, reach_towards
+from distbelief.transport.node import Node
+from distbelief.transport.shared_memory import FileMemory
+from distbelief.worker.loop_worker import LEAVE, Worker
+
+
+@final
+class Session:
+    """Begun when it is made, as far as that needs no answer (`join`).
+
+    Args:
+        parameters: Of the worker's model, in the order that the server was given them.
+        address: Of the server.
+        keys: Directory of this machine's keys, for an address with a key.
+
+    Attributes:
+        address: Of the server.
+        closed: Whether the worker has left.
+        values: Flat, one for each parameter, of whose memory they are.
+        client: Of the shards.
+        node: Runs the worker's role.
+
+    Raises:
+        JobError: the address, the keys or the parameters make no sense.
+    """
+
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        address: ServerAddress,
+        *,
+        keys: str | Path | None = None,
+    ) -> None:
+        name = f"worker-{secrets.token_hex(6)}"
+        self.address = address
+        self.closed = False
+        self.values = [_flat(parameter) for parameter in parameters]
+        layout = Layout.of(parameter_specs(parameters), n_shards=address.n_shards)
+        shards, second_copies = copies_of_all(address.n_shards, address.shard_copies)
+        memory = _memory(address)
+        self.client = ParameterClient(
+            ClientConfig(pushes=True),
+            layout=layout,
+            shards=shards,
+            memory=memory,
+            second_copies=second_copies,
+        )
+        self._log: list[str] = []
+        place = address.place()
+        reach = reach_towards(place, secret=address.secret, keys=keys)
+        self._key = "" if reach.keys is None else reach.keys.public
+        self._transport = reach.transport(name=name, incarnation=1, run=address.run, log=self._note)
+        try:
+            self._transport.start()
+        except TransportError as error:
+            if not place.path:
+                raise
+            raise PeerLostError(
+                f"DownpourSGD: the server at {address.endpoint} cannot be reached: {error}"
+            ) from None
+        try:
+            self._transport.connect(SUPERVISOR, 1, str(place), watched=True)
+        except BaseException:
+            self._transport.close()
+            raise
+        join = Join(endpoint=self._transport.endpoint, host=memory.host, pid=0)
+        self._worker = Worker(client=self.client, join=join)
+        self.node = Node(self._worker, transport=self._transport, log=self._note)
+
+    def _note(self, level: str, text: str) -> None:
+        if level in {"warning", "error"}:
+            self._log = [*self._log[-9:], text]
+
+    def join(self, timeout_seconds: float) -> None:
+        """Be let in by the server.
+
+        Raises:
+            JobError: it does not let in this machine's key.
+            PeerLostError: it does not answer in time.
+        """
+        refused = False
+
+        def is_decided() -> bool:
+            nonlocal refused
+            refused = refused or self._transport.is_refused(SUPERVISOR)
+            return refused or self._worker.has_joined
+
+        self.wait(is_decided, "a first answer", timeout_seconds)
+        if refused and not self._worker.has_joined:
+            raise JobError(self._why_refused())
+
+    def _why_refused(self) -> str:
+        endpoint = self.address.endpoint
+        return (
+            f"DownpourSGD: the server at {endpoint} does not let in this machine's "
+            f"key. On the server: distbelief keys allow {self._key} NAME"
+        )
+
+    def command(self, command: Computed, timeout_seconds: float) -> None:
+        """Let the role perform one command.
+
+        Raises:
+            PeerLostError: the server has ended, or the session is closed.
+        """
+        if self.closed or not self.node.tell(command):
+            self.wait(lambda: False, command.name, timeout_seconds)  # says why
+
+    def wait(self, until: Callable[[], bool], what: str, timeout_seconds: float) -> None:
+        """Run the role until `until()`.
+
+        Args:
+            until: When to return.
+            what: Is waited for.
+            timeout_seconds: How long.
+
+        Raises:
+            PeerLostError: that does not come in time, or the session is closed.
+        """
+        if self.closed:
+            raise PeerLostError("DownpourSGD: it is closed, and cannot step any more")
+        if self.node.pump(until, timeout_seconds=timeout_seconds):
+            return
+        whose = f"DownpourSGD: server {self.address.endpoint}"
+        if self.node.error is not None:
+            raise PeerLostError(f"{whose}: {self.node.error}")
+        raise PeerLostError(
+            f"{whose}: no answer within {timeout_seconds:g} s (waiting for {what}). "
+            + " ".join([self._doubt(), *self._log[-1:]])
+        )
+
+    def _doubt(self) -> str:
+        """Return what may be the matter with a server that does not answer."""
+        if not self._transport.is_another(SUPERVISOR):
+            return (
+                "Is it running, and is this the line that it prints now? One that "
+                "began in another directory has another run=."
+            )
+        return (
+            "Who listens there has not the key that the address names: use the line "
+            "that the server prints now."
+        )
+
+    def close(self) -> None:
+        """Leave; what is unsent is sent, within a second."""
+        if not self.closed:
+            self.closed = True
+            if self._worker.has_joined:
+                self.node.tell(Computed(name=LEAVE))
+            self.node.close()
+            self._transport.close()
+
+
+def _flat(parameter: torch.nn.Parameter) -> torch.Tensor:
+    if not parameter.is_contiguous():
+        parameter.data = parameter.data.contiguous()
+    return parameter.detach().view(-1)
+
+
+def _memory(address: ServerAddress) -> Memory:
+    """Return the server's shared memory if this process sees it."""
+    directory = Path(address.memory)
+    if address.memory and directory.is_dir():
+        return FileMemory(directory)
+    return PrivateMemory(host="")

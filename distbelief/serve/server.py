@@ -1,0 +1,358 @@
+"""A standing parameter server on this host, for loops that use `DownpourSGD`."""
+
+import select
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self, cast, final
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from typing_extensions import override
+
+from distbelief.core.files import Scratch
+from distbelief.errors import JobError, PeerLostError
+from distbelief.parameter_server.layout import TensorSpec
+from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.replication import COPIES_MAX
+from distbelief.serve.server_process import Ready
+from distbelief.transport.address import Place, number_of, own_number_towards
+from distbelief.transport.config import Keyring, Reach
+from distbelief.transport.keys import DIRECTORY, KeyPair, public_key
+from distbelief.transport.shared_memory import FileMemory
+
+
+CLOSE_SECONDS_MAX: Final = 10.0
+SHARDS_MAX: Final = 4096
+
+
+class ServerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a worker needs to find its server, and to be let in.
+
+    of a server      is written
+    of this user     ipc://DIRECTORY/.supervisor.1?run=…&shards=2&copies=1&memory=…
+    with keys        tcp://HOST:PORT?key=…&run=…&shards=2&copies=1
+    without          tcp://HOST:PORT?secret=…&run=…&shards=2&copies=1
+    """
+
+    endpoint: str
+    run: str  # its name
+    key: str = ""  # public
+    secret: str = ""  # whoever knows it may push: as good as a password
+    n_shards: int
+    shard_copies: int = 1
+    memory: str  # the directory of shared memory, for workers of this host
+
+    @override
+    def __str__(self) -> str:
+        """Write it as one line."""
+        query: dict[str, str | int] = {"key": self.key} if self.key else {}
+        if self.secret:
+            query = {"secret": self.secret}
+        query |= {"run": self.run}
+        query |= {"shards": self.n_shards, "copies": self.shard_copies}
+        if self.memory:
+            query["memory"] = self.memory
+        return f"{self.endpoint}?{urlencode(query)}"
+
+    def place(self) -> Place:
+        """Return where to connect to.
+
+        Raises:
+            JobError: there is no address of such a host.
+        """
+        parts = urlsplit(self.endpoint)
+        if parts.scheme == "ipc":
+            return Place(path=parts.path)
+        host, port = number_of(parts.hostname or ""), parts.port or 0
+        key = KeyPair.parse(self.secret).public if self.secret else self.key
+        return Place(host=host, port=port, key=key)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read what `str` wrote.
+
+        Raises:
+            JobError: it is no such address.
+        """
+        if not isinstance(text, str):
+            raise JobError(
+                f"server is {text!r}, which is no address: use "
+                "ParameterServer(...).address, or the line that `distbelief serve` "
+                "prints"
+            )
+        try:
+            return cls._read(text)
+        except (KeyError, ValueError, JobError):
+            raise JobError(
+                f"{text!r} is no address of a parameter server: use "
+                "ParameterServer(...).address, or the line that `distbelief serve` "
+                "prints; it begins with ipc://, or looks like "
+                "tcp://10.0.0.1:7700?key=…&run=…&shards=2"
+            ) from None
+
+    @classmethod
+    def _read(cls, text: str) -> Self:
+        parts = urlsplit(text)
+        query = parse_qs(parts.query)
+        is_file = parts.scheme == "ipc" and not parts.netloc and parts.path
+        address = cls(
+            endpoint=f"{parts.scheme}://{parts.netloc}{parts.path if is_file else ''}",
+            run=query["run"][0],
+            key=public_key(query["key"][0]) if "key" in query else "",
+            secret=query.get("secret", [""])[0],
+            n_shards=int(query["shards"][0]),
+            shard_copies=int(query.get("copies", ["1"])[0]),
+            memory=query.get("memory", [""])[0],
+        )
+        if address.secret:
+            KeyPair.parse(address.secret)
+        if not (is_file or (parts.scheme == "tcp" and parts.port)):
+            raise JobError("no endpoint")
+        if bool(address.key) + bool(address.secret) != (0 if is_file else 1):
+            raise JobError("a server over TCP has a key or a secret")
+        makes_sense = 1 <= address.n_shards <= SHARDS_MAX
+        if not (makes_sense and 1 <= address.shard_copies <= COPIES_MAX):
+            raise JobError("no such server")
+        return address
+
+
+def reach_towards(place: Place, *, secret: str = "", keys: str | Path | None = None) -> Reach:
+    """Return from where a worker of the server at this place is to be reached.
+
+    Raises:
+        JobError: the server is known by its key, and this side has none.
+    """
+    if place.path:
+        return Reach(directory=str(Path(place.path).parent))
+    host = own_number_towards(place.host)
+    if secret:
+        return Reach(host=host, secret=secret)
+    directory = Path(DIRECTORY if keys is None else keys).expanduser()
+    ring = Keyring(directory=str(directory), role="worker", server_key=place.key)
+    return Reach(host=host, keys=ring)
+
+
+def parameter_specs(parameters: Iterable[torch.nn.Parameter]) -> list[TensorSpec]:
+    """Return how the parameters of one's own loop are called: by their position.
+
+    Raises:
+        JobError: there is none, or one of an element type that shards do not keep.
+    """
+    specs = []
+    for index, parameter in enumerate(parameters):
+        if not isinstance(cast("object", parameter), torch.Tensor):
+            raise JobError(
+                f"parameter {index} is a {type(parameter).__name__}, not a parameter: "
+                "give net.parameters()"
+            )
+        if parameter.dtype != torch.float32:
+            raise JobError(
+                f"parameter {index} is {parameter.dtype}: a parameter server keeps "
+                "float32; use net.float()"
+            )
+        specs.append(
+            TensorSpec(name=f"{index:06d}", shape=tuple(parameter.shape), kind="parameter")
+        )
+    if not specs:
+        raise JobError("no parameters are given: is it net.parameters()?")
+    return specs
+
+
+def _check_unused(directory: Path) -> None:
+    """Refuse a directory with snapshots: shards would take them for their own."""
+    snapshots = directory / "snapshots"
+    if any(snapshots.rglob("*.safetensors")):
+        raise JobError(
+            f"ParameterServer: directory {directory} holds the snapshots of an earlier "
+            "server or run, and a server does not go on with those. Give it another "
+            f"directory, or remove {snapshots}"
+        )
+
+
+@final
+class ParameterServer:
+    """Shards on this host, as processes of their own, for any number of workers.
+
+    Args:
+        params: The model's parameters; their present values are the initial ones.
+        rule: How the shards apply a push: `distbelief.Adagrad(learning_rate=0.02)`, …
+        shards: Into how many slices they are cut, each in processes of its own.
+        shard_copies: How many processes keep each slice, 1 or 2: with 2, one takes
+            over at once where the other is lost, and nothing acknowledged is lost.
+        shared_memory: Whether workers on this host share memory with the shards.
+        directory: For snapshots and logs of this server alone; by default one that
+            goes with it.
+        snapshot_every: Seconds between snapshots, from which a shard that dies returns.
+        start_seconds_max: How long the shards may take to be there.
+
+    Raises:
+        JobError: parameters, rule or number of shards or copies make no sense.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter],
+        *,
+        rule: UpdateRule,
+        shards: int = 1,
+        shard_copies: int = 1,
+        shared_memory: bool = True,
+        directory: str | Path | None = None,
+        snapshot_every: float = 30.0,
+        start_seconds_max: float = 60.0,
+    ) -> None:
+        if not 1 <= shards <= SHARDS_MAX:
+            raise JobError(f"ParameterServer: shards is {shards}; use 1 to {SHARDS_MAX}")
+        if not 1 <= shard_copies <= COPIES_MAX:
+            raise JobError(
+                f"ParameterServer: shard_copies is {shard_copies}; use 1, or "
+                f"{COPIES_MAX} to lose nothing with a shard's process"
+            )
+        if not isinstance(cast("object", rule), UpdateRule):
+            raise JobError(
+                f"ParameterServer: rule is {rule!r}; give it a rule, such as "
+                "distbelief.Adagrad(learning_rate=0.02)"
+            )
+        if isinstance(params, torch.nn.Module):
+            raise JobError("ParameterServer: give it net.parameters(), not net")
+        self._parameters = list(params)
+        self._specs = parameter_specs(self._parameters)
+        self._rule = rule
+        self._n_shards = shards
+        self._shard_copies = shard_copies
+        self._shared_memory = shared_memory
+        self._snapshot_every = snapshot_every
+        self._start_seconds_max = start_seconds_max
+        self._directory = None if directory is None else Path(directory)
+        self._own_directory: Scratch | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._address = ""
+
+    @property
+    def address(self) -> str:
+        """Where this user's processes on this machine find it.
+
+        Raises:
+            JobError: the server is not running.
+        """
+        if not self._address:
+            raise JobError(
+                "the parameter server is not running: use it in a `with` statement, or call start()"
+            )
+        return self._address
+
+    def start(self) -> Self:
+        """Start the shards, and wait until they are there.
+
+        Raises:
+            JobError: it runs already, or its directory has another life's snapshots.
+            StorageError: there is no room for their values.
+            PeerLostError: they do not come up.
+        """
+        if self._process is not None:
+            raise JobError("the parameter server is running already")
+        held: tuple[int, ...] = ()
+        if self._directory is None:
+            self._own_directory = Scratch.make()
+            directory = self._own_directory.path
+            held = (self._own_directory.held,)
+        else:
+            directory = self._directory
+            directory.mkdir(parents=True, exist_ok=True)
+            _check_unused(directory)
+        request = directory / "request.json"
+        request.write_bytes(self._request(directory.absolute()))
+        self._process = subprocess.Popen(  # noqa: S603 -- our own program
+            [sys.executable, "-P", "-m", "distbelief.serve.server_process", str(request)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=held,  # so that it is held until both have ended
+        )
+        try:
+            self._address = self._await_address(self._process)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """End the shards; nothing happens if they have ended already."""
+        process, self._process, self._address = self._process, None, ""
+        if process is not None:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.close()
+            try:
+                process.wait(CLOSE_SECONDS_MAX)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its shards end with it
+                process.wait()
+            process.stdout.close()
+            if process.returncode < 0:  # ended by force, so it removed nothing
+                FileMemory.sweep()
+        if self._own_directory is not None:
+            self._own_directory.remove()
+            self._own_directory = None
+
+    def __enter__(self) -> Self:
+        """Start."""
+        return self.start()
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def _request(self, directory: Path) -> bytes:
+        initial_file = directory / "initial.safetensors"
+        values = {
+            spec.name: parameter.detach().contiguous().clone()
+            for spec, parameter in zip(self._specs, self._parameters, strict=True)
+        }
+        save_file(values, initial_file)
+        return msgspec.json.encode(
+            {
+                "tensors": self._specs,
+                "initial_file": str(initial_file),
+                "rule": self._rule,
+                "n_shards": self._n_shards,
+                "shard_copies": self._shard_copies,
+                "shared_memory": self._shared_memory,
+                "snapshot_every": self._snapshot_every,
+                "directory": str(directory),
+                "keeps": self._directory is not None,
+            }
+        )
+
+    def _await_address(self, process: subprocess.Popen[bytes]) -> str:
+        assert process.stdout is not None
+        ready, _, _ = select.select([process.stdout], [], [], self._start_seconds_max)
+        line = process.stdout.readline() if ready else b""
+        if not line:
+            status = process.poll()
+            how = (
+                f"is not there after {self._start_seconds_max:g} s"
+                if status is None
+                else f"ended with status {status}"
+            )
+            raise PeerLostError(f"the parameter server {how}")
+        told = msgspec.json.decode(line, type=Ready)
+        if told.error is not None:
+            raise PeerLostError(f"the parameter server cannot start: {told.error}")
+        address = ServerAddress(
+            endpoint=told.endpoint,
+            run=told.run,
+            n_shards=self._n_shards,
+            shard_copies=self._shard_copies,
+            memory=told.memory,
+        )
+        return str(address)

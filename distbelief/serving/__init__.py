@@ -1,1 +1,0 @@
-"""A parameter server without a job: beside one's own loop, or standing."""

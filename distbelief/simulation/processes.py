@@ -1,0 +1,348 @@
+"""Lives: every incarnation of every role, from its start to its end.
+
+A *life* is what a process is on a real host. It is built anew each time, and what it
+held in private is gone when it ends. An older life may still be there when the next one
+begins (its supervisor took it for dead, but it was only paused): its messages then
+carry the older incarnation.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from distbelief.errors import DistBeliefError
+from distbelief.roles.role import (
+    SUPERVISOR,
+    Address,
+    Event,
+    PeerJoined,
+    PeerLost,
+    Role,
+    Seconds,
+    Started,
+    TimerFired,
+)
+from distbelief.simulation.cpu import Desk, Lanes
+from distbelief.simulation.event_queue import Call, Timers
+from distbelief.simulation.machines import Machine, Scale, frame_scale, scale_of
+from distbelief.simulation.storage import HostMemory, LentMemory
+from distbelief.simulation.topology import Path
+from distbelief.simulation.world import World
+
+
+N_ASTRAY_MAX = 1000  # messages for one life to come; ZeroMQ's queues end there as well
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Life:
+    """One incarnation of one role, and all that dies with it."""
+
+    name: Address
+    incarnation: int
+    role: Role
+    machine: Machine
+    scale: Scale
+    memory: LentMemory
+    lanes: Lanes
+    timers: Timers
+    launcher: "Life | None"
+    paths: dict[Address, Path] = field(default_factory=dict)
+    alive: bool = True
+    desk: Desk | None = None  # what it has to handle, if that takes any time
+    paused_until: Seconds | None = None
+    waiting: list[Event] = field(default_factory=list)  # while paused
+    handles_slowly: bool = False  # its process is busy with messages
+    handles_until: Seconds = 0.0  # the messages that have come so far
+    last_actions: int | None = None  # it dies after so many more, in mid-event
+    tears: bool = False  # a snapshot that its death cuts short stays, torn
+    restart_after: Seconds | None = None  # it dies
+    halted: bool = False
+    error: str | None = None  # why it halted
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Launch:
+    """A process being started."""
+
+    name: Address
+    incarnation: int
+    launcher: Life
+    cancelled: str | None = None  # why
+
+
+Deliver = Callable[[Life, Event], None]
+
+
+class Lives:
+    """All lives of a simulated cluster, past and present.
+
+    Attributes:
+        newest: The last of each role, over or not.
+        known: All, by role and incarnation.
+    """
+
+    def __init__(self, world: World, deliver: Deliver, handle: Deliver) -> None:
+        self.newest: dict[Address, Life] = {}
+        self.known: dict[tuple[Address, int], Life] = {}
+        self._world = world
+        self._deliver = deliver
+        self._handle = handle  # at once
+        self._launches: list[_Launch] = []
+        self._astray: dict[Address, deque[Event]] = {}  # for lives to come
+        self._incarnations: dict[Address, int] = {}
+        self._hosts: dict[str, HostMemory] = {}
+
+    def host_of(self, name: Address) -> HostMemory:
+        """Return the memory of the host on which `name` runs."""
+        machine = self._world.options.machine_of(name)
+        host = machine.host if machine.shares_memory else ""
+        # Host "" shares with nobody: each role has one of its own.
+        key = host or f"/{name}"
+        if key not in self._hosts:
+            n_bytes_max = self._world.options.host_bytes_max
+            self._hosts[key] = HostMemory(host, n_bytes_max=n_bytes_max)
+        return self._hosts[key]
+
+    # --------------------------------------------------------------------- start
+
+    def start(
+        self, name: Address, *, incarnation: int | None = None, launcher: Life | None = None
+    ) -> None:
+        """Begin a new life of `name`; by default its incarnation is the next one."""
+        number = self._next_incarnation(name, incarnation)
+        before = self.newest.get(name)
+        if before is not None and not before.alive:
+            before.memory.release_all()
+        memory = self.host_of(name).lend()
+        try:
+            role = self._world.builders[name](memory)
+        except DistBeliefError as error:
+            self._stillborn(name, number, launcher, error)
+            return
+        agenda, options = self._world.agenda, self._world.options
+        machine = options.machine_of(name)
+        sharing = self._world.sharings.get(machine.host)
+        handling = machine.handling if sharing is not None else None
+        begins = 0.0 if handling is None else handling.begins
+        life = Life(
+            name=name,
+            incarnation=number,
+            role=role,
+            machine=machine,
+            scale=scale_of(options.scales, name),
+            handles_slowly=machine.handles_slowly,
+            memory=memory,
+            lanes=Lanes(agenda, sharing, begins=begins),
+            timers=Timers(agenda, lambda timer: self._fire(life, timer)),
+            launcher=launcher,
+        )
+        if handling is not None and sharing is not None:
+            life.desk = Desk(
+                sharing,
+                handling,
+                partial(self._handle, life),
+                slowness=partial(self._world.slowness, name),
+            )
+        self.newest[name] = self.known[name, number] = life
+        if options.introduce and number > 1:
+            self._lead_to_newest(name, number)
+        restored = self._world.disk.newest(name)
+        self._deliver(life, Started(incarnation=number, restored=restored))
+        for event in self._astray.pop(name, ()):
+            self._deliver(life, event)
+        if self._world.options.introduce:
+            self._introduce(life)
+
+    def _lead_to_newest(self, name: Address, incarnation: int) -> None:
+        """From now on whoever speaks to `name` speaks to this life of it."""
+        for life in self.known.values():
+            path = life.paths.get(name)
+            if path is not None and path.incarnation != incarnation:
+                del life.paths[name]
+
+    def launch(self, name: Address, *, incarnation: int, launcher: Life) -> None:
+        """Begin a new life of `name` as soon as its process has started."""
+        launch = _Launch(name=name, incarnation=incarnation, launcher=launcher)
+        self._launches.append(launch)
+        agenda = self._world.agenda
+        begins = agenda.now + self._world.options.launch_seconds
+        agenda.at(begins, partial(self._finish_launch, launch))
+
+    def _finish_launch(self, launch: "_Launch") -> None:
+        name, number = launch.name, launch.incarnation
+        again = partial(self._finish_launch, launch)
+        if launch.cancelled is None and self._waits_for_machine(name, again):
+            return
+        self._launches.remove(launch)
+        if launch.cancelled is None:
+            self.start(name, incarnation=number, launcher=launch.launcher)
+        else:
+            self._tell(launch.launcher, name, number, launch.cancelled)
+
+    def _waits_for_machine(self, name: Address, call: Call) -> bool:
+        """Whether the machine of `name` is away; then `call` when it is back."""
+        agenda = self._world.agenda
+        back_at = self._world.away_until.get(name, 0.0)
+        if back_at <= agenda.now:
+            return False
+        agenda.at(back_at, call)
+        return True
+
+    def _next_incarnation(self, name: Address, wanted: int | None) -> int:
+        if name not in self._world.builders:
+            known = ", ".join(self._world.builders)
+            raise self._world.failure(
+                f"nobody knows how to build {name!r}; there are builders for {known}"
+            )
+        last = self._incarnations.get(name, 0)
+        number = last + 1 if wanted is None else wanted
+        if number <= last:
+            raise self._world.failure(
+                f"{name} is launched as incarnation {number}, but has been {last} "
+                "already: each start needs a higher one"
+            )
+        self._incarnations[name] = number
+        return number
+
+    def _stillborn(
+        self, name: Address, number: int, launcher: Life | None, error: Exception
+    ) -> None:
+        reason = f"could not be built: {error}"
+        if launcher is None:
+            raise self._world.failure(f"{name}#{number} {reason}") from error
+        self._world.note(name, number, reason)
+        self._tell(launcher, name, number, reason)
+
+    def _fire(self, life: Life, timer: str) -> None:
+        self._deliver(life, TimerFired(name=timer))
+
+    def _introduce(self, life: Life) -> None:
+        joined = PeerJoined(peer=life.name, incarnation=life.incarnation)
+        acquainted = self._world.options.acquainted
+        others = [other for other in self.newest.values() if other is not life]
+        for other in others:
+            if other.alive and (not acquainted or acquainted(life.name, other.name)):
+                self._deliver(other, joined)
+                known = PeerJoined(peer=other.name, incarnation=other.incarnation)
+                self._deliver(life, known)
+
+    # ----------------------------------------------------------------------- end
+
+    def end(self, life: Life, reason: str) -> None:
+        """End a life: by its own `Halt` (what it sent still leaves), or by force."""
+        if not life.alive:
+            return
+        self._world.note(life.name, life.incarnation, reason)
+        life.alive = False
+        life.timers.close()
+        life.lanes.close(cut_short=not life.halted)
+        if life.desk is not None:
+            life.desk.close()
+        life.waiting.clear()
+        if not life.halted:
+            for path in life.paths.values():
+                path.broken_at = self._world.agenda.now
+        if self.newest[life.name] is not life:
+            life.memory.release_all()
+        if life.launcher is not None:
+            self._tell(life.launcher, life.name, life.incarnation, reason)
+        if life.restart_after is not None and not life.halted:
+            agenda = self._world.agenda
+            agenda.at(agenda.now + life.restart_after, partial(self._succeed, life))
+
+    def _succeed(self, life: Life) -> None:
+        if self._waits_for_machine(life.name, partial(self._succeed, life)):
+            return
+        if self.newest[life.name] is life:
+            self.start(life.name)
+
+    def terminate(self, name: Address, reason: str) -> None:
+        """End every life of `name` by force, the oldest first, and all to come."""
+        for launch in self._launches:
+            if launch.name == name:
+                launch.cancelled = reason
+        for life in list(self.known.values()):
+            if life.name == name:
+                self.end(life, reason)
+
+    def _tell(self, launcher: Life, name: Address, incarnation: int, reason: str) -> None:
+        lost = PeerLost(peer=name, incarnation=incarnation, reason=reason)
+        agenda = self._world.agenda
+        agenda.at(
+            agenda.now + self._world.options.notice_seconds, partial(self._deliver, launcher, lost)
+        )
+
+    # --------------------------------------------------------------------- pause
+
+    def pause(self, life: Life, seconds: Seconds) -> None:
+        """Let a life stand still: its events wait, its work ends later."""
+        agenda = self._world.agenda
+        until = agenda.now + seconds
+        stands_until = agenda.now if life.paused_until is None else life.paused_until
+        if not life.alive or until <= stands_until:
+            return
+        self._world.note(life.name, life.incarnation, f"paused until {until!r}")
+        life.lanes.delay(until - stands_until)
+        if life.desk is not None:
+            life.desk.hold(held=True)
+        life.paused_until = until
+        agenda.at(until, partial(self._resume, life))
+
+    def _resume(self, life: Life) -> None:
+        if life.paused_until is None or life.paused_until > self._world.agenda.now:
+            return  # paused again, for longer
+        life.paused_until = None
+        if life.desk is not None:
+            life.desk.hold(held=False)
+        waiting, life.waiting = life.waiting, []
+        self._world.agenda.before_all(partial(self._deliver, life, event) for event in waiting)
+
+    # --------------------------------------------------------------- connections
+
+    def deliver_to_next(self, name: Address, incarnation: int, event: Event) -> None:
+        """Deliver what was meant for a life that is over to the one that follows it."""
+        newest = self.newest.get(name)
+        if newest is not None and newest.alive and newest.incarnation > incarnation:
+            self._deliver(newest, event)
+        else:
+            held = self._astray.setdefault(name, deque(maxlen=N_ASTRAY_MAX))
+            held.append(event)
+
+    def connect(self, life: Life, peer: Address, incarnation: int) -> Path:
+        """Let what `life` sends to `peer` go to this incarnation of it."""
+        path = life.paths.get(peer)
+        if path is None or path.incarnation != incarnation:
+            path = life.paths[peer] = self._new_path(life, peer, incarnation)
+        return path
+
+    def _new_path(self, life: Life, peer: Address, incarnation: int) -> Path:
+        world, ends = self._world, (life.name, peer)
+        options = world.options
+        path = Path(
+            options.link_of(life.name, peer),
+            sender=life.name,
+            receiver=peer,
+            incarnation=incarnation,
+        )
+        route = world.ports.route(life.machine.host, options.machine_of(peer).host)
+        if route is not None:
+            path.lead_over(route)
+        path.take_longer(options.machine_of(peer).handling_seconds)
+        path.frame_scale = frame_scale(options.scales, life.name, peer)
+        path.tally = world.tallies.setdefault(ends, [0, 0])
+        return path
+
+    def path(self, life: Life, receiver: Address) -> Path | None:
+        """Return the connection to `receiver`, or None if there is none."""
+        introduced = self._world.options.introduce
+        known = life.paths.get(receiver)
+        if known is not None:
+            return known
+        if receiver not in self._world.builders:
+            return self.connect(life, receiver, 0)
+        if not introduced and receiver != SUPERVISOR:
+            return None
+        newest = self.newest.get(receiver)
+        # 1: it begins at this very moment, but after its peer.
+        return self.connect(life, receiver, newest.incarnation if newest else 1)

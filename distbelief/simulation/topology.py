@@ -1,0 +1,297 @@
+"""Links: how long messages travel from one role to another.
+
+As over TCP, one message leaves after the other and none overtakes another of its link:
+
+    sent     departs = when all of its bytes are out     arrives
+     |------------- serialisation ---------------|--- latency ---|
+                    (after those before it)
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from distbelief.roles.role import Address, Seconds
+
+
+# The fabric: network cards and switches that all flows through them share.
+#
+#     sender's card --> [switches] --> receiver's card -- latency --> arrived
+#
+# Each of these *ports* carries so many bytes per second in each direction. A message is
+# sent through at the pace of the slowest, without being stored on the way. What waits for
+# a card goes out one message of each flow in turn, so that flows share it fairly, as
+# blocks of about 1 MiB make good; switches and the receiver's card take what comes in
+# order of its coming. Messages of a few packets do not wait behind large ones, save those
+# of their own flow; where such a message takes long by itself, it waits as they do.
+
+SMALL_BYTES: Final = 4096
+"""Of a message that slips in between the packets of larger ones, at most."""
+
+NARROW: Final = 125_000.0
+"""Bytes per second, below which fewer slip in: what a port of 1 Mbit/s carries in the
+time of `SMALL_BYTES`, 33 ms, in which messages are few and none waits for another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """How one host is connected, in each direction."""
+
+    bytes_per_second: float
+    overhead_seconds: Seconds = 0.0  # that each message keeps it busy besides
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0 or not 0 <= self.overhead_seconds < math.inf:
+            raise ValueError(
+                f"{self}: bytes_per_second must be above 0, overhead_seconds 0 or more"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uplink:
+    """What passes into, or out of, a group of hosts shares this."""
+
+    hosts: frozenset[str]
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """All cards and switches.
+
+    Attributes:
+        cards: Of each host, by its name.
+        uplinks: Of groups of hosts, the inner ones first.
+        links: Bytes per second between two hosts, where that is less than their cards.
+        latency_seconds: From the end of sending to the arrival.
+        jitter: A latency is drawn from [1, 1 + jitter] times that.
+    """
+
+    cards: Mapping[str, Card]
+    uplinks: tuple[Uplink, ...] = ()
+    links: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    latency_seconds: Seconds = 0.0
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("latency_seconds", "jitter"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"a fabric's {name} is {getattr(self, name)}; use 0 or more")
+
+
+@final
+class Port:
+    """One direction of one card, switch or link."""
+
+    __slots__ = (
+        "bytes_per_second",
+        "free_at",
+        "overhead_seconds",
+        "queues",
+        "small_bytes",
+        "turns",
+        "woken",
+    )
+
+    def __init__(self, bytes_per_second: float, overhead_seconds: Seconds) -> None:
+        self.bytes_per_second = bytes_per_second
+        self.overhead_seconds = overhead_seconds
+        self.small_bytes = SMALL_BYTES * min(1.0, bytes_per_second / NARROW)
+        self.free_at: Seconds = 0.0
+        # What waits, by flow, and whose turn is next; of a sender's card only.
+        self.queues: dict[object, deque[object]] = {}
+        self.turns: deque[object] = deque()
+        self.woken = False  # does the agenda know when it is free again?
+
+    def wait(self, flow: object, packet: object) -> None:
+        """Let a packet wait for its turn."""
+        queue = self.queues.get(flow)
+        if queue is None:
+            queue = self.queues[flow] = deque()
+            self.turns.append(flow)
+        queue.append(packet)
+
+    def next(self) -> object:
+        """Take what goes out next: the flows take turns."""
+        flow = self.turns.popleft()
+        queue = self.queues[flow]
+        packet = queue.popleft()
+        if queue:
+            self.turns.append(flow)
+        else:
+            del self.queues[flow]
+        return packet
+
+
+@final
+class Route:
+    """The ports between two hosts."""
+
+    __slots__ = ("_ports", "card", "jitter", "latency_seconds")
+
+    def __init__(
+        self, card: Port, others: tuple[Port, ...], *, latency: Seconds, jitter: float
+    ) -> None:
+        self.card = card
+        self.latency_seconds = latency
+        self.jitter = jitter
+        self._ports = (card, *others)
+
+    def pass_through(self, n_bytes: float, now: Seconds) -> tuple[Seconds, Seconds]:
+        """Send so much from now on; return when it has left the card, and has passed.
+
+        A small message does not wait, but takes its room. Where it is none, it waits
+        for that port alone: it has not blocked the ports behind until then.
+        """
+        begins, departs, ends = now, 0.0, 0.0
+        for port in self._ports:  # without max() and the like: it is called often
+            takes = port.overhead_seconds + n_bytes / port.bytes_per_second
+            free_at = port.free_at
+            ended = begins + takes
+            if free_at <= begins:
+                port.free_at = ended
+            else:
+                port.free_at = free_at + takes
+                if n_bytes > SMALL_BYTES:
+                    begins, ended = free_at, port.free_at
+                elif n_bytes > port.small_bytes:
+                    ended = port.free_at
+            if ended > ends:  # noqa: PLR1730 -- as above
+                ends = ended
+            if not departs:
+                departs = ends
+        return departs, ends
+
+
+@final
+class Ports:
+    """The state of a fabric."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+        self._known: dict[tuple[object, ...], Port] = {}
+        self._routes: dict[tuple[str, str], Route | None] = {}
+
+    def route(self, sender: str, receiver: str) -> Route | None:
+        """Return the way between two hosts; None if that is not over the fabric."""
+        ends = sender, receiver
+        if ends not in self._routes:
+            self._routes[ends] = self._found(sender, receiver)
+        return self._routes[ends]
+
+    def _found(self, sender: str, receiver: str) -> Route | None:
+        fabric = self._fabric
+        cards = fabric.cards
+        if sender == receiver or sender not in cards or receiver not in cards:
+            return None
+        others = []
+        rate = fabric.links.get((sender, receiver))
+        if rate is not None:
+            others.append(self._port(("link", sender, receiver), rate))
+        for index, up in enumerate(fabric.uplinks):
+            if (sender in up.hosts) is not (receiver in up.hosts):
+                way = "out" if sender in up.hosts else "in"
+                others.append(self._port((way, index), up.bytes_per_second))
+        return Route(
+            self._card("out", sender),
+            (*others, self._card("in", receiver)),
+            latency=fabric.latency_seconds,
+            jitter=fabric.jitter,
+        )
+
+    def _card(self, way: str, host: str) -> Port:
+        card = self._fabric.cards[host]
+        key = ("card", way, host)
+        return self._port(key, card.bytes_per_second, card.overhead_seconds)
+
+    def _port(self, key: tuple[object, ...], rate: float, overhead: Seconds = 0.0) -> Port:
+        if key not in self._known:
+            self._known[key] = Port(rate, overhead)
+        return self._known[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One direction between two roles."""
+
+    latency_seconds: Seconds = 100e-6
+    bytes_per_second: float = 1.25e8  # 1 Gbit/s
+    jitter: float = 0.5  # a latency is drawn from [1, 1 + jitter] times this one
+
+    def __post_init__(self) -> None:
+        if self.latency_seconds < 0 or self.jitter < 0 or not self.bytes_per_second > 0:
+            raise ValueError(
+                f"{self}: latency and jitter may not be below 0, and bytes_per_second "
+                "must be above it"
+            )
+
+
+WITHIN_HOST = Link(latency_seconds=40e-6, bytes_per_second=5e9)
+"""Half a round trip of 64 bytes over ZeroMQ on loopback, and its throughput."""
+
+
+class Path:
+    """A connection over one link, to one incarnation of its receiver."""
+
+    __slots__ = (
+        "_arrives_last",
+        "_free_at",
+        "_jitter",
+        "_latency_seconds",
+        "broken_at",
+        "frame_scale",
+        "incarnation",
+        "link",
+        "receiver",
+        "route",
+        "sender",
+        "tally",
+    )
+
+    def __init__(self, link: Link, *, sender: Address, receiver: Address, incarnation: int) -> None:
+        self.link = link
+        self.route: Route | None = None  # over a fabric; else the link is its own
+        self.frame_scale = 1.0  # of the arrays in its messages
+        self.tally: list[float] = [0, 0]  # messages, bytes sent, of the two roles
+        self._latency_seconds = link.latency_seconds
+        self._jitter = link.jitter
+        self.sender = sender
+        self.receiver = receiver
+        self.incarnation = incarnation  # of the receiver
+        self.broken_at: Seconds = float("inf")  # when the sender was killed
+        self._free_at: Seconds = 0.0
+        self._arrives_last: Seconds = 0.0
+
+    def lead_over(self, route: Route) -> None:
+        """Go over a fabric from now on."""
+        self.route = route
+        self._latency_seconds, self._jitter = route.latency_seconds, route.jitter
+
+    def take_longer(self, seconds: Seconds) -> None:
+        """Let every message arrive so much later."""
+        self._latency_seconds += seconds
+
+    def depart(self, n_bytes: float, now: Seconds) -> Seconds:
+        """Return when a message sent now has left the sender."""
+        begins = max(now, self._free_at)
+        self._free_at = begins + n_bytes / self.link.bytes_per_second
+        return self._free_at
+
+    def arrive(
+        self, departs: Seconds, chance: float, *, delay: Seconds = 0.0, overtaken: bool = False
+    ) -> Seconds:
+        """Return when it arrives, if it has left at `departs`: after all before it.
+
+        `chance` is a number in [0, 1) for its latency.
+
+        Those behind it arrive after it as well, unless it may be overtaken.
+        """
+        latency = self._latency_seconds * (1 + self._jitter * chance)
+        arrives = departs + latency + delay
+        if arrives < self._arrives_last:
+            return self._arrives_last
+        if not overtaken:
+            self._arrives_last = arrives
+        return arrives

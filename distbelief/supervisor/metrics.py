@@ -1,0 +1,192 @@
+"""The figures of a running job: samples, losses, rates, the curve, messages.
+
+Loss of training is a mean over the samples between two points of the curve, weighted by
+samples over all replicas.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+from distbelief.core import formatting
+from distbelief.protocol import Measured, Progress
+from distbelief.roles.role import Report, Seconds
+from distbelief.supervisor.membership import Rate, RoleRecord
+from distbelief.supervisor.stop_rules import Reached
+from distbelief.supervisor.view import HISTORY_MAX, MESSAGES_MAX, Message, Point
+
+
+Level = Literal["info", "warning", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Before:
+    """What former lives of this run have come to.
+
+    Attributes:
+        seconds: How long they ran.
+        training_seconds: The part of it in which replicas trained.
+        step: Steps of all replicas together.
+        samples: Of each replica, in the values of all shards.
+        clocks: Pushes in each shard's newest snapshot.
+        pushes_applied: As last shown; counts where a coordinator drives the shards.
+        pushes_lost: At least so many were in a shard's values, and are no more; None:
+            that is unknown.
+        pushes_refused: Too late, for a shard.
+        bytes_in: Received by all shards.
+        bytes_out: Sent by all shards.
+        restarts: Of each role.
+        loss: Of training, last.
+        metric: Held out, last measured.
+        held_out_loss: Likewise.
+        best_metric: Best held-out metric so far.
+        best_metric_seconds: When that was measured.
+        history: The curve.
+    """
+
+    seconds: Seconds = 0.0
+    training_seconds: Seconds = 0.0
+    step: int = 0
+    samples: Mapping[str, int] = field(default_factory=dict)
+    clocks: Mapping[str, int] = field(default_factory=dict)
+    pushes_applied: int = 0
+    pushes_lost: int | None = 0
+    pushes_refused: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    loss: float | None = None
+    metric: float | None = None
+    held_out_loss: float | None = None
+    best_metric: float | None = None
+    best_metric_seconds: Seconds | None = None
+    history: tuple[Point, ...] = ()
+
+
+@final
+class Figures:
+    """What is known of the job as a whole."""
+
+    def __init__(self, *, metric_name: str, higher_is_better: bool, before: Before) -> None:
+        self.metric_name = metric_name
+        self._higher_is_better = higher_is_better
+        self.before = before
+        self.started_at: Seconds = 0.0
+        self.training_since: Seconds | None = None
+        self.ended_at: Seconds | None = None
+        self.step = before.step
+        self.metric = before.metric
+        self.held_out_loss = before.held_out_loss
+        self.best_metric = before.best_metric
+        self.best_metric_seconds = before.best_metric_seconds
+        self.loss = before.loss  # at the last point
+        self.history: list[Point] = list(before.history)
+        self.messages: deque[Message] = deque(maxlen=MESSAGES_MAX)
+        self._n_messages = 0
+        self._samples = dict(before.samples)
+        self._loss_sum = 0.0
+        self._n_in_sum = 0
+        self._rate = Rate()
+
+    @property
+    def samples(self) -> int:
+        """Of all replicas together."""
+        return sum(self._samples.values())
+
+    def samples_of(self, name: str) -> int:
+        """Of this replica, as far as it has reported."""
+        return self._samples.get(name, 0)
+
+    def has_trained(self, name: str, samples: int) -> None:
+        """A report of this replica is lost; it has trained so many samples."""
+        self._samples[name] = samples
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Over the last few seconds."""
+        return self._rate.per_second
+
+    def seconds(self, now: Seconds) -> Seconds:
+        """Return how long the job has run, former lives included."""
+        end = now if self.ended_at is None else self.ended_at
+        return self.before.seconds + end - self.started_at
+
+    def training_seconds(self, now: Seconds) -> Seconds:
+        """Return how long of that replicas have trained."""
+        if self.training_since is None:
+            return self.before.training_seconds
+        end = now if self.ended_at is None else self.ended_at
+        return self.before.training_seconds + end - self.training_since
+
+    def reached(self, now: Seconds) -> Reached:
+        """Return what stop rules look at."""
+        return Reached(
+            samples=self.samples,
+            seconds=self.training_seconds(now),
+            samples_per_second=self.samples_per_second,
+            metric=self.metric,
+            held_out_loss=self.held_out_loss,
+            loss=self.loss,
+        )
+
+    # -------------------------------------------------------------------- events
+
+    def progress(self, record: RoleRecord, message: Progress, now: Seconds) -> None:
+        """A replica has taken steps, or a coordinator an iteration."""
+        if self.training_since is None:
+            began = now - message.seconds_computing - message.seconds_waiting
+            self.training_since = max(began, self.started_at)
+        before = self._samples.get(record.name, 0)
+        n_new = message.samples - before if record.progressed else 0
+        weight = max(n_new, 1)
+        if record.kind == "coordinator":  # its loss is of the whole batch, and its
+            self._loss_sum, self._n_in_sum = 0.0, 0  # figures are of all lives
+            self.loss = message.loss if math.isfinite(message.loss) else self.loss
+            self.step = record.step = message.step
+        if math.isfinite(message.loss):  # else nothing of it was learnt, either
+            self._loss_sum += weight * message.loss
+            self._n_in_sum += weight
+        self._samples[record.name] = message.samples
+        self.step += max(0, message.step - record.step)
+        record.step = message.step
+        record.rate.add(now, message.samples)
+        self._rate.add(now, self.samples)
+
+    def measured(self, message: Measured, now: Seconds) -> None:
+        """The evaluator has measured, the usual subset or all held-out samples."""
+        self.metric, self.held_out_loss = message.metric, message.loss
+        if not math.isfinite(message.metric):
+            return
+        best = self.best_metric
+        gain = 0.0 if best is None else message.metric - best
+        if best is None or (gain > 0 if self._higher_is_better else gain < 0):
+            self.best_metric = message.metric
+            self.best_metric_seconds = self.seconds(now)
+
+    def close_interval(self, now: Seconds) -> Point:
+        """Add a point to the curve, and begin the mean of the loss anew."""
+        if self._n_in_sum:
+            self.loss = self._loss_sum / self._n_in_sum
+        point = Point(
+            seconds=self.seconds(now),
+            samples=self.samples,
+            loss=self.loss if self._n_in_sum else None,
+            held_out_loss=self.held_out_loss,
+            metric=self.metric,
+        )
+        self._loss_sum, self._n_in_sum = 0.0, 0
+        self.history.append(point)
+        if len(self.history) > HISTORY_MAX:
+            del self.history[1:-1:2]  # every other one; first and last stay
+        return point
+
+    def tell(self, text: str, now: Seconds, level: Level = "info") -> Report:
+        """Keep a message for the user; return it as a line of the log."""
+        text = formatting.harmless(text)  # others' words may be in it
+        self._n_messages += 1
+        self.messages.append(
+            Message(number=self._n_messages, seconds=self.seconds(now), text=text, level=level)
+        )
+        return Report(text=text, level=level)

@@ -1,0 +1,100 @@
+"""When a job ends: the rules of table [stop], whichever is met first.
+
+Samples are those of all replicas together; an epoch is as many of them as there are
+training samples, whoever read which.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+from distbelief.config.job import StopTable
+from distbelief.core import formatting
+from distbelief.roles.role import Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """How far a job has come; None where nobody has measured yet."""
+
+    samples: int
+    seconds: Seconds  # of training
+    samples_per_second: float | None = None
+    metric: float | None = None
+    held_out_loss: float | None = None
+    loss: float | None = None
+
+
+@final
+class StopRules:
+    """The rules of one job.
+
+    Args:
+        table: As in the job file.
+        n_train: Training samples, for epochs.
+        metric_name: What `accuracy` is compared with.
+        higher_is_better: Of that metric; else it is to fall to `accuracy`.
+        has_test: Whether `loss` means the held-out one.
+    """
+
+    def __init__(
+        self,
+        table: StopTable,
+        *,
+        n_train: int,
+        metric_name: str = "accuracy",
+        higher_is_better: bool = True,
+        has_test: bool = True,
+    ) -> None:
+        self._table = table
+        self._metric_name = metric_name
+        self._higher_is_better = higher_is_better
+        self._has_test = has_test
+        limits = [] if table.samples is None else [table.samples]
+        if table.epochs is not None:
+            limits.append(math.ceil(table.epochs * n_train))
+        self.total_samples: int | None = min(limits, default=None)
+
+    def reason(self, reached: Reached) -> str | None:
+        """Return why the job is over, or None if it is not."""
+        table, total = self._table, self.total_samples
+        if total is not None and reached.samples >= total:
+            if table.epochs is not None and total != table.samples:
+                noun = "epoch" if table.epochs == 1 else "epochs"
+                return f"{table.epochs:g} {noun} done"
+            return f"{total:,} samples done"
+        if table.seconds is not None and reached.seconds >= table.seconds:
+            return f"{formatting.duration(table.seconds)} of training are over"
+        if self._is_good(reached.metric):
+            value = formatting.metric(reached.metric, self._metric_name)
+            return f"held-out {self._metric_name} {value} reached"
+        loss = reached.held_out_loss if self._has_test else reached.loss
+        if table.loss is not None and loss is not None and loss <= table.loss:
+            kind = "held-out" if self._has_test else "training"
+            return f"{kind} loss {formatting.figure(loss)} reached"
+        return None
+
+    def _is_good(self, metric: float | None) -> bool:
+        goal = self._table.accuracy
+        if metric is None or goal is None:
+            return False
+        return metric >= goal if self._higher_is_better else metric <= goal
+
+    def progress(self, reached: Reached) -> float | None:
+        """Return the share of the job that is done, 0 to 1, if samples or time tell."""
+        shares = []
+        if self.total_samples is not None:
+            shares.append(reached.samples / self.total_samples)
+        if self._table.seconds is not None:
+            shares.append(reached.seconds / self._table.seconds)
+        return min(max(shares), 1.0) if shares else None
+
+    def eta_seconds(self, reached: Reached) -> Seconds | None:
+        """Return an estimate of the time left, if samples or time allow one."""
+        times = []
+        if self.total_samples is not None and reached.samples_per_second:
+            left = self.total_samples - reached.samples
+            times.append(left / reached.samples_per_second)
+        if self._table.seconds is not None and reached.seconds:
+            times.append(self._table.seconds - reached.seconds)
+        return max(min(times), 0.0) if times else None

@@ -1,0 +1,159 @@
+"""Losses and metrics by name, or by import path.
+
+Both are functions f(outputs, targets) -> mean over the samples of the batch, a tensor
+of one element; a batch that is evaluated in pieces is weighted by their sizes.
+"""
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
+from typing import Final, cast
+
+import torch
+from torch.nn import functional
+
+from distbelief.errors import JobError
+from distbelief.task.imports import resolve
+
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | float]
+
+
+def one_vs_all(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a logistic classifier for each class against all others.
+
+    It is summed over classes, as Dean et al. 2012 (section 5) train their image net.
+
+    Args:
+        outputs: (n_samples, n_classes, ...) scores.
+        targets: (n_samples, ...) labels.
+    """
+    classes = torch.arange(outputs.shape[1], device=outputs.device)
+    classes = classes.view(1, -1, *(1,) * (outputs.ndim - 2))
+    wanted = (targets.unsqueeze(1) == classes).to(outputs.dtype)
+    losses = functional.binary_cross_entropy_with_logits(outputs, wanted, reduction="none")
+    return losses.sum() / len(outputs)
+
+
+LOSSES: Final[dict[str, Loss]] = {
+    "binary_cross_entropy": functional.binary_cross_entropy,
+    "binary_cross_entropy_with_logits": functional.binary_cross_entropy_with_logits,
+    "cross_entropy": functional.cross_entropy,
+    "hinge_embedding": functional.hinge_embedding_loss,
+    "huber": functional.huber_loss,
+    # torch's default "mean" divides by the number of elements, which is no divergence.
+    "kl_div": partial(functional.kl_div, reduction="batchmean"),
+    "l1": functional.l1_loss,
+    "mse": functional.mse_loss,
+    "multi_margin": functional.multi_margin_loss,
+    "multilabel_margin": functional.multilabel_margin_loss,
+    "multilabel_soft_margin": functional.multilabel_soft_margin_loss,
+    "nll": functional.nll_loss,
+    "one_vs_all": one_vs_all,
+    "poisson_nll": functional.poisson_nll_loss,
+    "smooth_l1": functional.smooth_l1_loss,
+    "soft_margin": functional.soft_margin_loss,
+}
+"""torch's losses of two arguments; each may also be written with "_loss" at its end.
+
+And "one_vs_all", which torch has not.
+"""
+
+CLASS_LOSSES: Final = frozenset({"cross_entropy", "nll", "multi_margin", "one_vs_all"})
+"""Losses whose targets are class labels, one for each row of outputs."""
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the part of the targets that the largest output names.
+
+    Args:
+        outputs: (n_samples, n_classes, ...) scores.
+        targets: (n_samples, ...) labels, or (n_samples, n_classes, ...) probabilities.
+    """
+    return _top(outputs, _labels(outputs, targets), k=1)
+
+
+def top5(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the part of the targets among the five largest outputs; see `accuracy`."""
+    return _top(outputs, _labels(outputs, targets), k=min(5, outputs.shape[1]))
+
+
+def mean_squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean of (output - target)^2 over all elements."""
+    return functional.mse_loss(outputs, targets.to(outputs.dtype))
+
+
+METRICS: Final[dict[str, Metric]] = {"accuracy": accuracy, "mse": mean_squared_error, "top5": top5}
+
+
+def loss_function(name: str) -> Loss:
+    """Return the loss of this name or import path.
+
+    Raises:
+        JobError: there is none; names the nearest.
+    """
+    if ":" in name:
+        return cast("Loss", resolve(name, table="algorithm"))
+    found = LOSSES.get(name) or LOSSES.get(name.removesuffix("_loss"))
+    if found is None:
+        raise _unknown(name, list(LOSSES), what="loss", table="algorithm")
+    return found
+
+
+def metric_function(name: str) -> Metric:
+    """Return the metric of this name or import path.
+
+    Raises:
+        JobError: there is none; names the nearest.
+    """
+    if ":" in name:
+        return cast("Metric", resolve(name, table="evaluation"))
+    found = METRICS.get(name)
+    if found is None:
+        raise _unknown(name, list(METRICS), what="metric", table="evaluation")
+    return found
+
+
+def higher_is_better(metric: str) -> bool:
+    """Return which way this metric, by name or import path, is better.
+
+    A function of one's own may have an attribute `higher_is_better`, as torchmetrics'
+    have; without it higher is better.
+    """
+    if metric == "mse":
+        return False
+    return getattr(metric_function(metric), "higher_is_better", True) is not False
+
+
+def usual_metric(loss: str, *, labels: bool = True) -> str:
+    """Return the metric that goes with a loss: its targets say which.
+
+    Args:
+        loss: Its name or import path.
+        labels: Whether the targets are whole numbers; then a loss of one's own is
+            taken to classify.
+    """
+    if labels if ":" in loss else loss.removesuffix("_loss") in CLASS_LOSSES:
+        return "accuracy"
+    return "mse"
+
+
+def _unknown(name: str, known: list[str], *, what: str, table: str) -> JobError:
+    nearest = get_close_matches(name, known, n=1)
+    hint = f". Did you mean {nearest[0]!r}?" if nearest else ""
+    return JobError(
+        f"[{table}] there is no {what} {name!r} (there are {', '.join(sorted(known))}, "
+        f"or an import path 'package.module:function'){hint}"
+    )
+
+
+def _labels(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    if targets.shape == outputs.shape:
+        return targets.argmax(dim=1)
+    return targets
+
+
+def _top(outputs: torch.Tensor, labels: torch.Tensor, *, k: int) -> torch.Tensor:
+    named = outputs.topk(k, dim=1).indices  # (n_samples, k, ...)
+    return (named == labels.unsqueeze(1)).any(dim=1).float().mean()

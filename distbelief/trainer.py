@@ -1,0 +1,722 @@
+"""Running a job: `train` is what `distbelief train` and `distbelief.train` do.
+
+    run directory -> fork server -> a life of the run (`life`) -> final table
+
+Whatever happens, at the end there is no process left and no shared memory; what a crash
+of the machine leaves is swept at the next start.
+"""
+
+import os
+import secrets
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Protocol, Self, TypeVar, final
+
+import msgspec
+from rich.console import Console
+
+from distbelief.cluster.address import JobAddress
+from distbelief.cluster.listen import Hosting
+from distbelief.cluster.ray import RayHosts
+from distbelief.config.algorithms import fields_of, roster_of, verdict_of
+from distbelief.config.job import Job
+from distbelief.config.load import load_job
+from distbelief.core import files
+from distbelief.core.signals import EXIT_CODES, REASONS, caught_signals, ended_by_signals
+from distbelief.display.progress import ProgressLine
+from distbelief.errors import DistBeliefError, JobError, StorageError
+from distbelief.launch.local import Launcher
+from distbelief.launch.preflight import Answer, Question, read_answer
+from distbelief.launch.role_process import Spec, import_from
+from distbelief.parameter_server.layout import Layout
+from distbelief.program.plan import load
+from distbelief.protocol import Stop
+from distbelief.roles.role import SUPERVISOR, USER, Address, PeerLost, Received, Role
+from distbelief.run.checkpoints import SnapshotStore
+from distbelief.run.directory import RunDirectory, Status
+from distbelief.run.metrics_file import Measurement, MetricsFile
+from distbelief.run.model_file import draw_curve_of, write_model
+from distbelief.run.result import Run
+from distbelief.run.resume import Legacy, begin_anew, check_same, take_up
+from distbelief.run.summary import Summary, final_table, summarise, summary_text, write_summary
+from distbelief.run_log import Voice
+from distbelief.supervisor.state import SupervisorConfig
+from distbelief.supervisor.stop_rules import StopRules
+from distbelief.supervisor.supervisor import Supervisor
+from distbelief.supervisor.view import SupervisorView
+from distbelief.task.task import prepare
+from distbelief.transport.address import LOOPBACK, Place
+from distbelief.transport.config import Reach
+from distbelief.transport.node import Node
+from distbelief.transport.shared_memory import FileMemory
+
+
+# What the supervisor of a job is told: made from the job, and from what was found.
+#
+# So it is told the same whether the job runs in processes or in virtual time.
+
+
+def check_data(job: Job, answer: Answer) -> None:
+    """Refuse more replicas than there are samples.
+
+    Raises:
+        JobError: it names both numbers.
+    """
+    train = answer.task.train
+    if train is not None and 1 < job.cluster.replicas > train.n_samples:
+        raise JobError(
+            f"[cluster] replicas = {job.cluster.replicas}, but [data.train] "
+            f"has {train.n_samples} samples: each replica needs at least one"
+        )
+
+
+def supervisor_config(
+    job: Job, answer: Answer, *, legacy: Legacy | None = None
+) -> SupervisorConfig:
+    """Return what the supervisor of this job is told.
+
+    Args:
+        job: The job.
+        answer: What was found when it was tried out.
+        legacy: Of former lives of its run.
+    """
+    legacy = Legacy() if legacy is None else legacy
+    roster = roster_of(job, n_machines=answer.n_machines)
+    assert answer.task.train is not None
+    return SupervisorConfig(
+        roster=tuple((entry.name, entry.kind) for entry in roster),
+        stop=StopRules(
+            job.stop,
+            n_train=answer.task.train.n_samples,
+            metric_name=answer.metric_name,
+            higher_is_better=answer.higher_is_better,
+            has_test=job.data.test is not None,
+        ),
+        metric_name=answer.metric_name,
+        higher_is_better=answer.higher_is_better,
+        batch_size=job.batch_size,
+        warm_start_steps=getattr(job.algorithm, "warm_start_steps", 0),
+        evaluate_every=job.evaluation.every,
+        snapshot_every=job.output.snapshot_every,
+        report_every=job.output.report_every,
+        first_incarnation=legacy.incarnation,
+        first_label=legacy.label,
+        before=legacy.before,
+        fields=fields_of(job),
+        verdict=verdict_of(job),
+    )
+
+
+# Model and data of a job, tried out in a process of their own before it starts.
+
+CHECK: Final = Address("check")
+CHECK_SECONDS_MAX: Final = 1800.0
+
+_TAIL: Final = 2000  # characters of the log that are shown
+
+
+def try_out(
+    job: Job, launcher: Launcher, *, directory: Path, initial_file: Path, plan: Path, log: Path
+) -> Answer:
+    """Try model and data out, in a process of its own; return what was found.
+
+    Args:
+        job: The job.
+        launcher: Starts the process.
+        directory: For question and answer.
+        initial_file: For the module's initial values, where they are needed.
+        plan: For the plan, where replicas are split over machines.
+        log: Where the process writes.
+
+    Raises:
+        JobError: the job cannot be run.
+        DistBeliefError: nor can it, for a reason that is not the user's.
+    """
+    question, answer = directory / ".question.json", directory / ".answer.json"
+    content = Question(
+        job=msgspec.Raw(job.to_json()),
+        answer=str(answer),
+        initial_file=str(initial_file.absolute()),
+        plan=str(plan.absolute()),
+    )
+    question.write_bytes(msgspec.json.encode(content))
+    launcher.check(CHECK, question)
+    deadline = time.monotonic() + CHECK_SECONDS_MAX
+    ends: list[PeerLost] = []
+    while not ends:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise JobError(
+                f"model and data could not be tried out in {CHECK_SECONDS_MAX:.0f} s. "
+                f"The log ends:\n{_tail(log)}"
+            )
+        select.select([launcher.fileno()], [], [], left)
+        ends = [e for e in launcher.events() if isinstance(e, PeerLost)]
+    found = read_answer(answer)
+    if found is None:
+        reason = ends[0].reason.removesuffix(f" (see {log})")
+        raise JobError(
+            f"the process that tried out model and data {reason}. Its log ends:\n{_tail(log)}"
+        )
+    if found.error is not None:
+        kind = JobError if found.is_users else DistBeliefError
+        raise kind(found.error)
+    return found
+
+
+def _tail(log: Path) -> str:
+    """Return the end of a log; with the error that tells it the log is removed."""
+    return log.read_text(errors="replace")[-_TAIL:] if log.is_file() else ""
+
+
+# What is done at each tick of a running job: it is shown, measured and written down.
+#
+# view of the job -> who asked to watch it, the display, status.json
+# records         -> metrics.jsonl
+
+STATUS_SECONDS: Final = 1.0
+DRAWING_SECONDS: Final = 2.0
+"""Of training, after which what draws the curve is imported."""
+
+T = TypeVar("T")
+Watch = Callable[[SupervisorView], bool]
+"""Told what is to be seen of a job, now and then; returns whether to end it."""
+
+
+@final
+class HeldBack:
+    """A watcher whose error ends the job in good order, and is raised only then.
+
+    It is raised at the end of a `with` block around the job, as it was. Until then the
+    watcher is called no more: whoever fails once is likely to fail again.
+
+    Args:
+        watch: Who may raise something.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._error: BaseException | None = None
+
+    def __call__(self, view: SupervisorView) -> bool:
+        """Return whether to end the job."""
+        if self._error is not None:
+            return True
+        try:
+            return self._watch(view)
+        except BaseException as error:  # noqa: BLE001 -- SystemExit, too, can wait
+            self._error = error
+            return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        """Raise what was raised.
+
+        It goes before what the block raises, which may be due to it, and which Python
+        keeps as its context.
+        """
+        if self._error is not None:
+            raise self._error
+
+
+@final
+class Watching:
+    """Looks at one supervisor.
+
+    Args:
+        supervisor: Of the job.
+        look: Returns what is to be seen at a time.
+        display: Where it is shown, by the voice.
+        metrics: Where measurements are written.
+        run: Whose status is written.
+        name: Of the job.
+        voice: Writes all that; warns of what cannot be written.
+        watch: Called with each view; returns whether to end the job.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        *,
+        look: Callable[[float], SupervisorView],
+        display: ProgressLine,
+        metrics: MetricsFile,
+        run: RunDirectory,
+        name: str,
+        voice: Voice,
+        watch: Watch | None,
+    ) -> None:
+        self._supervisor = supervisor
+        self._look = look
+        self._display = display
+        self._metrics = metrics
+        self._run = run
+        self._name = name
+        self._voice = voice
+        self._watch = watch
+        self._may_draw = False
+        self._status_at = 0.0
+
+    def tick(self) -> None:
+        """Look once."""
+        now = time.monotonic()
+        view = self._look(now)
+        if self._watch is not None and self._watch(view):
+            self._supervisor.wind_up("it was told to stop")
+        self._voice.show(partial(self._display.update, view), key="view")
+        for record in self._supervisor.take_records():
+            measurement = Measurement.of(record)
+            self._voice.disk.write(partial(self._try, self._metrics.append, measurement))
+        if now - self._status_at >= STATUS_SECONDS:
+            self._status_at = now
+            status = status_of(self._name, view)
+            self._voice.disk.renew("status", partial(self._try, self._run.write_status, status))
+        if view.training_seconds > DRAWING_SECONDS and not self._may_draw:
+            # Its import takes most of a second, which Ctrl+C would have to wait for.
+            self._may_draw = True
+            name = "distbelief.run.plot"
+            threading.Thread(target=import_module, args=(name,), daemon=True).start()
+
+    def _try(self, write: Callable[[T], None], what: T) -> None:
+        try:
+            write(what)
+        except StorageError as error:  # the training itself does not need it
+            self._voice.warn(str(error))
+
+
+def status_of(
+    name: str, view: SupervisorView, *, ended: bool = False, error: str | None = None
+) -> Status:
+    """Return what other programs are to know of this job now."""
+    return Status(
+        name=name,
+        pid=os.getpid(),
+        written=time.time(),  # noqa: TID251 -- the time of day, for other programs
+        view=view,
+        ended=ended,
+        error=error,
+    )
+
+
+# One life of one run: made ready, supervised until it ends, and wound up.
+#
+#     get_ready   data prepared, the job tried out, earlier lives taken up
+#     supervise   spec of all roles -> supervisor's node, in this thread, with the display
+#                 in its ticks
+#     conclude    model, summary, and last of all the curve
+#
+# This process never holds the training data or a gradient, and has no torch thread.
+
+
+class Detours(Protocol):
+    """Lets messages of a run pass through a place where they can be hindered."""
+
+    def through(self, name: str, endpoint: str) -> str:
+        """Return where `name` is to be found, in place of `endpoint`."""
+        ...
+
+    def around(self, supervisor: Role) -> Role:
+        """Return the supervisor as one who sends everybody there."""
+        ...
+
+
+@final
+class Life:
+    """One life of one run.
+
+    Attributes:
+        exit_code: As in `Run`, once it is over.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        run: RunDirectory,
+        *,
+        memory: FileMemory,
+        launcher: Launcher,
+        console: Console,
+        from_scratch: bool = False,
+    ) -> None:
+        self._job = job
+        self._run = run
+        self._memory = memory
+        self._launcher = launcher
+        self._from_scratch = from_scratch
+        self._voice = Voice(console, run)
+        self._initial_file = run.path / "initial.safetensors"
+        self._store = SnapshotStore(run.snapshots, report=self._voice.alarm)
+        self._answer = Answer()
+        self._legacy = Legacy()
+        self._layout: Layout | None = None
+        self._view = SupervisorView()
+        self._error: str | None = None
+        self._model_error: str | None = None
+        self.exit_code = 0
+        self._n_ended = 0
+        self._lender: RayHosts | None = None
+
+    # ---------------------------------------------------------------- before it
+
+    def get_ready(self) -> None:
+        """Prepare data, try the job out, and see what earlier lives left.
+
+        Raises:
+            JobError: the job cannot be run.
+        """
+        job = self._job
+        import_from(job)
+        prepare(job.data.train, table="data.train")
+        if job.data.test is not None:
+            prepare(job.data.test, table="data.test")
+        with self._run.plan_kept():
+            self._try_out()
+            self._take_up()
+        self._run.write(self._run.job_file, job.to_toml())
+
+    def _try_out(self) -> None:
+        """Let a process try the job out; it writes the plan, if there is one."""
+        with self._voice.console.status("Trying model and data ..."):
+            self._answer = try_out(
+                self._job,
+                self._launcher,
+                directory=self._memory.directory,
+                initial_file=self._initial_file,
+                plan=self._run.plan_file,
+                log=self._run.log_file(CHECK),
+            )
+        check_data(self._job, self._answer)
+        self._layout = Layout.of(
+            self._answer.tensors, n_shards=self._job.cluster.shards, dtype=self._answer.dtype
+        )
+
+    def _take_up(self) -> None:
+        assert self._layout is not None
+        assert self._answer.task.train is not None
+        is_split = self._answer.n_machines is not None
+        if self._from_scratch:
+            self._voice.announce(begin_anew(self._job, self._run))
+        resumed = take_up(
+            self._job,
+            self._run,
+            layout=self._layout,
+            train=self._answer.task.train,
+            report=self._voice.alarm,
+            plan=load(self._run.plan_file) if is_split else None,
+        )
+        self._legacy, self._store = resumed.legacy, resumed.store
+        for line in resumed.told:
+            self._voice.announce(line)
+
+    # ------------------------------------------------------------------ while it
+
+    def supervise(
+        self,
+        watch: Watch | None = None,
+        detours: Detours | None = None,
+        hosting: Hosting | None = None,
+    ) -> None:
+        """Run the supervisor until the job ends."""
+        console = self._voice.console
+        config = supervisor_config(self._job, self._answer, legacy=self._legacy)
+        supervisor = Supervisor(config)
+        name = secrets.token_hex(16)
+        own = Reach(directory=str(self._memory.directory))
+        reach = own if hosting is None else hosting.reach
+        transport = reach.transport(
+            name=SUPERVISOR,
+            incarnation=self._legacy.incarnation,
+            run=name,
+            log=self._voice.log if hosting is None else self._voice.heed,
+            port=reach.port,
+        )
+        display = ProgressLine(
+            self._job.name, console=console, report_every=self._job.output.report_every
+        )
+        with (
+            transport,
+            ExitStack() as lent,
+            caught_signals() as caught,
+            self._voice.apart(),
+            self._metrics() as metrics,
+        ):
+            endpoint = str(Place.parse(transport.endpoint).seen_from(LOOPBACK))
+            role: Role = supervisor
+            if detours is not None:
+                endpoint = detours.through(SUPERVISOR, endpoint)
+                role = detours.around(supervisor)
+            of_roles = reach if hosting is None else hosting.reach_of_roles
+            spec = self._write_spec(name, endpoint, of_roles)
+            look = supervisor.view
+            if hosting is not None:
+                plan = None if spec.plan is None else Path(spec.plan)
+                role = hosted = hosting.around(supervisor, self._job, spec, plan=plan)
+                look = hosted.view
+                self._invite(hosting, hosting.address(transport.endpoint), lent)
+            node = Node(role, transport=transport, log=self._voice.log, launcher=self._launcher)
+
+            def stop(number: signal.Signals) -> None:
+                message = Stop(reason=REASONS[number])
+                node.post(Received(sender=USER, incarnation=0, message=message))
+
+            caught.tell = stop
+            with self._shown(display):
+                if console.is_terminal is False:
+                    self._voice.say(f"{self._job.name}: {self._run.path}")
+                watching = Watching(
+                    supervisor,
+                    look=look,
+                    display=display,
+                    metrics=metrics,
+                    run=self._run,
+                    name=self._job.name,
+                    voice=self._voice,
+                    watch=watch,
+                )
+                error = node.run(on_tick=lambda: self._tick(watching))
+            self._view = look(time.monotonic())
+        self._error = None if supervisor.interrupted else error
+        if supervisor.interrupted:
+            self.exit_code = EXIT_CODES.get(caught.number or signal.SIGINT, 130)
+        elif error is not None:
+            self.exit_code = 1
+
+    @contextmanager
+    def _metrics(self) -> Iterator[MetricsFile]:
+        """Open the file; it is closed where it is written."""
+        metrics = MetricsFile(self._run.metrics_file)
+        metrics.open()
+        try:
+            yield metrics
+        finally:
+            self._voice.disk.write(metrics.close)
+
+    @contextmanager
+    def _shown(self, display: ProgressLine) -> Iterator[None]:
+        """Show it; it is drawn where all else is written on the screen."""
+        self._voice.show(display.start)
+        try:
+            yield
+        finally:
+            self._voice.show(display.stop)
+
+    def _invite(self, hosting: Hosting, address: JobAddress, lent: ExitStack) -> None:
+        """Let other machines know where to join."""
+        tell = self._voice.announce
+        if address.secret:  # logs are for everybody to read
+            file = self._run.address_file
+            files.write_private(file, f"{address}\n".encode())
+            lent.callback(file.unlink, missing_ok=True)
+            self._voice.log("info", f"machines join by the address in {file}")
+            tell = self._voice.say
+        for line in hosting.lines(address):
+            tell(line)
+        machines = hosting.lent(
+            self._job,
+            address,
+            n_machines=self._answer.n_machines or 1,
+            directory=self._run.path.absolute() / "joined",
+        )
+        self._lender = lent.enter_context(machines)
+
+    def _write_spec(self, name: str, endpoint: str, reach: Reach) -> Spec:
+        assert self._layout is not None
+        shares = self._job.cluster.shared_memory
+        answer, plan = self._answer, self._run.plan_file
+        spec = Spec(
+            job=msgspec.Raw(self._job.to_json()),
+            run=name,
+            supervisor=endpoint,
+            memory=str(self._memory.directory) if shares else "",
+            snapshots=str(self._store.directory.absolute()),
+            layout=self._layout.spec,
+            initials=self._answer.initials,
+            initial_file=self._answer.initial_file,
+            plan=None if answer.n_machines is None else str(plan.absolute()),
+            sample=answer.sample,
+            n_train=None if answer.task.train is None else answer.task.train.n_samples,
+            reach=reach,
+        )
+        # In a directory that only its user may enter: a secret may be in it.
+        (self._memory.directory / ".spec.json").write_bytes(msgspec.json.encode(spec))
+        return spec
+
+    def _tick(self, watching: Watching) -> None:
+        watching.tick()
+        if self._launcher.n_ended != self._n_ended:
+            self._n_ended = self._launcher.n_ended
+            self._memory.remove_orphans()
+        if self._lender is not None:
+            for text in self._lender.news(time.monotonic()):
+                self._voice.announce(text)
+
+    # ------------------------------------------------------------------- after it
+
+    def conclude(self) -> Summary:
+        """Write what a run leaves behind, as far as there is anything to write."""
+        self._launcher.close()
+        try:
+            assert self._layout is not None
+            write_model(self._job, self._run, layout=self._layout, store=self._store)
+        except StorageError as error:
+            self._model_error = f"no model was written: {error}"
+        if self._model_error is not None and self.exit_code == 0:
+            self._error, self.exit_code = self._model_error, 1
+            self._view = replace(self._view, phase="failed", error=self._error)
+        summary = summarise(
+            self._job,
+            self._view,
+            directory=str(self._run.path),
+            task=self._answer.task,
+            error=self._error,
+            model_error=self._model_error,
+        )
+        self._keep(lambda: write_summary(self._run, summary))
+        status = status_of(self._job.name, self._view, ended=True, error=self._error)
+        write = partial(self._run.write_status, status)
+        self._keep(lambda: self._voice.disk.renew("status", write))
+        return summary
+
+    def _keep(self, write: Callable[[], object]) -> None:
+        """Write one of the last files; what cannot be is told, and costs no other."""
+        try:
+            write()
+        except StorageError as error:
+            self._voice.alarm(str(error))
+            self.exit_code = self.exit_code or 1
+
+    def draw(self) -> None:
+        """Draw the curve, last of all."""
+        self._keep(lambda: draw_curve_of(self._run, title=self._job.name))
+
+    def __enter__(self) -> Self:
+        """Begin: the supervisor's log."""
+        self._voice.log("info", f"begins in {self._run.path}")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Remove what was only for the shards' first lives."""
+        self._initial_file.unlink(missing_ok=True)
+
+
+def train(  # noqa: PLR0913 -- a front door: all but the first are options
+    job: Job | str | os.PathLike[str],
+    *,
+    resume: str | os.PathLike[str] | None = None,
+    from_scratch: bool = False,
+    show: bool = True,
+    json: bool = False,
+    launcher: Launcher | None = None,
+    watch: Watch | None = None,
+    detours: Detours | None = None,
+    hosting: Hosting | None = None,
+) -> Run:
+    """Run a job in processes of this machine, and those that join, until it ends.
+
+    Args:
+        job: A job, or the path of a job file.
+        resume: Run directory of an earlier run of this job, to go on with.
+        from_scratch: Whether to begin anew there instead; what was saved is moved into
+            aside-1 (aside-2, ...) beside it, and kept.
+        show: Whether to show how it goes, on standard output.
+        json: Whether to print the summary as JSON at the end.
+        launcher: One that was started early, closed at the end; by default a new one.
+        watch: Called with each view of the job; returns whether to end it. What it
+            raises ends it, too, and is raised when everything is written.
+        detours: Of all messages; by default they go straight.
+        hosting: Where other machines may join it; by default none may.
+
+    Returns:
+        The run. A job that fails after it has started is no exception: see
+        `summary.error`.
+
+    Raises:
+        JobError: what was given cannot be run.
+        StorageError: a directory or shared memory cannot be had.
+    """
+    console = Console(quiet=not show)
+    with ended_by_signals(), ExitStack() as stack:
+        if watch is not None:
+            watch = stack.enter_context(HeldBack(watch))
+        # The server's import of torch takes longer than all else here.
+        launcher = stack.enter_context(launcher or Launcher())
+        if not isinstance(job, Job):
+            job = load_job(job)
+        hosting = None if hosting is None else hosting.checked()
+        FileMemory.sweep()
+        memory = FileMemory.make()
+        stack.callback(memory.remove_all)
+        if from_scratch and resume is None:
+            raise JobError(
+                "--from-scratch begins a run anew that there is: name its directory, "
+                "as in --resume runs/speech --from-scratch"
+            )
+        run, is_new = _open_run(job, resume)
+        stack.enter_context(run)
+        launcher.serve(
+            spec=memory.directory / ".spec.json",
+            log_of=run.log_file,
+            has_machines=job.cluster.is_split,
+        )
+        life = stack.enter_context(
+            Life(
+                job,
+                run,
+                memory=memory,
+                launcher=launcher,
+                console=console,
+                from_scratch=from_scratch,
+            )
+        )
+        try:
+            life.get_ready()
+        except BaseException:
+            if is_new:  # a mistake leaves nothing behind
+                shutil.rmtree(run.path, ignore_errors=True)
+            raise
+        life.supervise(watch, detours, hosting)
+        summary = life.conclude()
+        if json:
+            sys.stdout.write(summary_text(summary))
+        else:
+            console.print(final_table(summary))
+        # Who interrupts wants an end now.
+        if life.exit_code not in EXIT_CODES.values():
+            life.draw()
+    return Run(run.path, summary, life.exit_code, job)
+
+
+def _open_run(job: Job, resume: str | os.PathLike[str] | None) -> tuple[RunDirectory, bool]:
+    """Return the run directory, locked, and whether it is a new one."""
+    if resume is None:
+        return RunDirectory.create(job.output.directory), True
+    run = RunDirectory.open(resume)
+    try:
+        check_same(job, load_job(run.job_file), directory=str(resume))
+    except BaseException:
+        run.close()
+        raise
+    return run, False

@@ -1,0 +1,372 @@
+"""What one machine needs of a batch: of each input the regions that it reads."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Final, Protocol, final
+
+import numpy as np
+import torch
+
+from distbelief.data.dataset import Dataset, read_batch
+from distbelief.data.sharding import BatchCursor, DataShard, Indices
+from distbelief.errors import JobError
+from distbelief.graph.graph import INPUT, LayerGraph
+from distbelief.graph.region import Region
+from distbelief.roles.role import Action, Compute, Cost, Lane
+from distbelief.task.dry_run import check_labels, class_counts
+from distbelief.worker.local_executor import Batch, Trainer
+
+
+# Batches read in advance, in the data lane: that of the present step, and the next.
+
+N_BATCHES_HELD = 2
+
+
+@final
+class BatchReader:
+    """The batches of one life of a replica, each read once.
+
+    Args:
+        data_shard: Where they are taken from.
+        trainer: Who reads them.
+        batch_size: Samples of each.
+        n_batches_max: How many there will be; None: no end.
+    """
+
+    def __init__(
+        self, data_shard: DataShard, trainer: Trainer, *, batch_size: int, n_batches_max: int | None
+    ) -> None:
+        self._cursor = BatchCursor(data_shard)
+        self._trainer = trainer
+        self._batch_size = batch_size
+        self._n_left = n_batches_max
+        self._position = 0  # after the last batch asked for
+        self._reading = False
+        self._held: deque[Batch] = deque()
+        self._bytes_per_sample = 0.0  # once a batch has come
+
+    def start(self, position: int) -> None:
+        """Begin after so many samples."""
+        self._position = position
+
+    @property
+    def next(self) -> Batch | None:
+        """The batch of the next step, if it has been read."""
+        return self._held[0] if self._held else None
+
+    def take(self) -> Batch:
+        """Return the batch of the step that is done, and forget it."""
+        return self._held.popleft()
+
+    def read_ahead(self) -> Sequence[Action]:
+        """Ask for one more batch, unless there are enough or one is on its way."""
+        if self._reading or len(self._held) >= N_BATCHES_HELD or self._n_left == 0:
+            return []
+        if self._n_left is not None:
+            self._n_left -= 1
+        self._reading = True
+        indices = self._cursor.batch(self._position, self._batch_size)
+        work = partial(self._trainer.read, self._position, indices)
+        self._position += len(indices)
+        return [
+            Compute(
+                name="replica:read",
+                work=work,
+                cost=Cost(n_bytes=2.0 * self._bytes_per_sample * len(indices)),
+                lane=Lane.DATA,
+            )
+        ]
+
+    def have_read(self, result: object) -> None:
+        """Keep the batch that was asked for."""
+        assert isinstance(result, Batch), result
+        self._reading = False
+        self._held.append(result)
+        self._bytes_per_sample = result.n_bytes / result.n_samples
+
+
+# Which samples each step of a life is about: the same on every machine of a group.
+
+N_KEPT: Final = 4
+"""Steps remembered: the present one, those after it, and one before."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """The samples of one step.
+
+    Attributes:
+        position: Samples before them.
+        indices: (n_samples,) in the data set.
+    """
+
+    position: int
+    indices: Indices
+
+    @property
+    def stop(self) -> int:
+        """Samples up to and with them."""
+        return self.position + len(self.indices)
+
+
+class Course(Protocol):
+    """The samples of all steps of a life."""
+
+    def start(self, position: int) -> None:
+        """Begin a life there."""
+        ...
+
+    def batch(self, step: int) -> Chosen:
+        """Return the samples of this step: not long before, nor after, others asked."""
+        ...
+
+
+@final
+class TrainingCourse:
+    """One batch after the other, pass after pass.
+
+    Args:
+        data_shard: Of the replica.
+        batch_size: Samples of a step.
+    """
+
+    def __init__(self, data_shard: DataShard, *, batch_size: int) -> None:
+        self._cursor = BatchCursor(data_shard)
+        self._n_samples = len(data_shard)
+        self._batch_size = batch_size
+        self._known: dict[int, Chosen] = {}
+        self._next = 0
+        self._position = 0
+
+    def start(self, position: int) -> None:
+        """Begin after so many samples."""
+        self._known.clear()
+        self._next, self._position = 0, position
+
+    def batch(self, step: int) -> Chosen:
+        """Return the samples of this step."""
+        while self._next <= step:
+            indices = self._cursor.batch(self._position, self._batch_size)
+            self._known[self._next] = Chosen(position=self._position, indices=indices)
+            self._known.pop(self._next - N_KEPT, None)
+            self._position += len(indices)
+            self._next += 1
+        return self._known[step]
+
+    def n_steps(self, start: int, stop: int) -> int:
+        """Return how many steps there are from one position to another."""
+        left = self._n_samples - start % self._n_samples
+        if stop - start <= left:
+            return self._n_within(left, stop - start)
+        n_passes, rest = divmod(stop - start - left, self._n_samples)
+        n_whole = self._n_within(self._n_samples, self._n_samples)
+        return (
+            self._n_within(left, left) + n_passes * n_whole + self._n_within(self._n_samples, rest)
+        )
+
+    def _n_within(self, left: int, n_samples: int) -> int:
+        """Return the steps of so many samples, where a pass has `left` of them."""
+        size = self._batch_size
+        is_long = left % size == 1 and left > size > 1  # the last batch takes one more
+        n_left = left // size if is_long else -(-left // size)
+        return min(-(-max(n_samples, 0) // size), n_left)
+
+
+@final
+class MeasuringCourse:
+    """The held-out samples, chunk by chunk: a subset (position 0), or all (1).
+
+    Args:
+        kinds: The samples of both, in their order.
+        chunk: Samples of a step.
+    """
+
+    def __init__(self, kinds: Sequence[Indices], *, chunk: int) -> None:
+        self._kinds = kinds
+        self._chunk = chunk
+        self._indices = kinds[0]
+
+    def start(self, position: int) -> None:
+        """Begin to measure these."""
+        self._indices = self._kinds[min(position, len(self._kinds) - 1)]
+
+    def n_steps(self, position: int) -> int:
+        """Return how many chunks there are."""
+        return -(-len(self._kinds[position]) // self._chunk)
+
+    def batch(self, step: int) -> Chosen:
+        """Return a chunk."""
+        first = step * self._chunk
+        return Chosen(position=first, indices=self._indices[first : first + self._chunk])
+
+
+def step_seed(seed: Sequence[int], position: int) -> int:
+    """Return the seed of a step's randomness, equal on all machines."""
+    sequence = np.random.SeedSequence((*seed, position))
+    return int(sequence.generate_state(1, np.uint64)[0])
+
+
+def micro_sizes(n_samples: int, micro_batches: int) -> list[int]:
+    """Return the samples of each micro-batch; none is empty."""
+    n = min(micro_batches, n_samples)
+    ends = [n_samples * (index + 1) // n for index in range(n)]
+    return [stop - start for start, stop in pairwise([0, *ends])]
+
+
+READ: Final = "machine:read"
+N_AHEAD: Final = 2
+"""Steps whose portions are read or held: the present one, and the next."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Portion:
+    """What there is of one batch.
+
+    Attributes:
+        life: In which it was read.
+        step: Of which.
+        inputs: Per input layer, of each region: (n_samples, *shape).
+        targets: (n_samples, ...), whole, where they are wanted.
+    """
+
+    life: int
+    step: int
+    inputs: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
+    targets: torch.Tensor | None = None
+
+
+@final
+class PortionReader:
+    """Reads portions, in the data lane.
+
+    Args:
+        dataset: Of pairs (input, target).
+        graph: Whose inputs they are.
+        reads: Per input layer, the regions that are needed.
+        dtype: Of numbers that are not whole.
+        keeps_targets: Whether whole targets are wanted.
+        table: Table of the job file that names the data set, for messages.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        graph: LayerGraph,
+        reads: Mapping[str, Sequence[Region]],
+        dtype: torch.dtype,
+        keeps_targets: bool = False,
+        table: str = "data.train",
+    ) -> None:
+        self._dataset = dataset
+        self._inputs = [layer for layer in graph.layers if layer.kind == INPUT]
+        self._reads = reads
+        self._n_classes = class_counts(graph)
+        self._dtype = dtype
+        self._keeps_targets = keeps_targets
+        self._table = table
+        if len(self._inputs) > 2:
+            names = ", ".join(layer.name for layer in self._inputs)
+            raise JobError(
+                f"the model has inputs {names}: a data set gives pairs (input, "
+                "target), so it can have one"
+            )
+
+    @property
+    def reads_nothing(self) -> bool:
+        """Whether this machine needs nothing of any batch."""
+        return not (self._reads or self._keeps_targets)
+
+    def read(self, life: int, step: int, chosen: Chosen) -> Portion:
+        """Return the portion of these samples.
+
+        Raises:
+            JobError: the data set fails, or gives something else than the model takes.
+        """
+        indices = [int(index) for index in chosen.indices]
+        batch = read_batch(self._dataset, indices, table=self._table)
+        found: dict[str, list[torch.Tensor]] = {}
+        for layer, value, what in zip(self._inputs, batch, ("inputs", "targets"), strict=False):
+            if layer.name in self._n_classes:
+                n_classes = self._n_classes[layer.name]
+                check_labels(value, n_classes, indices=indices, table=self._table)
+            if layer.name not in self._reads:
+                continue
+            if tuple(value.shape[1:]) != layer.shape:
+                raise JobError(
+                    f"[{self._table}] {what} have shape {list(value.shape[1:])}; the "
+                    f"plan is for {list(layer.shape)}"
+                )
+            dtype = torch.int64 if layer.is_integer else self._dtype
+            # Fresh tensors, so that the whole batch can be forgotten.
+            found[layer.name] = [
+                value[(slice(None), *region.slices)].to(dtype) for region in self._reads[layer.name]
+            ]
+        targets = batch[1] if self._keeps_targets else None
+        return Portion(life=life, step=step, inputs=found, targets=targets)
+
+
+@final
+class PortionsAhead:
+    """The portions of a life, each read once, a step ahead.
+
+    Args:
+        reader: Who reads.
+        course: What.
+    """
+
+    def __init__(self, reader: PortionReader, course: Course) -> None:
+        self._reader = reader
+        self._course = course
+        self._held: dict[int, Portion] = {}
+        self._life = 0
+        self._next = 0
+        self._reading = False
+
+    def begin(self, life: int) -> None:
+        """Begin a life; portions of another one are forgotten."""
+        self._life, self._next = life, 0
+        self._held.clear()
+
+    def take(self, step: int) -> Portion | None:
+        """Return the portion of this step, if it has been read."""
+        if self._reader.reads_nothing:
+            return Portion(life=self._life, step=step)
+        return self._held.pop(step, None)
+
+    def read_ahead(self, step: int, *, stop: int) -> list[Action]:
+        """Ask for one more portion, unless one is on its way.
+
+        Args:
+            step: The present one.
+            stop: No step from this one on will be taken.
+        """
+        wanted = min(step + N_AHEAD, stop)
+        if self._reading or self._reader.reads_nothing or self._next >= wanted:
+            return []
+        life, number, reader = self._life, self._next, self._reader
+        chosen = self._course.batch(number)
+        if not len(chosen.indices):
+            return []  # there are no samples beyond: the last step comes before
+        self._next += 1
+        self._reading = True
+        return [
+            Compute(
+                name=READ,
+                work=lambda: reader.read(life, number, chosen),
+                cost=Cost(n_bytes=1e3 * len(chosen.indices)),
+                lane=Lane.DATA,
+            )
+        ]
+
+    def have_read(self, result: object) -> None:
+        """Keep what was asked for, if it is still wanted."""
+        assert isinstance(result, Portion), result
+        self._reading = False
+        if result.life == self._life:
+            self._held[result.step] = result

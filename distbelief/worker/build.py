@@ -1,0 +1,533 @@
+"""The machines of model-parallel replicas of Downpour, for the process of each."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, final
+
+import msgspec
+import torch
+from torch import nn
+
+from distbelief.core.vectors import Vector
+from distbelief.data.dataset import Dataset
+from distbelief.data.sharding import DataShard
+from distbelief.errors import JobError, LocalProtocolError
+from distbelief.execution.dataflow import dataflow
+from distbelief.execution.executor import (
+    Execution,
+    Seed,
+    inference_of,
+    mean_over_samples,
+    model_output,
+    with_counts,
+)
+from distbelief.execution.operations import Dataflow
+from distbelief.graph.graph import LayerGraph
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.initial_values import shard_values, shard_values_from
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.optimizers import UpdateRule
+from distbelief.parameter_server.replication import copies_of_all, copy_names, shard_of
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.parameter_server.slices import Selection
+from distbelief.program.compiler import Compiled, compile_plan
+from distbelief.program.plan import Plan, load
+from distbelief.roles.reliable import Courier
+from distbelief.roles.role import Address, Role
+from distbelief.task import dry_run
+from distbelief.task.initializers import reader
+from distbelief.task.task import (
+    BuildContext,
+    RosterEntry,
+    Sample,
+    TaskSpec,
+    build_loss,
+    build_metric,
+    build_model,
+    capture_for,
+    metric_name,
+    sample_of,
+)
+from distbelief.worker.batches import (
+    Course,
+    MeasuringCourse,
+    PortionReader,
+    PortionsAhead,
+    TrainingCourse,
+)
+from distbelief.worker.config import DownpourConfig, DownpourSettings
+from distbelief.worker.evaluator import Evaluator, EvaluatorConfig, Judge, Measuring, held_out
+from distbelief.worker.gradients import PartTrainer
+from distbelief.worker.group import EVALUATORS, Duty, Place, member_names, place_of
+from distbelief.worker.group_leader import Leader
+from distbelief.worker.local_executor import LocalModel
+from distbelief.worker.partition import Machine, MachineConfig
+from distbelief.worker.replica import Training
+from distbelief.worker.steps import Stepping
+
+
+# The roles that every algorithm with a parameter server has, and their names.
+
+
+def shard_entries(n_shards: int, shard_copies: int = 1) -> list[RosterEntry]:
+    """Return the shards' part of a roster."""
+    return [
+        RosterEntry(name=name, kind="shard")
+        for k in range(n_shards)
+        for name in copy_names(k, shard_copies)
+    ]
+
+
+def replica_entries(n_replicas: int, n_machines: int | None) -> list[RosterEntry]:
+    """Return the replicas' part; `n_machines`: of each, by whose plan it is split."""
+    groups = [f"replica-{r}" for r in range(n_replicas)]
+    if n_machines is None:
+        return [RosterEntry(name=group, kind="replica") for group in groups]
+    return [m for g in groups for m in _group(g, "replica", n_machines)]
+
+
+def evaluator_entries(n_machines: int | None) -> list[RosterEntry]:
+    """Return the evaluator's part, likewise."""
+    return _group(EVALUATORS, "evaluator", 1 if n_machines is None else n_machines)
+
+
+def _group(group: str, kind: Literal["replica", "evaluator"], n_machines: int) -> list[RosterEntry]:
+    """Return the machines that compute one model; the first leads them."""
+    leader, *others = member_names(group, n_machines)
+    machines = [RosterEntry(name=name, kind="machine") for name in others]
+    return [RosterEntry(name=leader, kind=kind), *machines]
+
+
+def shard_names(context: BuildContext) -> set[Address]:
+    """Return the names of all copies of all shards."""
+    shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
+    return {*shards, *second_copies}
+
+
+def build_shard(name: str, *, rule: UpdateRule, context: BuildContext) -> Role:
+    """Return the shard of this name."""
+    layout = layout_of(context)
+    index = int(shard_of(name).removeprefix("shard-"))
+    return ParameterServerShard(
+        ShardConfig(
+            index=index,
+            layout=layout,
+            rule=rule,
+            name=name,
+            waits_for_lead=context.shard_copies > 1,
+        ),
+        memory=context.memory,
+        initialise=_initialise(index, layout, context),
+    )
+
+
+def _initialise(index: int, layout: Layout, context: BuildContext) -> Callable[[], Vector]:
+    path, initials, seed = (context.initial_file, context.initials, context.task.model.seed)
+
+    def initialise() -> Vector:
+        if path is not None:
+            return shard_values_from(layout, index, reader(path, layout))
+        return shard_values(layout, index, initials, seed=seed)
+
+    return initialise
+
+
+def build_evaluator(context: BuildContext) -> Role:
+    """Return the evaluator.
+
+    Raises:
+        JobError: there is nothing to evaluate on.
+    """
+    task = context.task
+    dataset = context.test_data()
+    sample = sample_of(dataset, table="data.test")
+    return Evaluator(
+        EvaluatorConfig(subset=context.evaluation_subset, seed=context.seed),
+        client=build_client(context, pushes=False),
+        model=LocalModel(build_model(task.model)),
+        dataset=dataset,
+        loss=build_loss(task),
+        metric=build_metric(task, sample),
+        names=dry_run.Names(
+            model=task.model.factory,
+            loss=task.loss,
+            data="data.test",
+            metric=metric_name(task, sample),
+        ),
+    )
+
+
+def build_client(context: BuildContext, *, pushes: bool) -> ParameterClient:
+    """Return a client of all shards."""
+    shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
+    return ParameterClient(
+        ClientConfig(pushes=pushes),
+        layout=layout_of(context),
+        shards=shards,
+        memory=context.memory,
+        second_copies=second_copies,
+    )
+
+
+def layout_of(context: BuildContext) -> Layout:
+    """Return the layout of the parameters on the shards.
+
+    Raises:
+        LocalProtocolError: there is none, or it is of another number of shards.
+    """
+    if context.layout is None:
+        raise LocalProtocolError("these roles need the layout of the parameters")
+    if context.layout.n_shards != context.n_shards:
+        raise LocalProtocolError(
+            f"a layout of {context.layout.n_shards} shards in a job of {context.n_shards}"
+        )
+    return context.layout
+
+
+# Machines of a plan, put together in the process that is to run one.
+#
+# No process builds the whole net: a machine has its program, and memory for the regions
+# that it keeps. Their values come from the shards. What the machines compute for is the
+# algorithm's affair; those that evaluate are the same for all algorithms.
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """How a model is split.
+
+    Attributes:
+        plan: Who computes what.
+        graph: Of the model, its loss last.
+        modules: For layers that are computed whole; they may lie on the meta device.
+        device: On which machines compute: "cpu", "cuda".
+    """
+
+    plan: Plan
+    graph: LayerGraph
+    modules: Mapping[str, nn.Module]
+    device: str = "cpu"
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what all machines must have in common."""
+        text = msgspec.json.encode(
+            (self.plan.graph, self.plan.batch, self.plan.micro_batches)
+        ) + msgspec.json.encode(self.plan.placements, order="sorted")
+        return hashlib.sha256(text).hexdigest()[:16]
+
+    def compiled(self) -> Compiled:
+        """Return the plan compiled, for the samples of one micro-batch."""
+        return compile_plan(
+            self.graph,
+            self.plan.placements,
+            batch=-(-self.plan.batch // self.plan.micro_batches),
+            n_machines=self.plan.cluster.n_machines,
+        )
+
+    @classmethod
+    def of(cls, name: str, context: BuildContext) -> "Split":
+        """Return how a job's plan splits its model, for the role of this name.
+
+        Raises:
+            LocalProtocolError: nobody told that role what the data are like.
+        """
+        assert context.plan is not None
+        if context.sample is None:
+            raise LocalProtocolError(f"{name} is not told what the data are like")
+        captured = capture_for(context.task, context.sample)
+        return cls(
+            plan=load(context.plan),
+            graph=captured.graph,
+            modules=captured.modules,
+            device=context.device,
+        )
+
+
+def place_in(name: str, *, context: BuildContext, split: Split) -> Place:
+    """Return which machine of a job is called so.
+
+    Raises:
+        LocalProtocolError: none is.
+    """
+    place = place_of(name)
+    n_machines = split.plan.cluster.n_machines
+    if place is None or place.machine >= n_machines:
+        raise LocalProtocolError(f"no machine {name!r} in a plan for {n_machines}")
+    is_replica = place.replica is not None and place.replica < context.n_replicas
+    if place.group != EVALUATORS and not is_replica:
+        raise LocalProtocolError(f"no machine {name!r} in a job of {context.n_replicas} replicas")
+    return place
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Makings:
+    """What machines for different duties have each of its own."""
+
+    flow: Dataflow
+    dtype: torch.dtype
+    client: ParameterClient
+    course: Course
+    reader: PortionReader
+    duty: Duty
+    leader: Leader
+    training: bool
+    micro_batches: int
+    seed: tuple[int, ...]
+    seed_gradient: Seed = mean_over_samples
+
+
+def assemble(place: Place, split: Split, makings: Makings) -> Machine:
+    """Return a machine of this group, made of these."""
+    flow, course = makings.flow, makings.course
+    n_machines = split.plan.cluster.n_machines
+    couriers = _couriers(place, flow, n_machines)
+    return Machine(
+        MachineConfig(
+            group=place.group, machine=place.machine, n_machines=n_machines, plan=split.fingerprint
+        ),
+        client=makings.client,
+        stepping=Stepping(
+            Execution(
+                flow,
+                dtype=makings.dtype,
+                modules=split.modules,
+                device=split.device,
+                seed_gradient=makings.seed_gradient,
+            ),
+            couriers=couriers,
+            course=course,
+            micro_batches=makings.micro_batches,
+            training=makings.training,
+            seed=makings.seed,
+        ),
+        couriers=couriers,
+        course=course,
+        portions=PortionsAhead(makings.reader, course),
+        duty=makings.duty,
+        shapes=[region.shape for _, region in flow.items],
+        leader=makings.leader if place.machine == 0 else None,
+    )
+
+
+def evaluating_machine(place: Place, *, context: BuildContext, split: Split) -> Machine:
+    """Return a machine of those that evaluate."""
+    task, plan, graph = context.task, split.plan, split.graph
+    dataset = context.test_data()
+    n_machines = plan.cluster.n_machines
+    compiled = inference_of(
+        graph,
+        plan.placements,
+        outputs=[model_output(graph)],
+        batch=plan.batch,
+        n_machines=n_machines,
+    )
+    outputs = frozenset(compiled.graph.outputs)
+    flow = dataflow(compiled, place.machine, training=False, outputs=outputs)
+    dtype = dtype_of(context)
+    client = client_of(flow, context, pushes=False)
+    config = EvaluatorConfig(subset=context.evaluation_subset, seed=context.seed)
+    course = MeasuringCourse(held_out(len(dataset), config), chunk=plan.batch)
+    reader = PortionReader(
+        dataset,
+        graph=graph,
+        reads=flow.reads,
+        dtype=dtype,
+        keeps_targets=place.machine == 0,
+        table="data.test",
+    )
+    duty = Measuring(
+        client=client,
+        sizes=[region.n_elements for _, region in flow.items],
+        dtype=dtype,
+        course=course,
+        judge=_judge(task, context.sample),
+    )
+    leader = Leader(n_machines, plan=split.fingerprint, limit=0)
+    leader.begin(0.0)
+    return assemble(
+        place,
+        split,
+        Makings(
+            flow=flow,
+            dtype=dtype,
+            client=client,
+            course=course,
+            reader=reader,
+            duty=duty,
+            leader=leader,
+            training=False,
+            micro_batches=1,
+            seed=(context.seed,),
+        ),
+    )
+
+
+def client_of(flow: Dataflow, context: BuildContext, *, pushes: bool) -> ParameterClient:
+    """Return a client of the shards that hold what a machine keeps."""
+    layout = layout_of(context)
+    shards, second_copies = copies_of_all(context.n_shards, context.shard_copies)
+    return ParameterClient(
+        ClientConfig(pushes=pushes),
+        layout=layout,
+        shards=shards,
+        memory=context.memory,
+        second_copies=second_copies,
+        selection=Selection.of(layout, flow.items),
+    )
+
+
+def dtype_of(context: BuildContext) -> torch.dtype:
+    """Return the type of the parameters."""
+    is_double = layout_of(context).dtype.itemsize == 8
+    return torch.float64 if is_double else torch.float32
+
+
+def _couriers(place: Place, flow: Dataflow, n_machines: int) -> dict[int, Courier]:
+    names = member_names(place.group, n_machines)
+    peers = {peer for _, peer in (*flow.sent, *flow.received)}
+    return {peer: Courier(names[peer]) for peer in sorted(peers)}
+
+
+def _judge(task: TaskSpec, sample: Sample | None) -> Judge:
+    loss, metric = build_loss(task), build_metric(task, sample)
+
+    def judge(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
+        return float(loss(outputs, targets)), float(metric(outputs, targets))
+
+    return judge
+
+
+# What a machine of a replica is made of, whatever the algorithm it computes for.
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaParts:
+    """Parts of one machine.
+
+    Attributes:
+        flow: What it computes, and keeps.
+        dtype: Of what it keeps.
+        client: Of the shards that hold that; it pushes.
+        dataset: The training data.
+        reader: Of what the machine needs of them.
+    """
+
+    flow: Dataflow
+    dtype: torch.dtype
+    client: ParameterClient
+    dataset: Dataset
+    reader: PortionReader
+
+
+def replica_parts(
+    place: Place, *, context: BuildContext, split: Split, batch: tuple[str, int]
+) -> ReplicaParts:
+    """Return the parts of a machine.
+
+    Args:
+        place: Which machine.
+        context: Of the job.
+        split: How its model is split.
+        batch: Which key of [algorithm] says how many samples are computed at once, and
+            what it says.
+
+    Raises:
+        JobError: the plan is for other batches, or the data cannot be built.
+    """
+    key, n_samples = batch
+    if n_samples != split.plan.batch:
+        raise JobError(
+            f"[algorithm] {key} is {n_samples}, and the plan is for batches of "
+            f"{split.plan.batch}: plan again, or use that"
+        )
+    flow = with_counts(
+        dataflow(split.compiled(), place.machine, loss=split.graph.outputs[-1]),
+        {spec.name for spec in layout_of(context).tensors},
+    )
+    dtype, dataset = dtype_of(context), context.train_data()
+    return ReplicaParts(
+        flow=flow,
+        dtype=dtype,
+        client=client_of(flow, context, pushes=True),
+        dataset=dataset,
+        reader=PortionReader(dataset, graph=split.graph, reads=flow.reads, dtype=dtype),
+    )
+
+
+def build_machine(
+    name: str, *, config: DownpourSettings, context: BuildContext, split: Split
+) -> Role:
+    """Return the role of this name: "replica-R.M", "evaluator" or "evaluator.M".
+
+    Raises:
+        JobError: the data cannot be built, or the plan is not for this job.
+        LocalProtocolError: no such machine.
+    """
+    place = place_in(name, context=context, split=split)
+    if place.group == EVALUATORS:
+        return evaluating_machine(place, context=context, split=split)
+    return _training_machine(place, config=config, context=context, split=split)
+
+
+def _training_machine(
+    place: Place, *, config: DownpourSettings, context: BuildContext, split: Split
+) -> Role:
+    assert place.replica is not None
+    batch = "batch_size", config.batch_size
+    parts = replica_parts(place, context=context, split=split, batch=batch)
+    flow = parts.flow
+    data_shard = DataShard(
+        len(parts.dataset),
+        replica_index=place.replica,
+        n_replicas=context.n_replicas,
+        seed=config.seed,
+    )
+    course = TrainingCourse(data_shard, batch_size=config.batch_size)
+    of_replica = _of_replica(config, context)
+    n_machines = split.plan.cluster.n_machines
+    duty = Training(
+        of_replica,
+        client=parts.client,
+        trainer=PartTrainer(
+            of_replica,
+            sizes=[region.n_elements for _, region in flow.items],
+            trained=flow.trained,
+            counts=flow.counts,
+            dtype=parts.dtype,
+            n_machines=n_machines,
+        ),
+        await_begin=context.await_begin,
+    )
+    leader = Leader(
+        n_machines, plan=split.fingerprint, steps_max=of_replica.max_steps, n_steps=course.n_steps
+    )
+    if not context.await_begin:
+        leader.begin(0.0)
+    return assemble(
+        place,
+        split,
+        Makings(
+            flow=flow,
+            dtype=parts.dtype,
+            client=parts.client,
+            course=course,
+            reader=parts.reader,
+            duty=duty,
+            leader=leader,
+            training=True,
+            micro_batches=split.plan.micro_batches,
+            seed=(config.seed, place.replica),
+        ),
+    )
+
+
+def _of_replica(config: DownpourSettings, context: BuildContext) -> DownpourConfig:
+    # The supervisor hears at most 200 reports a second of all replicas together.
+    seconds = max(0.05, 0.005 * context.n_replicas)
+    return replace(config.of_replica(), progress_seconds=seconds)

@@ -1,0 +1,208 @@
+"""Table [algorithm] of a job by Downpour SGD, and what may be wrong with it."""
+
+import math
+from dataclasses import dataclass, field
+
+import msgspec
+
+from distbelief.parameter_server.optimizers import Constant, Schedule, UpdateRule
+from distbelief.roles.role import Seconds
+
+
+# How a replica trains: the numbers of Algorithm 1.1, and bounds.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownpourConfig:
+    """How a replica trains.
+
+    Attributes:
+        batch_size: Samples of one step.
+        n_fetch: Steps between fetches.
+        n_push: Steps between pushes.
+        blocking: Fetch only once every push is applied.
+        overwrite_local_steps: A fetch overwrites local steps that are not pushed yet.
+        learning_rate: Of the shards' rule, for messages and local steps.
+        local_learning_rate: Of local steps; None: `learning_rate`.
+        schedule: Of the shards' rule; local steps follow it.
+        clip_norm: Bound of each gradient's 2-norm; None: no bound.
+        max_steps: Steps of one life; None: until told to stop.
+        max_samples: Samples of all lives together; None: until told to stop.
+        progress_seconds: Between reports to the supervisor, at least.
+        non_finite_limit: Gradients in a row that may be NaN or infinite.
+        seed: Of the order of samples and of the model's own randomness.
+    """
+
+    batch_size: int
+    n_fetch: int = 1
+    n_push: int = 1
+    blocking: bool = False
+    overwrite_local_steps: bool = False
+    learning_rate: float = 0.0
+    local_learning_rate: float | None = None
+    schedule: Schedule = field(default_factory=Constant)
+    clip_norm: float | None = None
+    max_steps: int | None = None
+    max_samples: int | None = None
+    progress_seconds: Seconds = 0.5
+    non_finite_limit: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "n_fetch", "n_push", "non_finite_limit"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; use 1 or more")
+        for name in ("max_steps", "max_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; use 1 or more, or leave it out")
+        if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
+            raise ValueError(
+                f"clip_norm is {self.clip_norm}; use a number above 0, or leave it out"
+            )
+        if self.progress_seconds < 0.0:
+            raise ValueError(f"progress_seconds is {self.progress_seconds}; use 0 or more")
+
+    @property
+    def checks_every_gradient(self) -> bool:
+        """A bad gradient must not spoil a sum, or the local copy of the parameters."""
+        return self.n_fetch > 1 or self.n_push > 1
+
+    @property
+    def keeps_local_steps(self) -> bool:
+        """A fetch loses no local step; with n_fetch = n_push = 1 there is none."""
+        return self.checks_every_gradient and not self.overwrite_local_steps
+
+    @property
+    def awaits_pushes(self) -> bool:
+        """A fetch begins once every push is applied.
+
+        Otherwise nobody knows whether the fetched parameters contain a push that is
+        under way, and so whether its local steps are to be taken again.
+        """
+        return self.blocking or self.keeps_local_steps
+
+    def may_fetch_during(self, step: int) -> bool:
+        """Return whether the next fetch may begin while this step is computed."""
+        if self.blocking:
+            return False
+        return not (self.keeps_local_steps and self.pushes_at(step))
+
+    def fetches_at(self, step: int) -> bool:
+        """Return whether this step begins with a fetch: 0, n_fetch, ... (DB-6)."""
+        return step % self.n_fetch == 0
+
+    def pushes_at(self, step: int) -> bool:
+        """Return whether this step ends with a push: 0, n_push, ... (DB-6)."""
+        return step % self.n_push == 0
+
+    def is_over_at(self, step: int, *, position: int = 0) -> bool:
+        """Return whether this step is one too many, after so many samples."""
+        if self.max_samples is not None and position >= self.max_samples:
+            return True
+        return self.max_steps is not None and step >= self.max_steps
+
+    def local_rate(self, step: int, *, clock: int) -> float | None:
+        """Return the rate of this step's local step; None if a fetch follows.
+
+        That fetch overwrites it, or takes it again with all that is not pushed yet.
+
+        Args:
+            step: The step.
+            clock: Of the parameters in use.
+        """
+        return None if self.fetches_at(step + 1) else self.rate(clock)
+
+    def rate(self, clock: int) -> float:
+        """Return the rate of local steps from parameters of this clock."""
+        rate = self.local_learning_rate
+        if rate is None:
+            rate = self.learning_rate
+        return rate * self.schedule.factor(clock)
+
+
+class DownpourSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Table [algorithm] of a job with name = "downpour".
+
+    Attributes:
+        loss: torch's name of it, or an import path (see `runtime.losses`).
+        batch_size: Samples of one step of one replica.
+        rule: How the shards apply a push, for example
+            { name = "adagrad", learning_rate = 0.02 }.
+        n_fetch: Steps between fetches (in all experiments of the paper: 1).
+        n_push: Steps between pushes (in all experiments of the paper: 1).
+        blocking: Fetch only once every push is applied: with one replica, plain SGD.
+            If n_fetch or n_push is above 1, fetches wait for pushes anyhow.
+        overwrite_local_steps: A fetch overwrites the local steps whose gradients are
+            not pushed yet, as the paper has it. By default they are taken again from
+            the parameters fetched.
+        warm_start_steps: Steps of replica 0 alone, before the supervisor releases the
+            others.
+        local_learning_rate: Of a replica's own steps between fetches and pushes,
+            before the rule's schedule. By default the rule's. With an adaptive rule it
+            must be given if n_fetch > 1; if only n_push > 1, a replica without it takes
+            no steps of its own and only sums gradients.
+        clip_norm: Upper bound of each mini-batch gradient's 2-norm; None: no bound.
+        max_steps: Steps after which each replica ends by itself; None: told to.
+        non_finite_limit: Gradients in a row with NaN or Inf, each skipped and named,
+            before a replica gives up.
+        seed: Of the order of samples and of the model's own randomness (dropout).
+    """
+
+    loss: str
+    batch_size: int
+    rule: UpdateRule
+    n_fetch: int = 1
+    n_push: int = 1
+    blocking: bool = False
+    overwrite_local_steps: bool = False
+    warm_start_steps: int = 0
+    local_learning_rate: float | None = None
+    clip_norm: float | None = None
+    max_steps: int | None = None
+    non_finite_limit: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run, by name and value.
+
+        Raises:
+            ValueError: which msgspec turns into an error that names the table.
+        """
+        if self.warm_start_steps < 0:
+            raise ValueError(f"warm_start_steps is {self.warm_start_steps}; use 0 or more")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; use 0 or more")
+        if self.local_learning_rate is not None and not (0.0 < self.local_learning_rate < math.inf):
+            raise ValueError(
+                f"local_learning_rate is {self.local_learning_rate}; use a number "
+                "above 0, or leave it out"
+            )
+        if self.rule.adaptive and self.n_fetch > 1 and self.local_learning_rate is None:
+            raise ValueError(
+                f"n_fetch is {self.n_fetch} and rule {self.rule.name!r} adapts its "
+                "rate on the shards; between fetches a replica takes plain SGD steps, "
+                "whose rate only you can choose: give local_learning_rate, or use "
+                "n_fetch = 1"
+            )
+        self.of_replica()  # checks the rest
+
+    def of_replica(self) -> DownpourConfig:
+        """Return what a replica needs to know of it."""
+        local = self.local_learning_rate
+        if local is None and self.rule.adaptive:
+            local = 0.0
+        return DownpourConfig(
+            batch_size=self.batch_size,
+            n_fetch=self.n_fetch,
+            n_push=self.n_push,
+            blocking=self.blocking,
+            overwrite_local_steps=self.overwrite_local_steps,
+            learning_rate=self.rule.learning_rate,
+            local_learning_rate=local,
+            schedule=self.rule.schedule,
+            clip_norm=self.clip_norm,
+            max_steps=self.max_steps,
+            non_finite_limit=self.non_finite_limit,
+            seed=self.seed,
+        )

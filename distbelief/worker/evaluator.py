@@ -1,0 +1,584 @@
+"""What the machines that evaluate compute for: loss and metric of held-out samples.
+
+A measurement is a life of the group: all machines fetch at its first step, and take a
+chunk of the samples in each. Machine 0, which has the model's outputs whole, judges
+them. If a machine is lost the measurement begins anew.
+
+As with the evaluator of one machine (`evaluator`): requests that come meanwhile wait,
+and the next measurement answers them all; a request asked again is answered again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final, assert_never, final
+
+import msgspec
+import numpy as np
+import torch
+
+from distbelief.data.dataset import Dataset, read_batch
+from distbelief.data.sharding import Indices
+from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
+from distbelief.execution.executor import Found, Put
+from distbelief.parameter_server.client.buffers import Installed
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.protocol import Begin, Evaluate, Finished, Measured, Message, Stop
+from distbelief.roles.role import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Cost,
+    Event,
+    Halt,
+    Received,
+    Seconds,
+    Send,
+    SetTimer,
+    Started,
+    TimerFired,
+)
+from distbelief.task import dry_run
+from distbelief.task.losses import Loss, Metric
+from distbelief.worker.batches import Chosen, MeasuringCourse, Portion
+from distbelief.worker.group import Install
+from distbelief.worker.group_leader import Leader, Outgoing
+from distbelief.worker.local_executor import LocalModel
+
+
+# The evaluator: measures held-out data off the training path.
+#
+#     Evaluate --> fetch --> install --> chunk, chunk, ... chunk --> Measured
+#
+# * It measures the same samples each time: a seeded subset, or all of them if asked to.
+# * A chunk is one piece of work, so that `Stop` is answered within a chunk.
+# * One measurement at a time. Requests that came meanwhile wait; the next measurement
+#   answers them all, as what the newest asked for. A request asked again after it was
+#   answered is given the same answer: no parameters are read twice for it.
+
+TORN_RETRY_SECONDS = 1e-3
+"""After a fetch that met an update half done."""
+
+N_WAITING_MAX = 64
+"""Requests that may wait; older ones are dropped, which only a retry would notice."""
+
+
+_NAMES = dry_run.Names(
+    model="the model", loss="(the job's)", data="data.test", metric="(the job's)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatorConfig:
+    """What is measured.
+
+    Attributes:
+        subset: Samples of a usual evaluation; None means all.
+        chunk: Samples of one piece of work.
+        seed: Of the subset.
+    """
+
+    subset: int | None = None
+    chunk: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.subset is not None and self.subset < 1:
+            raise ValueError(f"subset is {self.subset}; use 1 or more, or leave it out")
+        if self.chunk < 1:
+            raise ValueError(f"chunk is {self.chunk}; use 1 or more")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Measurement:
+    """One pass over the held-out samples, under way."""
+
+    requests: list[int]  # that it answers
+    indices: Indices  # (n_samples,)
+    n_done: int = 0
+    loss: float = 0.0  # sums over the samples done
+    metric: float = 0.0
+    clock: float = 0.0
+    fetching: bool = False
+    installed: bool = False
+
+
+@final
+class Evaluator:
+    """The role `evaluator`.
+
+    Args:
+        config: What is measured.
+        client: Of the shards; it only fetches.
+        model: Its own copy.
+        dataset: The held-out samples.
+        loss: f(outputs, targets) -> mean.
+        metric: f(outputs, targets) -> mean.
+        names: What messages call them.
+    """
+
+    def __init__(
+        self,
+        config: EvaluatorConfig,
+        *,
+        client: ParameterClient,
+        model: LocalModel,
+        dataset: Dataset,
+        loss: Loss,
+        metric: Metric,
+        names: dry_run.Names = _NAMES,
+    ) -> None:
+        self._names = names
+        self._config = config
+        self._client = client
+        self._model = model
+        self._dataset = dataset
+        self._loss = loss
+        self._metric = metric
+        self._all = np.arange(len(dataset), dtype=np.int64)
+        self._subset = _subset(self._all, config)
+        self._waiting: list[Evaluate] = []
+        self._measurement: _Measurement | None = None
+        self._last: Measured | None = None
+        self._answered: set[int] = set()  # by `_last`
+        self._busy = False
+        self._stopped_by: Address | None = None
+        self._n_measured = 0
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Return the actions that `event` calls for."""
+        if self._client.owns(event):
+            return [*self._client.handle(event, now), *self._advance(now)]
+        actions: list[Action] = []
+        match event:
+            case Started():
+                actions += self._client.start(event.incarnation, now)
+            case Received():
+                actions += self._receive(event.sender, event.message)
+            case Computed(error=error) if error is not None:
+                raise _failure(error)
+            case Computed(name="evaluator:install"):
+                actions += self._installed(event.result, now)
+            case Computed(name="evaluator:chunk"):
+                actions += self._measured(event.result)
+            case TimerFired(name="evaluator:retry"):
+                self._busy = False
+            case _:
+                pass  # peers come and go: the client's business
+        return [*actions, *self._advance(now)]
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        """Return what it is doing, and: evaluations, and the client's counters."""
+        counters = {"evaluations": float(self._n_measured), **self._client.counters()}
+        if self._stopped_by is not None:
+            return "finishing", counters
+        if self._measurement is None:
+            return "waiting", counters
+        if not self._measurement.installed:
+            return "fetching", counters
+        return "measuring", counters
+
+    # ------------------------------------------------------------------- messages
+
+    def _receive(self, sender: Address, message: Message) -> Sequence[Action]:
+        if isinstance(message, Evaluate):
+            return self._ask(message)
+        if isinstance(message, Stop):
+            self._stopped_by = sender
+            return []
+        raise RemoteProtocolError(
+            f"{sender} sent the evaluator {type(message).__name__}: only Evaluate and "
+            "Stop are for it"
+        )
+
+    def _ask(self, message: Evaluate) -> Sequence[Action]:
+        request = message.request
+        if self._last is not None and request in self._answered:
+            return [self._answer(self._last, request)]
+        measuring = self._measurement.requests if self._measurement else []
+        if request not in measuring and all(
+            request != waiting.request for waiting in self._waiting
+        ):
+            self._waiting.append(message)
+            del self._waiting[:-N_WAITING_MAX]
+        return []
+
+    def _answer(self, measured: Measured, request: int) -> Send:
+        message = msgspec.structs.replace(measured, request=request)
+        return Send(receiver=SUPERVISOR, message=message)
+
+    # ---------------------------------------------------------------- measurement
+
+    def _advance(self, now: Seconds) -> Sequence[Action]:
+        """Do what can be done next; one piece of work at a time."""
+        if self._busy:
+            return []
+        if self._stopped_by is not None:
+            _, counters = self.status()
+            finished = Finished(counters=dict(counters))
+            return [Send(receiver=self._stopped_by, message=finished), Halt()]
+        if self._measurement is None and self._waiting:
+            self._measurement = self._begin()
+        if self._measurement is None or not self._client.ready:
+            return []
+        if self._measurement.installed:
+            return [self._next_chunk(self._measurement)]
+        return self._fetch(self._measurement, now)
+
+    def _begin(self) -> _Measurement:
+        newest = max(self._waiting, key=lambda message: message.request)
+        requests = sorted(message.request for message in self._waiting)
+        self._waiting.clear()
+        return _Measurement(requests=requests, indices=self._all if newest.whole else self._subset)
+
+    def _fetch(self, measurement: _Measurement, now: Seconds) -> Sequence[Action]:
+        actions: list[Action] = []
+        if not measurement.fetching:
+            measurement.fetching = True
+            actions += self._client.begin_fetch(now)
+        if self._client.fetch_complete:
+            actions.append(self._install())
+        return actions
+
+    def _install(self) -> Compute:
+        self._busy = True
+        return Compute(
+            name="evaluator:install",
+            work=self._client.install(self._model.values),
+            cost=Cost(n_bytes=2.0 * self._model.n_bytes),
+        )
+
+    def _installed(self, result: object, now: Seconds) -> Sequence[Action]:
+        assert isinstance(result, Installed), result
+        assert self._measurement is not None
+        self._busy = False
+        actions = list(self._client.installed(result, now))
+        if result.torn:
+            self._busy = True  # until the timer
+            at = now + TORN_RETRY_SECONDS
+            actions.append(SetTimer(name="evaluator:retry", at=at))
+        else:
+            self._measurement.installed = True
+            self._measurement.clock = sum(result.clocks) / max(len(result.clocks), 1)
+        return actions
+
+    def _next_chunk(self, measurement: _Measurement) -> Compute:
+        self._busy = True
+        begin = measurement.n_done
+        indices = measurement.indices[begin : begin + self._config.chunk]
+        return Compute(
+            name="evaluator:chunk",
+            work=partial(self._measure, indices),
+            # Forward only: a third of a step.
+            cost=Cost(flops=self._model.flops(len(indices)) / 3.0),
+        )
+
+    def _measure(self, indices: Indices) -> tuple[int, float, float]:
+        """Return how many samples these are, their mean loss and mean metric. Work."""
+        inputs, targets = read_batch(
+            self._dataset, [int(index) for index in indices], table="data.test"
+        )
+        try:
+            loss, metric = self._model.measure(
+                inputs, targets, loss=self._loss, metric=self._metric
+            )
+        except DistBeliefError:
+            raise
+        except Exception:  # all of it is the user's: look closely who is to blame
+            names = replace(self._names, indices=[int(index) for index in indices])
+            dry_run.evaluate(
+                self._model.module,
+                inputs,
+                targets,
+                loss=self._loss,
+                metric=self._metric,
+                names=names,
+            )
+            raise
+        return len(indices), loss, metric
+
+    def _measured(self, result: object) -> Sequence[Action]:
+        assert isinstance(result, tuple)
+        n_samples, loss, metric = result
+        measurement = self._measurement
+        assert measurement is not None
+        self._busy = False
+        measurement.n_done += n_samples
+        measurement.loss += n_samples * loss
+        measurement.metric += n_samples * metric
+        n_all = len(measurement.indices)
+        if measurement.n_done < n_all:
+            return []
+        self._measurement = None
+        self._n_measured += 1
+        self._answered = set(measurement.requests)
+        self._last = Measured(
+            request=measurement.requests[-1],
+            loss=measurement.loss / n_all,
+            metric=measurement.metric / n_all,
+            n_samples=n_all,
+            clock=measurement.clock,
+        )
+        return [self._answer(self._last, request) for request in measurement.requests]
+
+
+def held_out(n_samples: int, config: EvaluatorConfig) -> tuple[Indices, Indices]:
+    """Return the samples of a usual evaluation, and all of them."""
+    indices = np.arange(n_samples, dtype=np.int64)
+    return _subset(indices, config), indices
+
+
+def _subset(indices: Indices, config: EvaluatorConfig) -> Indices:
+    """Return the samples of a usual evaluation, in their own order."""
+    if config.subset is None or config.subset >= len(indices):
+        return indices
+    generator = np.random.default_rng(config.seed)
+    return np.sort(generator.permutation(indices)[: config.subset])
+
+
+def _failure(error: BaseException) -> DistBeliefError:
+    if isinstance(error, DistBeliefError):
+        return error
+    return JobError(f"the evaluation failed: {type(error).__name__}: {error}")
+
+
+Judge = Callable[[torch.Tensor, torch.Tensor], tuple[float, float]]
+"""judge(outputs, targets) -> loss and metric, means over the samples."""
+
+SUBSET: Final = 0
+WHOLE: Final = 1
+"""Positions: where a measurement begins says what it measures."""
+
+N_REQUESTS_WAITING_MAX: Final = 64
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class _Sums:
+    n_samples: int = 0
+    loss: float = 0.0
+    metric: float = 0.0
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class _Requests:
+    """What the leader is asked.
+
+    Attributes:
+        waiting: For the next measurement.
+        measured: By the one under way; none if there is none.
+        answered: By `last`.
+    """
+
+    waiting: list[Evaluate] = field(default_factory=list)
+    measured: list[int] = field(default_factory=list)
+    answered: set[int] = field(default_factory=set)
+    last: Measured | None = None
+    again: list[int] = field(default_factory=list)
+
+
+@final
+class Measuring:
+    """Measures; see `runtime.machine.Duty`.
+
+    Args:
+        client: Of the shards; it only fetches.
+        sizes: Elements of each item.
+        dtype: Of all of them.
+        course: The chunks.
+        judge: Of outputs; on machine 0 only.
+
+    Attributes:
+        values: Flat, one per item.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: ParameterClient,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        course: MeasuringCourse,
+        judge: Judge,
+    ) -> None:
+        self.values = [torch.zeros(size, dtype=dtype) for size in sizes]
+        self._client = client
+        self._course = course
+        self._judge = judge
+        self._targets: torch.Tensor | None = None  # of the chunk under way
+        self._sums = _Sums()
+        self._asked = _Requests()
+        self._n_measured = 0
+        self._seconds_computing: Seconds = 0.0
+
+    # ------------------------------------------------------------------------ the life
+
+    @property
+    def pushed(self) -> int | None:
+        """None: it pushes nothing."""
+        return None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing that it pushed is under way."""
+        return True
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it has to wait."""
+        return False
+
+    def may_fetch(self, *, ahead: bool) -> bool:
+        """Return whether a fetch may begin now."""
+        return not ahead
+
+    def begin(self, position: int, now: Seconds) -> None:
+        """Begin a measurement."""
+        del position, now
+        self._sums = _Sums()
+
+    def drop(self) -> None:
+        """Give up the chunk under way."""
+        self._targets = None
+
+    def fetches_at(self, step: int) -> bool:
+        """Return whether this step begins with a fetch: the first does."""
+        return step == 0
+
+    def installing(self, work: Install) -> Install:
+        """Return the work of an install as it is."""
+        return work
+
+    def fetched(self, seconds: Seconds) -> bool:
+        """A fetch was installed."""
+        self._seconds_computing += seconds
+        return True
+
+    # ----------------------------------------------------------------------- the chunk
+
+    def open(self, step: int, chosen: Chosen, portion: Portion) -> Put:
+        """Begin a chunk."""
+        del step, chosen
+        self._targets = portion.targets
+        return _nothing
+
+    def close(self, found: Found) -> object:
+        """Judge the outputs. Work."""
+        if self._targets is None:
+            return None
+        ((_, _, outputs),) = found.outputs
+        try:
+            return self._judge(outputs, self._targets)
+        except Exception as error:  # loss and metric are the user's
+            raise JobError(
+                f"loss or metric failed on outputs of shape {list(outputs.shape)} and "
+                f"targets of {list(self._targets.shape)}: {type(error).__name__}: "
+                f"{error}"
+            ) from error
+
+    def closed(
+        self, result: object, found: Found, chosen: Chosen, now: Seconds
+    ) -> Sequence[Action]:
+        """Add what was judged."""
+        del found, now
+        self._targets = None
+        if isinstance(result, tuple):
+            n_samples, sums = len(chosen.indices), self._sums
+            loss, metric = result
+            sums.n_samples += n_samples
+            sums.loss += n_samples * loss
+            sums.metric += n_samples * metric
+        return []
+
+    def work(self, *, final: bool) -> Sequence[Action]:
+        """Return nothing: there is nothing to do between chunks."""
+        del final
+        return []
+
+    def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+        """Refuse: it asks for nothing."""
+        del now
+        raise LocalProtocolError(f"nobody asked for {event.name!r}")
+
+    # ---------------------------------------------------------------------- the leader
+
+    def command(self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds) -> Outgoing:
+        """Obey the supervisor, if this machine leads."""
+        match message:
+            case Begin():
+                return []
+            case Stop():
+                return leader.stop(now)
+            case Evaluate():
+                self._ask(message)
+                return []
+            case _:
+                assert_never(message)
+
+    def _ask(self, message: Evaluate) -> None:
+        asked, request = self._asked, message.request
+        if request in asked.answered:
+            asked.again.append(request)
+        elif request not in asked.measured and all(
+            request != waiting.request for waiting in asked.waiting
+        ):
+            asked.waiting.append(message)
+            del asked.waiting[:-N_REQUESTS_WAITING_MAX]
+
+    def report(
+        self, leader: Leader, now: Seconds, *, final: bool
+    ) -> tuple[Sequence[Action], Outgoing]:
+        """Answer the supervisor; begin the next measurement."""
+        asked = self._asked
+        actions: list[Action] = []
+        if asked.measured and leader.is_complete:
+            self._n_measured += 1
+            asked.last = self._measured(leader)
+            asked.answered = set(asked.measured)
+            asked.again += asked.measured
+            asked.measured = []
+        if asked.last is not None:
+            actions += [_answer(asked.last, request) for request in asked.again]
+        asked.again = []
+        if final or asked.measured or not asked.waiting or not leader.is_running:
+            return actions, []
+        newest = max(asked.waiting, key=lambda message: message.request)
+        asked.measured = sorted(message.request for message in asked.waiting)
+        asked.waiting = []
+        position = WHOLE if newest.whole else SUBSET
+        steps = self._course.n_steps(position)
+        return actions, leader.new_life(now, position=position, limit=steps)
+
+    def _measured(self, leader: Leader) -> Measured:
+        sums = self._sums
+        n_samples = max(sums.n_samples, 1)
+        return Measured(
+            request=self._asked.measured[-1],
+            loss=sums.loss / n_samples,
+            metric=sums.metric / n_samples,
+            n_samples=sums.n_samples,
+            clock=leader.clock,
+        )
+
+    @property
+    def clock(self) -> float | None:
+        """Mean clock of the values in use; None if it keeps none."""
+        clocks = self._client.clocks
+        return sum(clocks) / len(clocks) if clocks else None
+
+    def figures(self) -> Mapping[str, float]:
+        """Return counters."""
+        return {"measured": float(self._n_measured), "seconds_computing": self._seconds_computing}
+
+
+def _nothing(item: int, _gradient: torch.Tensor) -> None:
+    """Take a gradient: there is none."""
+    raise LocalProtocolError(f"a gradient of item {item} where nothing is trained")
+
+
+def _answer(measured: Measured, request: int) -> Send:
+    message = msgspec.structs.replace(measured, request=request)
+    return Send(receiver=SUPERVISOR, message=message)

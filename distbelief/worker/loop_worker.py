@@ -1,0 +1,174 @@
+"""A client in somebody else's loop: the role behind `DownpourSGD`.
+
+The loop tells it what to do by `Computed` events of its own ("worker:…"), handled at
+once. It joins a standing server as a guest: nobody starts it, restarts it, or expects
+heartbeats of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from distbelief.errors import LocalProtocolError, PeerLostError
+from distbelief.parameter_server.client.buffers import Installed, Staged
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.protocol import Finished, Heartbeat, Join, Peers, Stop
+from distbelief.roles.role import (
+    SUPERVISOR,
+    Action,
+    Address,
+    CancelTimer,
+    Computed,
+    Connect,
+    Event,
+    PeerJoined,
+    Received,
+    Seconds,
+    Send,
+    SetTimer,
+    Started,
+    TimerFired,
+)
+
+
+FETCH = "worker:fetch"
+INSTALLED = "worker:installed"
+PUSHED = "worker:pushed"
+LEAVE = "worker:leave"
+JOIN = "worker:join"
+BEAT = "worker:beat"
+
+JOIN_RETRY_SECONDS = 0.5
+BEAT_SECONDS = 1.0
+SILENCE_SECONDS_MAX = 3.0
+"""Of a server that answers every beat, after which it may be another life of it: that
+knows nothing of who had joined the one before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedPush:
+    """What the loop says of a push that lies in the slots."""
+
+    outcome: Staged
+    n_gradients: int
+    samples: int
+
+
+@final
+class Worker:
+    """The role "worker-…".
+
+    Args:
+        client: Of the shards; the loop calls its `install` and `stage`.
+        join: What to tell the server.
+
+    Attributes:
+        client: The same.
+        stopped: Why the server has ended, once it has said so.
+    """
+
+    def __init__(self, *, client: ParameterClient, join: Join) -> None:
+        self.client = client
+        self.stopped: str | None = None
+        self._join = join
+        self._incarnation = 0
+        self._incarnations: dict[Address, int] = {}  # of the peers
+        self._heard_at: Seconds = 0.0  # the server
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the server has answered."""
+        return bool(self._incarnations)
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Return the actions that `event` calls for.
+
+        Raises:
+            PeerLostError: a shard has been silent for too long.
+        """
+        if self.client.owns(event):
+            return self.client.handle(event, now)
+        match event:
+            case Started():
+                self._incarnation = event.incarnation
+                return self._ask(now)
+            case TimerFired():
+                return self._ask(now) if event.name == JOIN else self._beat(now)
+            case Received():
+                return self._receive(event, now)
+            case Computed():
+                return self._command(event, now)
+            case _:
+                return []
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        """Return what it is doing, and the client's counters."""
+        waited = self.client.waiting_for
+        state = "ready" if waited is None else f"waiting for {waited}"
+        return state, self.client.counters()
+
+    def _ask(self, now: Seconds) -> Sequence[Action]:
+        return [
+            Send(receiver=SUPERVISOR, message=self._join),
+            SetTimer(name=JOIN, at=now + JOIN_RETRY_SECONDS),
+        ]
+
+    def _beat(self, now: Seconds) -> Sequence[Action]:
+        state, counters = self.status()
+        heartbeat = Heartbeat(state=state, counters=dict(counters))
+        is_silent = now - self._heard_at > SILENCE_SECONDS_MAX
+        return [
+            *([Send(receiver=SUPERVISOR, message=self._join)] if is_silent else []),
+            Send(receiver=SUPERVISOR, message=heartbeat),
+            SetTimer(name=BEAT, at=now + BEAT_SECONDS),
+        ]
+
+    def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
+        if event.sender == SUPERVISOR:
+            self._heard_at = now
+        match event.message:
+            case Peers():
+                return self._introduced(event.message, now)
+            case Stop():
+                self.stopped = event.message.reason
+                raise PeerLostError(f"the server has ended: {self.stopped}")
+            case _:
+                return []
+
+    def _introduced(self, peers: Peers, now: Seconds) -> Sequence[Action]:
+        first = not self._incarnations
+        actions: list[Action] = [CancelTimer(name=JOIN)]
+        for entry in peers.entries:
+            name = Address(entry.name)
+            if entry.incarnation <= self._incarnations.get(name, 0):
+                continue
+            self._incarnations[name] = entry.incarnation
+            actions.append(
+                Connect(
+                    peer=name,
+                    incarnation=entry.incarnation,
+                    endpoint=entry.endpoint,
+                    host=entry.host,
+                )
+            )
+            joined = PeerJoined(peer=name, incarnation=entry.incarnation)
+            if not first and self.client.owns(joined):
+                actions += self.client.handle(joined, now)
+        if first:
+            actions += [*self.client.start(self._incarnation, now), *self._beat(now)]
+        return actions
+
+    def _command(self, event: Computed, now: Seconds) -> Sequence[Action]:
+        match event.name, event.result:
+            case "worker:fetch", None:
+                return self.client.begin_fetch(now)
+            case "worker:installed", Installed() as outcome:
+                return self.client.installed(outcome, now)
+            case "worker:pushed", StagedPush() as push:
+                return self.client.staged(
+                    push.outcome, n_gradients=push.n_gradients, samples=push.samples, now=now
+                )
+            case "worker:leave", None:
+                return [Send(receiver=SUPERVISOR, message=Finished(counters={}))]
+            case _:
+                raise LocalProtocolError(f"no command of a worker: {event.name!r}")

@@ -1,0 +1,661 @@
+"""What a machine of a model replica computes for: Algorithm 1.1, on its own regions.
+
+Of the tensors a machine keeps it fetches, steps and pushes its part; others hear of it
+by messages of the program. So fetches, local steps and pushes are as in `replica`, one
+for each machine, and the machines meet in the step alone. Whose shards have the most
+samples after a life was given up pushes nothing until the others have as many: each
+gradient is applied once (`pushed`).
+
+One push goes to several shards. A machine that dies after some have applied it and
+before all have goes on from where the least advanced shard is, so that those apply it
+twice: its number dies with the machine's incarnation, and what shards keep, samples,
+does not tell two pushes of several steps apart. It is one gradient of one replica.
+
+It decides what is fetched, wanted and pushed when; what a step computes is in
+`part_steps`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Final, assert_never, final
+
+from distbelief.data.sharding import DataShard
+from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
+from distbelief.execution.executor import Found, Put
+from distbelief.parameter_server.client.buffers import Installed, Staged
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.protocol import Begin, Evaluate, Finished, Message, Stop
+from distbelief.roles.role import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Cost,
+    Event,
+    Halt,
+    Received,
+    Seconds,
+    Send,
+    SetTimer,
+    Started,
+    TimerFired,
+)
+from distbelief.worker.batches import BatchReader, Chosen, Portion
+from distbelief.worker.config import DownpourConfig
+from distbelief.worker.gradients import Closed, PartTrainer, Step
+from distbelief.worker.group import Install, Vote
+from distbelief.worker.group_leader import Leader, Outgoing
+from distbelief.worker.local_executor import Attempt, Batch, Outcome, Trainer
+from distbelief.worker.metrics import Counters, Tally, Telling
+
+
+# The model replica: Algorithm 1.1 of Dean et al. 2012, as a state machine.
+#
+#     step                 0        1        2        3        ...    n_fetch = n_push = 2
+#     fetch                x                 x                        DB-6
+#     push                 x                 x                        DB-6
+#     gradients pushed     g0                g1 + g2                  DB-7: raw, summed
+#     local step                             (x)      x               DB-9
+#
+# A fetch loses no local step: those whose gradients are not pushed yet are taken again
+# from the parameters fetched. With `overwrite_local_steps` they are lost, as in the
+# paper.
+#
+# Paper to code: alpha `local_learning_rate`, n_fetch `n_fetch`, n_push `n_push`, accrued
+# gradients `LocalModel.accrued`.
+#
+# Three things run side by side, weakly synchronised (DB-10): the compute lane takes
+# steps, the data lane reads the batch of the next one, and the client's messages carry
+# fetches and pushes. What was fetched is copied into the model just before the step that
+# it is for, so from shared memory the newest values are used; block messages are asked
+# for while the step before is computed. With `blocking`, or where there are local steps
+# to keep, a fetch begins only when every push is applied: one replica then is sequential
+# SGD (DB-11).
+#
+# A step waits if no slot is free for the push before it: at most two pushes of a replica
+# are under way. After the last step one more push carries what has accrued since.
+#
+# The place in the data is the one thing that outlives a replica: the shards know how many
+# samples the pushes they applied amount to, and a new incarnation goes on from there.
+
+TORN_RETRY_SECONDS = 1e-3
+"""After a fetch that met an update half done."""
+
+
+@final
+class ModelReplica:
+    """The role `replica-INDEX`.
+
+    Args:
+        config: How it trains.
+        client: Of the shards; it pushes.
+        trainer: What is run in its lanes, with the model.
+        data_shard: Its part of the data.
+        await_begin: Wait for `Begin` before the first step.
+    """
+
+    def __init__(
+        self,
+        config: DownpourConfig,
+        *,
+        client: ParameterClient,
+        trainer: Trainer,
+        data_shard: DataShard,
+        await_begin: bool = True,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._trainer = trainer
+        self._reader = BatchReader(
+            data_shard, trainer, batch_size=config.batch_size, n_batches_max=config.max_steps
+        )
+        self._tally = Tally(config)
+        self._begun = not await_begin
+        self._samples_allowed: int | None = None  # no step begins then
+        self._placed = False  # does it know where in the data to begin?
+        self._stopped_by: Address | None = None
+        self._ended = False
+        self._step = 0  # the next, or the one under way
+        self._attempt: Attempt | None = None  # at the step under way
+        self._fetching = False  # begun, and not yet installed
+        self._torn_wait = False
+        self._clock = 0  # of the parameters in use
+        self._push_due = False
+        self._staging = False
+        self._n_accrued = 0
+        self._accrued_clocks: tuple[int, ...] = ()  # when the oldest was computed
+
+    @property
+    def counters(self) -> Counters:
+        """What it has done in this life."""
+        return self._tally.counters
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Return the actions that `event` calls for.
+
+        Raises:
+            JobError: model, data or learning rate make it impossible to go on.
+            PeerLostError: a shard has been silent for too long.
+        """
+        actions: list[Action] = []
+        if self._client.owns(event):
+            actions += self._client.handle(event, now)
+        else:
+            match event:
+                case Started():
+                    actions += self._client.start(event.incarnation, now)
+                case Received():
+                    self._receive(event.sender, event.message)
+                case TimerFired(name="replica:retry"):
+                    self._torn_wait = False
+                case Computed():
+                    actions += self._computed(event, now)
+                case _:
+                    pass  # peers come and go: the client's business
+        return [*actions, *self._advance(now)]
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        """Return what it is doing, and: the client's counters, and its own."""
+        counters = {**self._client.counters(), **self._tally.figures()}
+        if self._samples_allowed is not None:
+            counters["samples_allowed"] = float(self._samples_allowed)
+        return self._state(), counters
+
+    def _state(self) -> str:
+        if self._attempt is not None:
+            return "computing"
+        if self._staging:
+            return "pushing"
+        waited = self._client.waiting_for
+        if waited is not None and (self._begun or not self._client.ready):
+            return f"waiting for {waited}"
+        if self._is_over:
+            return "finishing"
+        if self._is_held:
+            return "waiting for more samples"
+        return "fetching" if self._begun else "waiting for begin"
+
+    # ---------------------------------------------------------------------- events
+
+    def _receive(self, sender: Address, message: Message) -> None:
+        if isinstance(message, Begin):
+            self._begun, self._samples_allowed = True, message.samples
+        elif isinstance(message, Stop):
+            self._stopped_by = sender
+        else:
+            raise RemoteProtocolError(
+                f"{sender} sent a replica {type(message).__name__}: only shards, and "
+                "Begin and Stop, speak to it"
+            )
+
+    def _computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+        if event.error is not None:
+            raise _failure(event.error, step=self._step)
+        match event.name:
+            case "replica:read":
+                self._reader.have_read(event.result)
+                return []
+            case "replica:install":
+                self._tally.seconds_computing += event.seconds
+                return self._installed(event.result, now)
+            case "replica:step":
+                self._tally.seconds_computing += event.seconds
+                return self._stepped(event.result, now)
+            case "replica:push":
+                return self._pushed(event.result, now)
+            case _:
+                raise LocalProtocolError(f"nobody asked for {event.name!r}")
+
+    # ----------------------------------------------------------------- the machine
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no further step is to begin."""
+        if self._stopped_by is not None:
+            return True
+        return self._config.is_over_at(self._step, position=self._tally.position)
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether it has trained all that it may so far."""
+        allowed = self._samples_allowed
+        return allowed is not None and self._placed and self._tally.position >= allowed
+
+    def _advance(self, now: Seconds) -> Sequence[Action]:
+        """Begin what can begin; the compute lane has one step or push at a time."""
+        busy = self._attempt is not None or self._staging or self._torn_wait
+        if busy or self._ended:
+            return []
+        if self._is_over and not self._push_due:
+            if not self._n_accrued:
+                return self._end(now)
+            self._push_due = True  # the final push: what has accrued since the last
+        if not self._client.ready:
+            return []
+        if self._push_due:
+            return self._push()
+        if not self._begun:
+            return []
+        self._place(now)
+        # Lives before may have done it all.
+        return self._end(now) if self._is_over else self._take_step(now)
+
+    def _place(self, now: Seconds) -> None:
+        """Begin where in the data the lives before have ended, once."""
+        if not self._placed:
+            self._placed = True
+            self._reader.start(self._client.samples)
+            self._tally.begin(self._client.samples, now)
+
+    def _take_step(self, now: Seconds) -> Sequence[Action]:
+        """Take the next step, or do whatever it still lacks."""
+        if self._is_held:
+            return self._tally.progress(now)  # the supervisor may wait for it
+        actions = [*self._reader.read_ahead(), *self._fetch(now)]
+        fetches = self._config.fetches_at(self._step)
+        fetched = self._fetching and self._client.fetch_complete
+        batch = self._reader.next
+        if batch is None or (fetches and not fetched):
+            return actions
+        self._attempt = Attempt()
+        if fetches:
+            actions.append(self._install(self._attempt))
+        actions.append(self._compute(batch, self._attempt))
+        if not fetches:
+            actions += self._fetch_ahead(now)
+        return actions
+
+    def _end(self, now: Seconds) -> Sequence[Action]:
+        """End once every push is known to be applied."""
+        if self._client.unacknowledged:
+            return []
+        self._ended = True
+        _, counters = self.status()
+        finished = Finished(counters=dict(counters))
+        return [
+            *self._tally.progress(now),
+            Send(receiver=self._stopped_by or SUPERVISOR, message=finished),
+            Halt(),
+        ]
+
+    # ----------------------------------------------------------------------- fetch
+
+    def _fetch(self, now: Seconds) -> Sequence[Action]:
+        """Begin the fetch of the next step, unless it is under way or must wait."""
+        if self._fetching or not self._config.fetches_at(self._step):
+            return []
+        if self._config.awaits_pushes and self._client.unacknowledged:
+            return []
+        self._fetching = True
+        return self._client.begin_fetch(now)
+
+    def _fetch_ahead(self, now: Seconds) -> Sequence[Action]:
+        """Begin the fetch of the step after the present one (DB-10)."""
+        config, after = self._config, self._step + 1
+        if self._fetching or self._stopped_by is not None:
+            return []
+        if not config.may_fetch_during(self._step):
+            return []
+        if config.awaits_pushes and self._client.unacknowledged:
+            return []
+        present = self._reader.next
+        position = self._tally.position + (present.n_samples if present else 0)
+        is_last = config.is_over_at(after, position=position)
+        if is_last or not config.fetches_at(after):
+            return []
+        self._fetching = True
+        return self._client.begin_fetch(now)
+
+    def _install(self, attempt: Attempt) -> Compute:
+        model, config = self._trainer.model, self._config
+        work = self._client.install(model.values)
+        rate = config.rate(self._clock) if config.keeps_local_steps else None
+        # Copied; and if local steps are taken again: gradients, values, values again.
+        n_copies = 5 if rate and self._n_accrued else 2
+        return Compute(
+            name="replica:install",
+            work=partial(self._trainer.install, work, attempt, rate=rate),
+            cost=Cost(n_bytes=float(n_copies * model.n_bytes)),
+            remaining=lambda: self._client.readable_share,
+        )
+
+    def _installed(self, result: object, now: Seconds) -> Sequence[Action]:
+        assert isinstance(result, Installed), result
+        actions = list(self._client.installed(result, now))
+        if result.torn:
+            return actions
+        self._fetching = False
+        self._clock = max(result.clocks, default=0)
+        self.counters.fetches += 1
+        return [*actions, *self._fetch_ahead(now)]
+
+    # ------------------------------------------------------------------------ step
+
+    def _compute(self, batch: Batch, attempt: Attempt) -> Compute:
+        model, rate = self._trainer.model, self._local_rate()
+        n_copies = 1 if rate is None else 4  # parameters read; stepped: g, w, w again
+        return Compute(
+            name="replica:step",
+            work=partial(self._trainer.step, batch, attempt, local_rate=rate),
+            cost=Cost(flops=model.flops(batch.n_samples), n_bytes=float(n_copies * model.n_bytes)),
+            remaining=lambda: float(not attempt.is_torn),
+        )
+
+    def _local_rate(self) -> float | None:
+        return self._config.local_rate(self._step, clock=self._clock)
+
+    def _stepped(self, result: object, now: Seconds) -> Sequence[Action]:
+        """Account for a step that has been computed, or could not be."""
+        assert isinstance(result, Outcome | None), result
+        self._attempt = None
+        if result is None:
+            self.counters.torn += 1
+            self._torn_wait = True
+            return [SetTimer(name="replica:retry", at=now + TORN_RETRY_SECONDS)]
+        batch = self._reader.take()
+        self._tally.stepped(n_samples=batch.n_samples, loss=result.loss)
+        actions: list[Action] = []
+        if result.is_finite:
+            self._accrued()
+        else:
+            actions += self._tally.skip(result.blame)
+        # There is nothing to push if all was skipped.
+        self._push_due = self._config.pushes_at(self._step) and self._n_accrued > 0
+        self._step += 1
+        return [*actions, *self._tally.progress_if_due(now)]
+
+    def _accrued(self) -> None:
+        """Count the gradient of the present step; remember how old the oldest is."""
+        if not self._n_accrued:
+            self._accrued_clocks = self._client.clocks
+        self._n_accrued += 1
+        self.counters.gradients += 1
+        self.counters.local_steps += self._local_rate() is not None
+        if self._config.checks_every_gradient:
+            self._tally.good()
+
+    # ------------------------------------------------------------------------ push
+
+    def _push(self) -> Sequence[Action]:
+        """Stage what has accrued, once there is a free slot on every shard."""
+        if not self._client.can_push:
+            return []
+        self._staging = True
+        model = self._trainer.model
+        # A shard that has restarted since counts from an older clock again.
+        oldest = map(min, self._accrued_clocks, self._client.clocks)
+        stage = self._client.stage(model.accrued, model.values, fetched_clocks=tuple(oldest))
+        return [
+            Compute(
+                name="replica:push",
+                work=partial(self._trainer.push, stage),
+                cost=Cost(n_bytes=2.0 * model.n_bytes),
+            )
+        ]
+
+    def _pushed(self, result: object, now: Seconds) -> Sequence[Action]:
+        """Send what lies in the slots now; or, if it is not finite, forget it."""
+        assert isinstance(result, Staged), result
+        self._staging = self._push_due = False
+        n_gradients, self._n_accrued = self._n_accrued, 0
+        actions = self._client.staged(
+            result, n_gradients=n_gradients, samples=self._tally.position, now=now
+        )
+        if not result.finite:  # the client's report names the tensors
+            return self._tally.bad(n_gradients, actions)
+        self.counters.pushes += 1
+        self.counters.gradients_pushed += n_gradients
+        self._tally.good()
+        return actions
+
+
+def _failure(error: BaseException, *, step: int) -> DistBeliefError:
+    if isinstance(error, DistBeliefError):
+        return error
+    return JobError(f"step {step} failed: {type(error).__name__}: {error}")
+
+
+PUSH: Final = "machine:push"
+
+
+@final
+class Training:
+    """Trains; see `runtime.machine.Duty`.
+
+    Args:
+        config: How.
+        client: Of the shards.
+        trainer: Does the work of its steps.
+        await_begin: The leader waits for `Begin`.
+
+    Attributes:
+        values: Flat, one per item.
+    """
+
+    def __init__(
+        self,
+        config: DownpourConfig,
+        *,
+        client: ParameterClient,
+        trainer: PartTrainer,
+        await_begin: bool,
+    ) -> None:
+        self.values = trainer.values
+        self._config = config
+        self._client = client
+        self._trainer = trainer
+        self._accrued = trainer.accrued
+        self._tally = Tally(config)
+        self._begun = not await_begin
+        self._samples_allowed: int | None = None
+        self._pushed = 0  # samples of what was pushed last
+        self._clock = 0
+        self._begun_at: Seconds = 0.0
+        self._step: Step | None = None
+        self._push_due = False
+        self._staging = False
+        self._telling = Telling(every=config.progress_seconds)
+
+    # ------------------------------------------------------------------------ the life
+
+    @property
+    def pushed(self) -> int | None:
+        """Samples of what the shards have from it; None if it pushes nothing."""
+        if not self.values:
+            return None
+        return max(self._pushed, self._client.samples)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing that it pushed is under way."""
+        return not (self._staging or self._client.unacknowledged)
+
+    def may_fetch(self, *, ahead: bool) -> bool:
+        """Return whether a fetch may begin now (DB-11)."""
+        config, step = self._config, self._step
+        if ahead and step is not None and not config.may_fetch_during(step.number):
+            return False
+        return not (config.awaits_pushes and self._client.unacknowledged)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a push waits for a slot."""
+        return self._push_due
+
+    def begin(self, position: int, now: Seconds) -> None:
+        """Begin a life there in the data."""
+        self._pushed = self.pushed or 0
+        if not self._tally.position:
+            self._begun_at = now
+        self._tally.begin(position, now)
+
+    def drop(self) -> None:
+        """Give up the step under way, and what has accrued.
+
+        It is computed again: a life begins where the shards' knowledge ends.
+        """
+        step, self._step = self._step, None
+        if step is not None and step.draft is not None:
+            self._client.abandon()
+        self._trainer.drop()
+        self._push_due = False
+
+    def fetches_at(self, step: int) -> bool:
+        """Return whether this step begins with a fetch (DB-6)."""
+        return self._config.fetches_at(step)
+
+    def installing(self, work: Install) -> Install:
+        """Return the work of an install; it loses no local step."""
+        if not self._config.keeps_local_steps:
+            return work
+        return self._trainer.installing(work, rate=self._config.rate(self._clock))
+
+    def fetched(self, seconds: Seconds) -> bool:
+        """A fetch was installed."""
+        self._tally.seconds_computing += seconds
+        self._tally.counters.fetches += 1
+        self._clock = max(self._client.clocks, default=0)
+        return True
+
+    # ------------------------------------------------------------------------ the step
+
+    def open(self, step: int, chosen: Chosen, portion: Portion) -> Put:
+        """Begin a step; return what takes its gradients."""
+        config = self._config
+        counts = bool(self.values) and chosen.stop > self._pushed
+        waits = config.checks_every_gradient or config.clip_norm is not None
+        at_once = counts and not waits and not self._accrued.n_gradients
+        draft = self._client.draft() if at_once and self._client.can_push else None
+        self._step = Step(
+            number=step,
+            counts=counts,
+            draft=draft,
+            local_rate=config.local_rate(step, clock=self._clock),
+            chosen=chosen,
+            portion=portion,
+        )
+        return self._step.put
+
+    def close(self, found: Found) -> Vote | Closed:
+        """Say what this machine has of the step; alone, go on at once. Work."""
+        assert self._step is not None
+        return self._trainer.close(self._step, found)
+
+    def closed(
+        self, result: object, found: Found, chosen: Chosen, now: Seconds
+    ) -> Sequence[Action]:
+        """Account for a step; push what was laid into the slots."""
+        assert isinstance(result, Closed), result
+        step, self._step = self._step, None
+        assert step is not None
+        n = len(chosen.indices)
+        loss = math.nan if found.loss is None else found.loss / n
+        self._tally.stepped(n_samples=n, loss=loss)
+        holds_nothing = not self.values  # it may know the loss, and has to tell
+        if not step.counts and not holds_nothing:
+            return []
+        if not result.is_finite:
+            return self._skip(result, step, tells=found.loss is not None)
+        if holds_nothing:
+            self._tally.good()
+            return []
+        counters = self._tally.counters
+        counters.gradients += 1
+        if step.draft is not None:
+            assert result.staged is not None
+            return self._staged(result.staged, n_gradients=1, stop=chosen.stop, now=now)
+        self._accrued.count(chosen.stop, clocks=self._client.clocks)
+        counters.local_steps += step.local_rate is not None
+        if self._config.checks_every_gradient:
+            self._tally.good()
+        self._push_due = self._config.pushes_at(step.number)
+        return []
+
+    def _skip(self, result: Closed, step: Step, *, tells: bool) -> Sequence[Action]:
+        """Skip a step, as all machines do; who knows the loss tells of it."""
+        if result.staged is not None:
+            self._client.abandon()
+        samples = step.chosen.indices.tolist()
+        said = self._tally.skip(result.blame, samples=samples)
+        return said if tells else []
+
+    # ------------------------------------------------------------------------ the push
+
+    def work(self, *, final: bool) -> Sequence[Action]:
+        """Stage what has accrued, once there is a free slot on every shard."""
+        self._push_due |= final and self._accrued.n_gradients > 0
+        if not (self._push_due and self._client.ready and self._client.can_push):
+            return []
+        self._push_due, self._staging = False, True
+        oldest = self._accrued.fetched_clocks(self._client.clocks)
+        stage = self._client.stage(self._accrued.sums, self.values, fetched_clocks=oldest)
+        n_bytes = 2.0 * sum(value.nbytes for value in self.values)
+        return [Compute(name=PUSH, work=stage, cost=Cost(n_bytes=n_bytes))]
+
+    def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+        """Send what lies in the slots now; or, if it is not finite, forget it."""
+        if event.name != PUSH:
+            raise LocalProtocolError(f"nobody asked for {event.name!r}")
+        result = event.result
+        assert isinstance(result, Staged), result
+        self._staging = False
+        n_gradients, stop = self._accrued.n_gradients, self._accrued.stop
+        self._trainer.staged(result)
+        return self._staged(result, n_gradients=n_gradients, stop=stop, now=now)
+
+    def _staged(
+        self, staged: Staged, *, n_gradients: int, stop: int, now: Seconds
+    ) -> Sequence[Action]:
+        actions = self._client.staged(staged, n_gradients=n_gradients, samples=stop, now=now)
+        if not staged.finite:  # the client's report names the tensors
+            return self._tally.bad(n_gradients, actions)
+        self._pushed = max(self._pushed, stop)
+        self._tally.counters.pushes += 1
+        self._tally.counters.gradients_pushed += n_gradients
+        self._tally.good()
+        return actions
+
+    # ---------------------------------------------------------------------- the leader
+
+    def command(self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds) -> Outgoing:
+        """Obey the supervisor, if this machine leads."""
+        match message:
+            case Begin():
+                self._samples_allowed = message.samples
+                return leader.begin(now, samples=message.samples)
+            case Stop():
+                return leader.stop(now)
+            case Evaluate():
+                return []  # the evaluators are asked
+            case _:
+                assert_never(message)
+
+    def report(
+        self, leader: Leader, now: Seconds, *, final: bool
+    ) -> tuple[Sequence[Action], Outgoing]:
+        """Report to the supervisor, unless that was done a moment ago."""
+        progress = self._telling.report(
+            leader,
+            now,
+            final=final or leader.is_held,
+            computing=self._tally.seconds_computing,
+            elapsed=now - self._begun_at,
+        )
+        if progress is None:
+            return [], []
+        return [Send(receiver=SUPERVISOR, message=progress)], []
+
+    @property
+    def clock(self) -> float | None:
+        """Mean clock of the values in use; None if it keeps none."""
+        clocks = self._client.clocks
+        return sum(clocks) / len(clocks) if clocks else None
+
+    def figures(self) -> Mapping[str, float]:
+        """Return counters."""
+        figures = self._tally.figures()
+        if self._samples_allowed is not None:
+            figures["samples_allowed"] = float(self._samples_allowed)
+        return figures

@@ -1,0 +1,402 @@
+"""The step under way on one machine: what has come, what can be done, what is sent.
+
+take      a transfer of another machine: kept until its step, refused if it is none
+open      the step begins
+chain     all that can be done now, as one piece of work for the compute lane
+ran       it is done: messages to be sent
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, final
+
+import numpy as np
+import torch
+
+from distbelief.core.vectors import ELEMENT_TYPES, Element, Vector
+from distbelief.errors import RemoteProtocolError
+from distbelief.execution.executor import Execution, Found, Given, Put
+from distbelief.execution.operations import Dataflow, Enter
+from distbelief.execution.schedule import Agenda, Timetable
+from distbelief.parameter_server.client.buffers import Installed
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.program.instructions import Receive
+from distbelief.protocol import Taken, Transfer
+from distbelief.roles.reliable import Courier, Inbox, Label, Parcel, blocks_of
+from distbelief.roles.role import Action, Compute, Computed, Cost, Seconds, SetTimer
+from distbelief.worker.batches import Course, Portion, micro_sizes, step_seed
+from distbelief.worker.group import Duty
+from distbelief.worker.group_leader import AHEAD
+
+
+# The parameters that a machine keeps, fetched anew: for a step, or ahead of it.
+#
+# A fetch that met an update half done is tried again after a moment, and one that brought
+# another version than the duty wants after a longer one. What was fetched for a life that
+# is over is not used: it may be older than what this machine has pushed.
+
+INSTALL: Final = "machine:install"
+RETRY: Final = "machine:retry"
+
+TORN_RETRY_SECONDS: Final = 1e-3
+OTHER_RETRY_SECONDS: Final = 0.05
+
+
+@final
+class Renewing:
+    """Fetches and installs, step by step.
+
+    Args:
+        client: Of the shards that hold what this machine keeps.
+        duty: Whose tensors they are, and who says when.
+
+    Attributes:
+        waits: A fetch is to be tried again soon.
+    """
+
+    def __init__(self, client: ParameterClient, duty: Duty) -> None:
+        self.waits = False
+        self._client = client
+        self._duty = duty
+        self._life = 0
+        self._fetching = False  # begun, and not yet installed
+        self._installing = (0, 0)  # for which life and step
+        self._installed_for = -1  # which step of this life
+
+    def begin(self, life: int) -> None:
+        """Begin a life."""
+        self._life = life
+        self._installed_for = -1
+        self._fetching = False
+
+    def fetch(self, step: int, now: Seconds, *, ahead: bool) -> list[Action]:
+        """Begin the fetch of a step, unless it is under way or must wait (DB-10)."""
+        if self._fetching or not self.lacks(step):
+            return []
+        if not self._duty.may_fetch(ahead=ahead):
+            return []
+        self._fetching = True
+        return self._client.begin_fetch(now)
+
+    def lacks(self, step: int) -> bool:
+        """Return whether this step still has to be fetched for."""
+        return self._installed_for != step and self._duty.fetches_at(step)
+
+    def install(self, step: int) -> list[Compute]:
+        """Install what was fetched, if it is there."""
+        if not (self._fetching and self._client.fetch_complete):
+            return []
+        values = self._duty.values
+        self._installing = (self._life, step)
+        work = Compute(
+            name=INSTALL,
+            work=self._duty.installing(self._client.install(values)),
+            cost=Cost(n_bytes=2.0 * sum(value.nbytes for value in values)),
+            remaining=lambda: self._client.readable_share,
+        )
+        return [work]
+
+    def installed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+        """Note what an install did."""
+        result = event.result
+        assert isinstance(result, Installed), result
+        actions = self._client.installed(result, now)
+        life, step = self._installing
+        if life != self._life:
+            return actions
+        if result.torn:
+            self.waits = True
+            return [*actions, SetTimer(name=RETRY, at=now + TORN_RETRY_SECONDS)]
+        self._fetching = False
+        if not self._duty.fetched(event.seconds):
+            self.waits = True
+            return [*actions, SetTimer(name=RETRY, at=now + OTHER_RETRY_SECONDS)]
+        self._installed_for = step
+        return actions
+
+
+CHAIN: Final = "machine:chain"
+
+Close = Callable[[Found], object]
+"""What is done in the compute lane with the result of a step."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What a chain came to.
+
+    Attributes:
+        life: In which.
+        sends: Instances, and what they send.
+        found: At the end of the step.
+        closed: What was then done with it.
+    """
+
+    life: int
+    sends: Sequence[tuple[int, Vector]]
+    found: Found | None = None
+    closed: object = None
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """The step under way."""
+
+    number: int
+    agenda: Agenda
+    put: Put
+    close: Close
+    arrived: dict[int, Vector]
+    is_closing: bool = False
+
+
+@final
+class Stepping:
+    """Runs the steps of one machine, one after the other.
+
+    Args:
+        execution: Its operations.
+        couriers: Its links to the other machines.
+        course: The samples of each step.
+        micro_batches: Into how many parts they are cut.
+        training: Or inference.
+        seed: Of the steps' randomness; equal on all machines.
+
+    Attributes:
+        life: The present one.
+        step: The one under way, or the next.
+    """
+
+    def __init__(
+        self,
+        execution: Execution,
+        *,
+        couriers: Mapping[int, Courier],
+        course: Course,
+        micro_batches: int,
+        training: bool,
+        seed: Sequence[int],
+    ) -> None:
+        self.life = 0
+        self.step = 0
+        self._execution = execution
+        self._couriers = couriers
+        self._course = course
+        self._micro_batches = micro_batches
+        self._training = training
+        self._seed = tuple(seed)
+        self._inbox = Inbox()
+        self._early: list[tuple[int, Transfer]] = []
+        self._is_placed = False  # does it know where in the data the life begins?
+        self._open: _Open | None = None
+        self._tables: dict[int, Timetable] = {}
+        self._sent = {place: link for link, place in execution.flow.sent.items()}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step is under way."""
+        return self._open is not None
+
+    @property
+    def awaited(self) -> int | None:
+        """The machine whose message is waited for first, if any is."""
+        if self._open is None or not self._open.agenda.awaited:
+            return None
+        instance = min(self._open.agenda.awaited)
+        operation = self._flow.operations[instance % len(self._flow.operations)]
+        assert isinstance(operation, Enter)
+        assert isinstance(operation.instruction, Receive)
+        return operation.instruction.message.sender
+
+    @property
+    def _flow(self) -> Dataflow:
+        return self._execution.flow
+
+    # --------------------------------------------------------------------------- lives
+
+    def begin(self, life: int) -> None:
+        """Begin a life: what there is of another one is forgotten."""
+        self.life, self.step = life, 0
+        self._open = None
+        self._is_placed = False
+        self._inbox.clear()
+        self._early.clear()
+        for courier in self._couriers.values():
+            courier.begin(life)
+
+    def place(self, now: Seconds) -> list[Action]:
+        """Take what came before it was known where in the data the life begins."""
+        self._is_placed = True
+        early, self._early = self._early, []
+        actions: list[Action] = []
+        for sender, message in early:
+            actions += self.take(sender, message, now)
+        return actions
+
+    # ----------------------------------------------------------------------- transfers
+
+    def take(self, sender: int, message: Transfer, now: Seconds) -> list[Action]:
+        """Take a transfer of another machine.
+
+        Raises:
+            RemoteProtocolError: it is of another life, not of the program, or of
+                another size.
+        """
+        if message.life != self.life:
+            raise RemoteProtocolError(
+                f"machine {sender} sent a transfer of life {message.life}; the present "
+                f"one is {self.life}"
+            )
+        courier = self._couriers[sender]
+        is_new = courier.is_new(message.sequence)
+        actions = courier.taken(message.taken, now)
+        if not self._is_placed:
+            if is_new:  # not taken yet: if it is dropped here it will come again
+                self._early.append((sender, message))
+                del self._early[: -AHEAD * 32 * max(len(self._couriers), 1)]
+            return actions
+        if is_new and message.step >= self.step:
+            label = Label(message.step, message.micro_batch, message.way, sender)
+            n_elements, dtype = self._expected(label)
+            if self._inbox.take(label, message, n_elements=n_elements, dtype=dtype):
+                self._arrive(message.step)
+        return [*actions, *courier.have(message.sequence)]
+
+    def taken(self, sender: int, message: Taken, now: Seconds) -> list[Action]:
+        """Another machine has transfers of this one."""
+        if message.life != self.life:
+            return []  # what was under way in another life is forgotten
+        return self._couriers[sender].taken(message.taken, now)
+
+    def _expected(self, label: Label) -> tuple[int, "np.dtype[Element]"]:
+        """Return how many numbers of which type a message has.
+
+        Raises:
+            RemoteProtocolError: there is no such message.
+        """
+        flow = self._flow
+        place = flow.received.get((label.way, label.sender))
+        if place is None or label.step >= self.step + AHEAD:
+            raise RemoteProtocolError(
+                f"machine {label.sender} sent message {label.way} of step {label.step}:"
+                f" {'no step so far ahead' if place is not None else 'no such message'}"
+            )
+        sizes = self._sizes(label.step)
+        operation = flow.operations[place]
+        if label.micro_batch >= (1 if operation.once else len(sizes)):
+            raise RemoteProtocolError(
+                f"machine {label.sender} sent micro-batch {label.micro_batch} of a "
+                f"step of {len(sizes)}"
+            )
+        assert isinstance(operation, Enter)
+        assert isinstance(operation.instruction, Receive)
+        message = operation.instruction.message
+        n = sum(region.n_elements for region in message.regions)
+        if not operation.once and message.name not in flow.joined:
+            n *= sizes[label.micro_batch]
+        integer = message.name in flow.integers and message.kind == "state"
+        double = self._execution.dtype == torch.float64
+        code = "i8" if integer else "f8" if double else "f4"
+        return n, ELEMENT_TYPES[code]
+
+    def _arrive(self, step: int) -> None:
+        """Hand on what has come for the step under way."""
+        opened = self._open
+        if opened is None or opened.number != step:
+            return
+        n = len(self._flow.operations)
+        for label, values in self._inbox.pop_step(step):
+            place = self._flow.received[label.way, label.sender]
+            instance = label.micro_batch * n + place
+            opened.arrived[instance] = values
+            opened.agenda.arrive(instance)
+
+    # --------------------------------------------------------------------------- steps
+
+    def open(
+        self, portion: Portion, parameters: Sequence[torch.Tensor], *, put: Put, close: Close
+    ) -> None:
+        """Begin the step `self.step`; the compute lane is idle.
+
+        Args:
+            portion: Its samples, as far as they are needed.
+            parameters: Per item, (*region.shape).
+            put: Takes the gradients of items, in the compute lane.
+            close: Called at the end, in the compute lane.
+        """
+        sizes = self._sizes(self.step)
+        if len(sizes) not in self._tables:
+            self._tables[len(sizes)] = Timetable.of(self._flow, len(sizes))
+        table = self._tables[len(sizes)]
+        chosen = self._course.batch(self.step)
+        given = Given(
+            parameters=parameters,
+            inputs=portion.inputs,
+            sizes=sizes,
+            training=self._training,
+            seed=step_seed(self._seed, chosen.position),
+        )
+        self._execution.begin(table, given)
+        self._open = _Open(
+            number=self.step, agenda=Agenda(table, sizes), put=put, close=close, arrived={}
+        )
+        self._arrive(self.step)
+
+    def chain(self) -> list[Action]:
+        """Return the work that can be done now: one piece at the most."""
+        opened = self._open
+        if opened is None or opened.is_closing:
+            return []
+        chain, flops = opened.agenda.chain()
+        arrived = {i: opened.arrived.pop(i) for i in chain if i in opened.arrived}
+        n = len(self._flow.operations)
+        sends = any(instance % n in self._sent for instance in chain)
+        if not opened.agenda.n_left and not (chain and sends):
+            opened.is_closing = True
+        elif not chain:
+            return []
+        work = partial(self._run, opened, self.life, chain, arrived, opened.is_closing)
+        return [Compute(name=CHAIN, work=work, cost=Cost(flops=flops))]
+
+    def _run(
+        self,
+        opened: _Open,
+        life: int,
+        chain: Sequence[int],
+        arrived: Mapping[int, Vector],
+        closes: bool,  # noqa: FBT001 -- work of a lane
+    ) -> Ran:
+        sends = self._execution.run(chain, arrived, opened.put)
+        if not closes:
+            return Ran(life=life, sends=sends)
+        found = self._execution.finish()
+        return Ran(life=life, sends=sends, found=found, closed=opened.close(found))
+
+    def ran(self, result: Ran, now: Seconds) -> list[Action]:
+        """Send what a chain has for others; after the last, the step is over."""
+        opened = self._open
+        if opened is None or result.life != self.life:
+            return []
+        n = len(self._flow.operations)
+        actions: list[Action] = []
+        for instance, values in result.sends:
+            copy, operation = divmod(instance, n)
+            way, receiver = self._sent[operation]
+            parcels = [
+                Parcel(
+                    step=opened.number, micro_batch=copy, way=way, block_index=index, values=block
+                )
+                for index, block in blocks_of(values)
+            ]
+            actions += self._couriers[receiver].post(parcels, now)
+        if result.found is not None:
+            self._open = None
+            self.step += 1
+        return actions
+
+    def _sizes(self, step: int) -> list[int]:
+        n_samples = len(self._course.batch(step).indices)
+        return micro_sizes(n_samples, self._micro_batches)

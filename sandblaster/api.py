@@ -1,0 +1,317 @@
+"""`minimize`: a batch method over replicas and shards, called like scipy's.
+
+    result = sandblaster.minimize(net, "cross_entropy", (x, y), replicas=4, shards=2)
+    result.fun, result.nit, result.message         # as of scipy.optimize.minimize
+
+It writes a job, lets `distbelief.train` run it in processes of this machine, and puts
+what was learnt back. Model, loss and data get there without pickle (`sources`,
+`recipes`, `tensor_files`), which limits what they may be.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import final
+
+import numpy as np
+from scipy.optimize import OptimizeResult
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+
+from distbelief.config import toml
+from distbelief.config.job import Job
+from distbelief.config.load import load_job, parse_job
+from distbelief.core.files import scratch
+from distbelief.errors import JobError, StorageError
+from distbelief.run.directory import RunDirectory
+from distbelief.run.result import Run
+from distbelief.run.resume import check_same
+from distbelief.supervisor.view import SupervisorView
+from distbelief.task.task import build_model
+from distbelief.trainer import HeldBack, train
+from sandblaster.config import MethodName
+from sandblaster.optimizers.termination import Reason
+from sandblaster.problem_files import Factory, Problem, import_path, own_problem, plain
+
+
+# scipy's OptimizeResult of a run.
+
+
+@final
+class MinimizeResult(OptimizeResult):  # type: ignore[explicit-any] # its stub is so
+    """What `minimize` returns: scipy's OptimizeResult, with these figures.
+
+    Attributes:
+        x: (n,) the parameters, in the order of `model.parameters()`.
+        success: Whether it converged.
+        status: Number of the reason, in `sandblaster.Reason`.
+        message: Why it ended, for people.
+        fun: The loss, penalties included.
+        jac_norm: Largest element of its gradient, by size.
+        nit: Points accepted.
+        nfev: Evaluations begun; each is of loss and gradient.
+        njev: The same.
+        reason: Why it ended.
+        n_wasted: Examples computed in vain.
+        seconds: How long the job ran.
+        model: With these parameters.
+        directory: The run directory.
+    """
+
+
+INTERRUPTED = frozenset({130, 143})
+"""Exit codes of runs that a signal has ended."""
+
+
+def interim_result(view: SupervisorView) -> MinimizeResult:
+    """Return what is known of a run that goes on: no x."""
+    figures = view.figures
+    return _result(
+        fun=view.loss,
+        jac_norm=figures.get("gradient_norm"),
+        nit=int(figures.get("iteration", 0)),
+        nfev=int(figures.get("evaluations", 0)),
+        seconds=view.seconds,
+    )
+
+
+def result_of(run: Run, *, module: nn.Module | None) -> MinimizeResult:
+    """Return the result of a run that has ended; put it into `module` if there is one.
+
+    A run that ends before it has a point of its own leaves that where it began.
+
+    Raises:
+        JobError: the run has failed, or the point that it found could not be saved.
+    """
+    summary = run.summary
+    reason = _reason(run)
+    if summary.error is not None and reason is Reason.STOPPED:
+        raise JobError(f"minimize: {summary.error}")
+    figures = summary.figures
+    trained = _trained(run)
+    if trained is None:
+        unsaved = summary.error == summary.model_error or figures.get("iteration", 0)
+        if summary.model_error is not None and unsaved:
+            raise JobError(f"minimize: the point found is lost: {summary.model_error}")
+        trained = build_model(run.job.model).eval() if module is None else module
+    elif module is not None:
+        module.load_state_dict(trained.state_dict())
+        trained = module
+    x = parameters_to_vector(trained.parameters()).detach().cpu().numpy().copy()
+    n_evaluations = int(figures.get("evaluations", 0))
+    message = reason.sentence
+    if reason is Reason.STOPPED and summary.stop_reason:
+        message = summary.stop_reason
+    return _result(
+        x=x,
+        success=reason.converged,
+        status=list(Reason).index(reason),
+        reason=reason,
+        message=message,
+        fun=np.nan if summary.loss is None else summary.loss,
+        jac_norm=figures.get("gradient_norm", np.nan),
+        nit=int(figures.get("iteration", 0)),
+        nfev=n_evaluations,
+        njev=n_evaluations,
+        n_wasted=int(figures.get("wasted", 0)),
+        seconds=summary.seconds,
+        model=trained,
+        directory=Path(run.directory),
+    )
+
+
+def _reason(run: Run) -> Reason:
+    """Return why it ended, as the algorithm has it."""
+    text = run.summary.stop_reason
+    if run.exit_code in INTERRUPTED:
+        return Reason.STOPPED
+    return next((one for one in Reason if one.sentence == text), Reason.STOPPED)
+
+
+def _trained(run: Run) -> nn.Module | None:
+    """Return the model, if one was saved."""
+    try:
+        return run.model
+    except StorageError:
+        return None
+
+
+def _result(**figures: object) -> MinimizeResult:
+    result = MinimizeResult()
+    result.update(figures)
+    return result
+
+
+# The user's callback: told of each new iteration, and asked whether to end the run.
+
+Callback = Callable[[MinimizeResult], object]
+"""Told of progress; returns True, or raises StopIteration, to end the run."""
+
+
+@final
+class CallbackWatch:
+    """Watches a job for a callback, which is not called again once it has ended it.
+
+    scipy's minimisers are ended by StopIteration, some of them by True as well.
+
+    Args:
+        callback: The user's; what else it raises is left to the caller.
+    """
+
+    def __init__(self, callback: Callback) -> None:
+        self._callback = callback
+        self._iteration: float | None = None
+        self._has_ended_it = False
+
+    def __call__(self, view: SupervisorView) -> bool:
+        """Tell a new iteration; return whether to end."""
+        iteration = view.figures.get("iteration")
+        if view.phase != "training" or iteration in {None, self._iteration}:
+            return self._has_ended_it
+        self._iteration = iteration
+        return self._tell(interim_result(view))
+
+    def end(self, result: MinimizeResult) -> None:
+        """Tell the last iteration: a short run ends before anybody looks."""
+        if result.nit not in {0, self._iteration}:
+            self._tell(result)
+
+    def _tell(self, result: MinimizeResult) -> bool:
+        if not self._has_ended_it:
+            try:
+                self._has_ended_it = plain(self._callback(result)) is True
+            except StopIteration:
+                self._has_ended_it = True
+        return self._has_ended_it
+
+
+def minimize(  # noqa: PLR0913 -- the options of a job, by their names there
+    model: nn.Module | Factory,
+    loss: Factory,
+    data: object,
+    *,
+    method: MethodName = "l-bfgs",
+    replicas: int = 1,
+    shards: int = 1,
+    partitions: int = 1,
+    threads: int = 1,
+    callback: Callback | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    from_scratch: bool = False,
+    show: bool = False,
+    **options: object,
+) -> MinimizeResult:
+    """Minimise the mean loss of a model over data.
+
+    Args:
+        model: An nn.Module, which is where the search begins and which holds the best
+            point at the end; or the function that makes one: itself, a partial of it,
+            or its import path.
+        loss: Torch's name of it ("cross_entropy"), or a function (outputs, targets) ->
+            mean over the samples, as itself or as an import path.
+        data: Inputs and targets, as tensors, arrays or a TensorDataset; or what makes a
+            map-style data set: a function, a partial of it, or its import path.
+        method: What the coordinator does.
+        replicas: Which compute portions of the batch, one process each.
+        shards: Processes that hold the parameters and the history.
+        partitions: Processes of each replica, which compute the model together: each
+            holds its own regions of it.
+        threads: Of torch, in each process of a replica.
+        callback: Called at most four times a second, if there is a new iteration, with
+            an OptimizeResult of what is known then (no x), and with the result if that
+            has a newer one. It ends the run by returning True, or by raising
+            StopIteration; whatever else it raises ends the run, too, and is raised
+            when that has ended in good order. Then it is not called again.
+        directory: Run directory, kept; if there is one, DIRECTORY.2, and so on. What
+            the processes read of model and data lies beside it, in DIRECTORY.problem.
+            None: nothing is kept.
+        resume: Run directory of an earlier call with the same arguments, to go on
+            with: from its own last point, so the model may have other values by now.
+        from_scratch: Whether to begin anew in `resume`, where the search began; what
+            was saved there is moved into aside-1 (aside-2, ...), and kept.
+        show: Whether to show how it goes, on standard output.
+        options: Other keys of [algorithm]: batch_size, history, max_iterations,
+            tolerance, l1, l2, portion, warm_start (a dict: Downpour first), ...
+            (`sandblaster.config`).
+
+    Returns:
+        scipy's result: x (the parameters, flat, in the order of `model.parameters()`),
+        success, status, message, fun, jac_norm (largest element of the gradient, by
+        size), nit, nfev, njev; and reason, n_wasted (examples computed in vain),
+        seconds, model, directory. Interrupted by Ctrl+C, it is of the last point
+        accepted.
+
+    Raises:
+        JobError: what was given cannot be run, or failed while it ran.
+        StorageError: a directory cannot be had.
+    """
+    problem = Problem(model, data)
+    others: dict[str, object] = {
+        "algorithm": {
+            "name": "sandblaster",
+            "loss": loss if isinstance(loss, str) else _loss_path(loss),
+            "method": method,
+            **options,
+        },
+        "cluster": {
+            "replicas": replicas,
+            "shards": shards,
+            "partitions": partitions,
+            "threads": threads,
+        },
+        "source": {"file": "minimize", "import_paths": _import_paths()},
+    }
+    told = None if callback is None else CallbackWatch(callback)
+    with ExitStack() as stack:
+        if resume is not None:
+            directory = resume
+        if directory is None:
+            directory = stack.enter_context(scratch()) / "run"
+        directory = Path(directory)
+        job = _job(others | problem.tables(directory), directory)
+        if resume is not None:
+            _check_resumes(job, directory)
+        # From here on files are written.
+        if problem.has_files:
+            run_directory = own_problem(directory, resumes=resume is not None)
+            directory = stack.enter_context(run_directory)
+            job = _job(others | problem.tables(directory), directory)
+            problem.write(directory, resumes=resume is not None)
+        del problem  # which may hold copies of the data
+        with nullcontext() if told is None else HeldBack(told) as watch:
+            run = train(job, resume=resume, from_scratch=from_scratch, show=show, watch=watch)
+            module = model if isinstance(model, nn.Module) else None
+            result = result_of(run, module=module)
+        if told is not None:
+            told.end(result)
+        return result
+
+
+def _loss_path(loss: Factory) -> str:
+    if isinstance(loss, nn.Module):
+        raise JobError(
+            f"minimize: loss is {loss!r}: give torch's name of it, such as "
+            "'cross_entropy', or a function of some module"
+        )
+    return import_path(loss, what="loss")
+
+
+def _import_paths() -> list[str]:
+    """Return where this process finds its modules, for the others."""
+    paths = [Path(path).absolute() for path in sys.path]
+    return [str(path) for path in dict.fromkeys(paths) if path.is_dir()]
+
+
+def _job(tables: dict[str, object], directory: Path) -> Job:
+    tables = tables | {"output": {"directory": str(directory)}}
+    written = {name: plain(table) for name, table in tables.items()}
+    return parse_job(toml.write(written), path="minimize")
+
+
+def _check_resumes(job: Job, directory: Path) -> None:
+    """Refuse what `train` would refuse once the files were written."""
+    run = RunDirectory.open(directory, write=False)
+    check_same(job, load_job(run.job_file), directory=str(directory))

@@ -1,0 +1,267 @@
+"""The machines of model-parallel replicas of Sandblaster, for the process of each."""
+
+import json
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+import numpy as np
+import torch
+
+from distbelief.data.sharding import DataShard, Samples
+from distbelief.errors import JobError
+from distbelief.execution.operations import Dataflow
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.replication import copies_of_all
+from distbelief.parameter_server.slices import Selection
+from distbelief.roles.role import Role
+from distbelief.task import dry_run
+from distbelief.task.task import BuildContext, build_loss, build_model
+from distbelief.worker.build import (
+    Makings,
+    Split,
+    assemble,
+    build_client,
+    evaluating_machine,
+    layout_of,
+    place_in,
+    replica_parts,
+)
+from distbelief.worker.config import DownpourSettings
+from distbelief.worker.group import EVALUATORS, Place, member_names
+from distbelief.worker.group_leader import Leader
+from distbelief.worker.local_executor import LocalModel, Trainer
+from distbelief.worker.replica import ModelReplica
+from sandblaster.config import SandblasterSettings
+from sandblaster.coordinator.config import CoordinatorConfig
+from sandblaster.coordinator.coordinator import Coordinator
+from sandblaster.group_tasks import Foreman, SetCourse
+from sandblaster.optimizers import AnyMethod
+from sandblaster.partitioned_worker import Keeping, PartSums, SplitReplica
+from sandblaster.warm_start_worker import WarmStartReplica
+from sandblaster.worker import ReplicaConfig, SandblasterReplica, summed
+
+
+# Builds the coordinator and the replicas of a job, in the processes that run them.
+
+WINDOW_SETS_MIN: Final = 64
+"""Sets that may be dealt beyond the oldest unfinished one: everybody has one to compute
+and one to go on with, however many replicas there are."""
+
+
+_FREE: Final = frozenset(
+    {
+        "gradient_tolerance",
+        "value_tolerance",
+        "value_iterations",
+        "n_iterations_max",
+        "n_evaluations_max",
+        "rounding",
+        "n_history",
+        "sufficient_decrease",
+        "curvature",
+    }
+)
+"""Settings of methods that a run may change when it goes on."""
+
+
+def build_coordinator(config: SandblasterSettings, *, context: BuildContext) -> Role:
+    """Return the coordinator.
+
+    Raises:
+        JobError: a batch would be larger than the data.
+    """
+    n_examples = _n_examples(context)
+    if config.batch_size is not None and config.batch_size > n_examples:
+        raise JobError(
+            f"[algorithm] batch_size = {config.batch_size}, but [data.train] has "
+            f"{n_examples} samples: use fewer, or leave batch_size out, for all of them"
+        )
+    shards, _ = copies_of_all(context.n_shards, 1)
+    rounding = float(np.finfo(layout_of(context).dtype).eps) / 2.0
+    return Coordinator(
+        CoordinatorConfig(
+            cutting=config.cutting(n_examples=n_examples, n_replicas=context.n_replicas),
+            window_sets=max(WINDOW_SETS_MIN, 2 * context.n_replicas),
+            backups=config.backups,
+            n_warm=0 if config.warm_start is None else context.n_replicas,
+            await_begin=context.await_begin,
+            goal=goal_of(config.chosen(), loss=context.task.loss),
+        ),
+        method=msgspec.structs.replace(config.chosen(), rounding=rounding),
+        shards=shards,
+        n_examples=n_examples,
+    )
+
+
+def goal_of(method: AnyMethod, *, loss: str) -> str:
+    """Return what must be the same for a method to go on from what it had written down.
+
+    Tolerances and bounds may change, and how much of a history is remembered.
+    """
+    fields: dict[str, object] = msgspec.to_builtins(method)
+    kept = {name: value for name, value in fields.items() if name not in _FREE}
+    return json.dumps({"loss": loss, **kept}, sort_keys=True)
+
+
+def build_replica(config: SandblasterSettings, *, index: int, context: BuildContext) -> Role:
+    """Return a replica: all are alike, but for their part in a warm start."""
+    task = context.task
+    dataset = context.train_data()
+    module = build_model(task.model)
+    module.train()
+    model = LocalModel(module)
+    names = dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train")
+    trainer = Trainer(
+        model,
+        dataset,
+        loss=summed(build_loss(task)),
+        names=names,
+        clip_norm=None,
+        always_check=False,  # sums are looked at instead, once for each set
+        seed=(config.seed, 0),
+    )
+    n_examples = len(dataset)
+    client = build_client(context, pushes=True)
+    replica = SandblasterReplica(
+        ReplicaConfig(cutting=config.cutting(n_examples=n_examples, n_replicas=context.n_replicas)),
+        client=client,
+        trainer=trainer,
+        samples=Samples(n_examples, seed=config.order_seed),
+        await_begin=context.await_begin,
+    )
+    if config.warm_start is None:
+        return replica
+    settings = config.warm_start.downpour(
+        loss=task.loss, seed=config.seed, n_replicas=context.n_replicas
+    )
+    first = build_first_part(settings, index=index, client=client, model=model, context=context)
+    return WarmStartReplica(downpour=first, sandblaster=replica, await_begin=context.await_begin)
+
+
+def build_first_part(
+    settings: DownpourSettings,
+    *,
+    index: int,
+    client: ParameterClient,
+    model: LocalModel,
+    context: BuildContext,
+) -> ModelReplica:
+    """Return what a replica is in a warm start: one of Downpour, of these things."""
+    task, dataset = context.task, context.train_data()
+    names = dry_run.Names(model=task.model.factory, loss=task.loss, data="data.train")
+    config = settings.of_replica()
+    assert config.max_steps is not None
+    # Of all its lives: what one that is over has done need not be done again.
+    n_samples = config.max_steps * config.batch_size
+    config = replace(config, max_steps=None, max_samples=n_samples)
+    trainer = Trainer(
+        model,
+        dataset,
+        loss=build_loss(task),
+        names=names,
+        clip_norm=config.clip_norm,
+        always_check=config.checks_every_gradient,
+        seed=(config.seed, index),
+    )
+    data_shard = DataShard(
+        len(dataset), replica_index=index, n_replicas=context.n_replicas, seed=config.seed
+    )
+    return ModelReplica(
+        config,
+        client=client,
+        trainer=trainer,
+        data_shard=data_shard,
+        await_begin=True,  # of the coordinator
+    )
+
+
+def _n_examples(context: BuildContext) -> int:
+    if context.n_train is not None:
+        return context.n_train
+    return len(context.train_data())
+
+
+def build_machine(
+    name: str, *, config: SandblasterSettings, context: BuildContext, split: Split
+) -> Role:
+    """Return the role of this name: "replica-R.M", "evaluator" or "evaluator.M".
+
+    Raises:
+        JobError: the data cannot be built, or the plan is not for this job.
+        LocalProtocolError: no such machine.
+    """
+    place = place_in(name, context=context, split=split)
+    if place.group == EVALUATORS:
+        return evaluating_machine(place, context=context, split=split)
+    return _summing_machine(place, config=config, context=context, split=split)
+
+
+def _summing_machine(
+    place: Place, *, config: SandblasterSettings, context: BuildContext, split: Split
+) -> SplitReplica:
+    n_machines = split.plan.cluster.n_machines
+    batch = "portion", config.portion
+    parts = replica_parts(place, context=context, split=split, batch=batch)
+    flow, n_examples = parts.flow, len(parts.dataset)
+    cutting = config.cutting(n_examples=n_examples, n_replicas=context.n_replicas)
+    samples = Samples(n_examples, seed=config.order_seed)
+    course = SetCourse(samples, portion_size=cutting.portion_size)
+    of_replica = ReplicaConfig(cutting=cutting)
+    foreman = None
+    if place.machine == 0:
+        foreman = Foreman(
+            of_replica, course=course, n_machines=n_machines, await_begin=context.await_begin
+        )
+    sums = PartSums(
+        _keeping(flow, layout_of(context), parts.dtype),
+        client=parts.client,
+        course=course,
+        foreman=foreman,
+    )
+    leader = Leader(n_machines, plan=split.fingerprint, limit=0)
+    leader.begin(0.0)
+    machine = assemble(
+        place,
+        split,
+        Makings(
+            flow=flow,
+            dtype=parts.dtype,
+            client=parts.client,
+            course=course,
+            reader=parts.reader,
+            duty=sums,
+            leader=leader,
+            training=True,
+            micro_batches=split.plan.micro_batches,
+            seed=(config.seed, 0),  # the same in all replicas: so are their sums
+            seed_gradient=_sum_over_samples,
+        ),
+    )
+    return SplitReplica(
+        machine,
+        names=member_names(place.group, n_machines),
+        course=course,
+        sums=sums,
+        foreman=foreman,
+        retry_seconds=of_replica.retry_seconds,
+    )
+
+
+def _keeping(flow: Dataflow, layout: Layout, dtype: torch.dtype) -> Keeping:
+    selection = Selection.of(layout, flow.items)
+    kinds = [spec.kind for spec in selection.tensors]
+    return Keeping(
+        sizes=[region.n_elements for _, region in flow.items],
+        buffers=[item for item, kind in enumerate(kinds) if kind == "buffer"],
+        counts=flow.counts,
+        shards=selection.shards,
+        dtype=dtype,
+    )
+
+
+def _sum_over_samples(layer: str, output: torch.Tensor, n_samples: int) -> torch.Tensor:
+    """Return the gradient of the sum over all samples of the step."""
+    del layer, n_samples
+    return output.new_ones(()).expand_as(output)

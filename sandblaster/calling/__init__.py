@@ -1,1 +1,0 @@
-"""What `minimize` is given, made ready for other processes; and what it returns."""

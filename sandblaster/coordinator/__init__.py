@@ -1,0 +1,1 @@
+"""The coordinator of Sandblaster: deals chunks and commands shards, and never sees a parameter."""

@@ -1,0 +1,195 @@
+"""Numbered things in the order of the seconds that each will take, as time goes by.
+
+What is left of something changes at one of three rates, so those of one rate never
+overtake each other:
+
+    slope -1    under way, and in time          offset - now
+           0    nobody knows better             offset
+          +1    overdue                         offset + now
+
+Each slope has a column of its own, sorted by offset, in blocks that remember their
+sums: to put, to drop, and to sum up all below some bound takes about the square root of
+how many there are, and little of that.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import merge
+from itertools import chain
+from operator import itemgetter
+from typing import Final, Literal, NamedTuple, final
+
+from distbelief.roles.role import Seconds
+
+
+Slope = Literal[-1, 0, 1]
+
+_BLOCK: Final = 64
+
+_Entry = tuple[float, int, float]  # offset, number below 0, weight
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds as a function of time."""
+
+    offset: float
+    slope: Slope = 0
+
+    def at(self, now: Seconds) -> Seconds:
+        """Return the seconds that are left."""
+        return self.offset + self.slope * now
+
+    def later(self, seconds: Seconds) -> "Line":
+        """Return what takes so much longer."""
+        return Line(self.offset + seconds, self.slope)
+
+
+class Sum(NamedTuple):
+    """Of some things: how many, their weights, and seconds times weights."""
+
+    n: int
+    weight: float
+    weighted: float
+
+
+@final
+class _Column:
+    """Entries of one slope."""
+
+    def __init__(self) -> None:
+        self._blocks: list[list[_Entry]] = []
+        self._lasts: list[_Entry] = []  # of each block
+        self._sums: list[Sum | None] = []  # of each block; None: it has changed
+
+    def put(self, entry: _Entry) -> None:
+        """Add an entry, which is not there."""
+        if not self._blocks:
+            self._insert(0, [entry])
+            return
+        index = min(bisect_left(self._lasts, entry), len(self._blocks) - 1)
+        block = self._blocks[index]
+        insort(block, entry)
+        if len(block) > 2 * _BLOCK:
+            self._insert(index + 1, block[_BLOCK:])
+            del block[_BLOCK:]
+        self._lasts[index], self._sums[index] = block[-1], None
+
+    def drop(self, entry: _Entry) -> None:
+        """Remove an entry, which is there."""
+        index = bisect_left(self._lasts, entry)
+        block = self._blocks[index]
+        del block[bisect_left(block, entry)]
+        if block:
+            self._lasts[index], self._sums[index] = block[-1], None
+        else:
+            del self._blocks[index], self._lasts[index], self._sums[index]
+
+    def below(self, offset: float) -> Sum:
+        """Return the sum of all with less than this."""
+        n, weight, weighted = 0, 0.0, 0.0
+        for index, (last, _, _) in enumerate(self._lasts):
+            block = self._blocks[index]
+            if last < offset:
+                part = self._sums[index]
+                if part is None:
+                    part = self._sums[index] = _sum(block)
+            else:
+                part = _sum(block[: bisect_left(block, offset, key=itemgetter(0))])
+            n += part.n
+            weight += part.weight
+            weighted += part.weighted
+            if last >= offset:
+                break
+        return Sum(n, weight, weighted)
+
+    def rising(self) -> Iterator[_Entry]:
+        """Yield all, the least first."""
+        return chain.from_iterable(self._blocks)
+
+    def falling(self) -> Iterator[_Entry]:
+        """Yield all, the largest first."""
+        return chain.from_iterable(map(reversed, reversed(self._blocks)))
+
+    def _insert(self, index: int, block: list[_Entry]) -> None:
+        self._blocks.insert(index, block)
+        self._lasts.insert(index, block[-1])
+        self._sums.insert(index, None)
+
+
+def _sum(entries: list[_Entry]) -> Sum:
+    return Sum(
+        len(entries),
+        sum(weight for _, _, weight in entries),
+        sum(offset * weight for offset, _, weight in entries),
+    )
+
+
+@final
+class Ranked:
+    """Numbers with lines and weights."""
+
+    def __init__(self) -> None:
+        self._columns: dict[Slope, _Column] = {s: _Column() for s in (-1, 0, 1)}
+        self._entries: dict[int, tuple[Slope, _Entry]] = {}
+
+    def put(self, number: int, line: Line, *, weight: float = 0.0) -> None:
+        """Let a number have this line and weight."""
+        entry = line.offset, -number, weight
+        known = self._entries.get(number)
+        if known == (line.slope, entry):
+            return
+        self.drop(number)
+        self._columns[line.slope].put(entry)
+        self._entries[number] = line.slope, entry
+
+    def drop(self, number: int) -> None:
+        """Forget a number, if it is there."""
+        known = self._entries.pop(number, None)
+        if known is not None:
+            slope, entry = known
+            self._columns[slope].drop(entry)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def at_most(self, seconds: Seconds, now: Seconds) -> Iterator[int]:
+        """Yield the numbers of all that take at most so long, in any order."""
+        for slope, column in self._columns.items():
+            for offset, number, _ in column.rising():
+                if offset + slope * now > seconds:
+                    break
+                yield -number
+
+    def longest(self, now: Seconds) -> Iterator[tuple[Seconds, int]]:
+        """Yield seconds and numbers, the longest first; if equal, the lower number."""
+        lines = [self._falling(slope, now) for slope in self._columns]
+        return ((s, -number) for s, number in merge(*lines, reverse=True))
+
+    def shortest(self, now: Seconds) -> Iterator[tuple[Seconds, int]]:
+        """Yield seconds and numbers, the shortest first; if equal, the later number."""
+        lines = [self._rising(slope, now) for slope in self._columns]
+        return ((s, -number) for s, number in merge(*lines))
+
+    def below(self, seconds: Seconds, now: Seconds) -> Sum:
+        """Return the sum of all that take less than this."""
+        n, weight, weighted = 0, 0.0, 0.0
+        for slope, column in self._columns.items():
+            part = column.below(seconds - slope * now)
+            n += part.n
+            weight += part.weight
+            weighted += part.weighted + slope * now * part.weight
+        return Sum(n, weight, weighted)
+
+    def _rising(self, slope: Slope, now: Seconds) -> Iterator[tuple[Seconds, int]]:
+        for offset, number, _ in self._columns[slope].rising():
+            yield offset + slope * now, number
+
+    def _falling(self, slope: Slope, now: Seconds) -> Iterator[tuple[Seconds, int]]:
+        for offset, number, _ in self._columns[slope].falling():
+            yield offset + slope * now, number

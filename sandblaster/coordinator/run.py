@@ -1,0 +1,401 @@
+"""The course of one epoch: what a coordinator does, one thing after the other.
+
+    Attach --> choose a cut --> Recall --> the algorithm: its requests, as they come
+                                             Operations   Perform
+                                             Evaluate     Open, (Fold)*, Seal
+                                             Iterated     a mark on the next order
+                                                          Keep, if it is to be saved
+               the algorithm has ended --> Publish
+
+It is a generator, like the algorithm that it drives: it yields what is to be ordered
+and is resumed when every shard has answered; or it yields what it waits for. When a
+shard is lost, or the coordinator, the course is given up, and another begins: with a
+new epoch, from the newest cut that all share.
+
+An iteration of L-BFGS takes two round trips, and one evaluation one more for each end
+of it; none carries anything of the size of a vector.
+"""
+
+import math
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Protocol, assert_never, final
+
+from distbelief.errors import DistBeliefError, JobError
+from distbelief.protocol import (
+    Attach,
+    Fold,
+    Keep,
+    Mark,
+    Open,
+    Perform,
+    Performed,
+    Publish,
+    Recall,
+    Seal,
+    ShardVersion,
+    Task,
+)
+from distbelief.protocol.vector_commands import Scalars, combine
+from distbelief.roles.role import Seconds
+from sandblaster.chunks import BatchRange
+from sandblaster.coordinator.config import CoordinatorConfig
+from sandblaster.coordinator.journal import CutEntry, Journal
+from sandblaster.coordinator.metrics import Figures, Wishes
+from sandblaster.coordinator.work_queue import N_VOID_MAX, Dealing, Granting, Numbers
+from sandblaster.coordinator.workers import Crew
+from sandblaster.optimizers.base import (
+    Evaluate,
+    Evaluation,
+    Iterated,
+    Operations,
+    Reply,
+    Result,
+    Steps,
+)
+from sandblaster.optimizers.termination import Reason
+
+
+PARAMETERS: Final = "parameters"
+SHARE_OF_SAVING: Final = 0.02
+"""Of the time that snapshots may take, for which all replicas wait: one that is asked
+for too soon after another is taken later. Of 42 million parameters with three pairs of
+corrections 2 GB are written: 4 s, which were 9 % of the time at one in 30 s."""
+GRANT_BITS: Final = 28
+"""Grants and cuts of epoch e begin at e << 28: none is ever used twice."""
+
+
+class Method(Protocol):
+    """An algorithm."""
+
+    def steps(self, state: str | None = None) -> Steps[Result]:
+        """Begin, or go on from that state."""
+        ...
+
+
+class Wait(Enum):
+    """What a course waits for, if not for the shards."""
+
+    SETS = "computing"  # some set is on every shard, or the loss is not a number
+    SAVED = "saving"  # the journal is on disk
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """What every shard answered to an order, shard 0 first; and when."""
+
+    now: Seconds
+    answers: Sequence[Performed]
+    versions: tuple[ShardVersion, ...]
+
+
+CourseSteps = Generator[Task | Wait, Answered, Result]
+
+
+@final
+class Course:
+    """One epoch.
+
+    Attributes:
+        mark: To be carried by the next order.
+        unsaved: A cut that is not safe yet: not marked, or not written down.
+        save_error: Why it could not be written down, if so.
+        has_point: Do the shards hold a point that was accepted?
+        settled: The newest cut that is safe everywhere.
+        dealing: Of the evaluation under way.
+        progress: Iterations that are to be told of.
+        note: What is to be told besides, once.
+        now: The time, at each step.
+    """
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        *,
+        method: Method,
+        n_examples: int,
+        epoch: int,
+        crew: Crew,
+        journal: Journal,
+        figures: Figures,
+        wishes: Wishes,
+    ) -> None:
+        self._config = config
+        self._method = method
+        self._n_examples = n_examples
+        self._epoch = epoch
+        self._crew = crew
+        self._journal = journal
+        self._figures = figures
+        self._wishes = wishes
+        first = epoch << GRANT_BITS
+        self._numbers = Numbers(grant=first)
+        self._last_cut = first
+        self._marked: Iterated | None = None  # of which the last cut is
+        self.mark: Mark | None = None
+        self.unsaved: int | None = None
+        self.save_error: str | None = None
+        self.settled = 0
+        self.has_point = False
+        self.dealing: Dealing | None = None
+        self.progress: deque[Iterated] = deque()
+        self.note = ""
+        self.now: Seconds = 0.0
+
+    # -------------------------------------------------------------------------- whole
+
+    def run(self) -> CourseSteps:
+        """Attach, go on from somewhere, and come to an end.
+
+        Raises:
+            DistBeliefError: the shards disagree, or share no point to go on from.
+        """
+        self._figures.shares.course_begins()
+        attached = yield Attach()
+        choice = self._journal.choose([answer.cuts for answer in attached.answers])
+        if choice.cut == 0 and self._journal.base_clocks is None:
+            clocks = (answer.cuts[0].clock for answer in attached.answers)
+            self._journal.base_clocks = tuple(clocks)
+            self.unsaved = 0
+        yield Recall(cut=choice.cut, whole=choice.whole)
+        state, figures = None, self._figures
+        figures.offset, figures.iterated = 0, None
+        if choice.entry is not None:
+            figures.samples = choice.entry.samples
+            figures.n_evaluations = max(figures.n_evaluations, choice.entry.evaluations)
+            if choice.whole:
+                state, self.unsaved = choice.entry.state, choice.cut
+                figures.offset = choice.entry.offset
+            else:
+                figures.offset = choice.entry.iteration
+        if choice.has_other_goal:
+            self.note = (
+                "method, loss, l1, l2 or batches are others than before: the method "
+                "begins anew at the parameters"
+            )
+        elif choice.cut and not choice.whole:
+            self.note = "going on from parameters alone: the method begins anew there"
+        self.has_point = True
+        result = yield from self._drive(self._method.steps(state))
+        if figures.iterated is None:  # it ended where it began
+            figures.iterated = _iterated(result)
+            self.progress.append(figures.iterated)
+        yield from self._publish()
+        return result
+
+    def end_early(self) -> CourseSteps:
+        """Leave the last point that was accepted; to be run instead of the rest."""
+        assert self.has_point
+        self.dealing = None
+        last = self._figures.iterated
+        if self.mark is None and self._marked is not None and self._marked is last:
+            # With its history, which is half-way to the next one.
+            yield Recall(cut=self._last_cut, whole=True)
+        yield from self._publish()
+        return Result(
+            reason=Reason.STOPPED,
+            iteration=0 if last is None else last.iteration,
+            n_evaluations=0 if last is None else last.n_evaluations,
+            loss=math.nan if last is None else last.loss,
+            gradient_norm=math.nan if last is None else last.gradient_norm,
+            state="" if last is None else last.state,
+        )
+
+    def _publish(self) -> Generator[Task | Wait, Answered, None]:
+        published = yield Publish(point=PARAMETERS)
+        while self.unsaved is not None and self.save_error is None:
+            yield Wait.SAVED
+        self._journal.end(
+            [answer.clock for answer in published.answers],
+            entry=CutEntry(
+                cut=0,
+                iteration=self._figures.iteration,
+                offset=self._figures.offset,
+                samples=self._figures.samples,
+                evaluations=self._figures.n_evaluations,
+                goal=self._config.goal,
+                state="",
+            ),
+        )
+        if self.save_error is None:
+            self.unsaved = self._last_cut
+            yield Perform(commands=())  # with which it is written
+        while self.unsaved is not None and self.save_error is None:
+            yield Wait.SAVED
+        self._wishes.saves.clear()  # who asked will see the end, and ask the shards
+
+    def _drive(self, steps: Steps[Result]) -> CourseSteps:
+        """Answer the requests of the algorithm."""
+        try:
+            request = next(steps)
+            while True:
+                reply: Reply
+                match request:
+                    case Operations(commands=commands):
+                        performed = yield Perform(commands=commands)
+                        reply = combine(commands, _scalars(performed))
+                    case Evaluate():
+                        reply = yield from self._evaluate(request)
+                    case Iterated():
+                        yield from self._iterated(request)
+                        reply = self._wishes.stop
+                    case _:
+                        assert_never(request)
+                request = steps.send(reply)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+    # --------------------------------------------------------------------- evaluation
+
+    def _evaluate(self, request: Evaluate) -> Generator[Task | Wait, Answered, Evaluation]:
+        batch = self._batch(request)
+        config, figures, numbers = self._config, self._figures, self._numbers
+        opened = yield Open(
+            point=request.point,
+            before=request.before,
+            first_grant=numbers.grant + 1,
+            n_staged_max=config.window_sets + N_VOID_MAX,
+        )
+        figures.n_evaluations += 1
+        figures.shares.evaluation_begins(self._crew, self.now)
+        self._crew.begin(
+            epoch=self._epoch,
+            evaluation=figures.n_evaluations,
+            versions=opened.versions,
+            batch=batch,
+        )
+        dealing = Dealing(config, crew=self._crew, batch=batch, numbers=numbers)
+        self.dealing = dealing
+        granting = dealing.sets
+        while granting.is_finite and not granting.is_complete:
+            sets, void = granting.to_fold()
+            if sets or void:
+                folded = yield Fold(sets=sets, void=void)
+                granting.folded(sets, void, folded.now)
+            else:
+                yield Wait.SETS
+        self.dealing = None
+        figures.shares.evaluation_ends(self._crew, self.now)
+        figures.n_backups += dealing.n_backups
+        is_finite, n_examples = granting.is_finite, batch.n_examples
+        figures.n_wasted += max(self._crew.n_computed - n_examples, 0)
+        figures.samples += n_examples
+        seal = Seal(
+            gradient=request.gradient,
+            n_examples=n_examples if is_finite else 0,
+            after=request.after,
+        )
+        sealed = yield seal
+        if is_finite:
+            _check(sealed.answers, granting)
+        return Evaluation(
+            loss=granting.loss / n_examples if is_finite else math.nan,
+            n_examples=n_examples,
+            scalars=(
+                *combine(request.before, _scalars(opened)),
+                *combine(request.after, _scalars(sealed)),
+            ),
+        )
+
+    def _batch(self, request: Evaluate) -> BatchRange:
+        examples = request.examples
+        if examples is None:
+            return BatchRange(first=0, n_examples=self._n_examples)
+        n_examples = examples.stop - examples.start
+        if not 0 < n_examples <= self._n_examples or examples.start < 0:
+            raise JobError(
+                f"a batch of positions {examples.start} to {examples.stop} has "
+                f"{n_examples} examples; it needs at least one, and at most the "
+                f"{self._n_examples} of the training data: choose another batch size"
+            )
+        first = examples.start % self._n_examples
+        return BatchRange(first=first, n_examples=n_examples)
+
+    # --------------------------------------------------------------------------- cuts
+
+    def _iterated(self, request: Iterated) -> Generator[Task | Wait, Answered, None]:
+        """Let this be a cut, unless the one before it is not safe yet."""
+        self._figures.iterated = request
+        self.progress.append(request)
+        since = self.now
+        while self._wishes.saves and self.now >= self._figures.save_again_at:
+            error = self.save_error
+            while self.unsaved is not None and self.mark is None and error is None:
+                yield Wait.SAVED
+                error = self.save_error
+            label = self._wishes.saves[0]  # it stays there if this course ends
+            if error is None:
+                error = yield from self._save(label, request)
+            taken = self.now - since
+            self._figures.save_again_at = self.now + taken / SHARE_OF_SAVING
+            self._wishes.saves.popleft()
+            self._wishes.saved.append((label, error))
+        self._figures.shares.saved(self._crew, since=since, now=self.now)
+        if self.unsaved is None:
+            self._mark(request)
+
+    def _mark(self, request: Iterated) -> int:
+        self._last_cut += 1
+        self._marked = request
+        cut = self.unsaved = self._last_cut
+        self._journal.write(
+            cut,
+            request,
+            samples=self._figures.samples,
+            offset=self._figures.offset,
+            evaluations=self._figures.n_evaluations,
+        )
+        self.mark = Mark(cut=cut, vectors=request.vectors)
+        return cut
+
+    def _save(self, label: str, request: Iterated) -> Generator[Task | Wait, Answered, str | None]:
+        """Save this cut everywhere; return why not, if so."""
+        cut = self.unsaved if self.unsaved is not None else self._mark(request)
+        kept = yield Keep(label=label, cut=cut)
+        errors = [
+            f"shard {k}: {answer.error}"
+            for k, answer in enumerate(kept.answers)
+            if answer.error is not None
+        ]
+        if not errors:
+            self._journal.kept(cut)
+        while self.unsaved is not None and self.save_error is None:
+            yield Wait.SAVED
+        return "; ".join(errors) or self.save_error
+
+
+def _iterated(result: Result) -> Iterated:
+    return Iterated(
+        iteration=result.iteration,
+        n_evaluations=result.n_evaluations,
+        loss=result.loss,
+        gradient_norm=result.gradient_norm,
+        step_length=0.0,
+        state=result.state,
+        vectors=(),
+    )
+
+
+def _scalars(answered: Answered) -> list[Scalars]:
+    return [answer.scalars for answer in answered.answers]
+
+
+def _check(answers: Sequence[Performed], sets: Granting) -> None:
+    """Every shard counts the same sets, each once, of the same try (DB-15).
+
+    Raises:
+        DistBeliefError: one does not.
+    """
+    expected = sets.n_sets, sets.n_examples, sets.digest
+    for k, answer in enumerate(answers):
+        counted = answer.n_sets, answer.n_examples, answer.digest
+        if counted != expected:
+            raise DistBeliefError(
+                f"shard {k} counts {counted[0]} sets of {counted[1]} examples (grants "
+                f"{counted[2]:x}), and {expected[0]} of {expected[1]} "
+                f"({expected[2]:x}) were to be counted: the gradient is not used"
+            )

@@ -1,0 +1,11 @@
+"""All methods, by the names that job files give them."""
+
+from sandblaster.optimizers.conjugate_gradient import ConjugateGradient
+from sandblaster.optimizers.gradient_descent import GradientDescent
+from sandblaster.optimizers.lbfgs import LBFGS
+from sandblaster.optimizers.multi_batch_lbfgs import MultiBatchLBFGS
+from sandblaster.optimizers.owlqn import OWLQN
+
+
+AnyMethod = LBFGS | ConjugateGradient | GradientDescent | OWLQN | MultiBatchLBFGS
+"""In a job file: `method = { name = "lbfgs", n_history = 20 }`."""

@@ -1,0 +1,137 @@
+"""Non-linear conjugate gradients: directions that remember one vector.
+
+    d_k+1 = -g_k+1 + beta_k d_k,    y_k = g_k+1 - g_k
+
+    "polak_ribiere"   beta = max(0, y.g_k+1 / g_k.g_k)       Gilbert & Nocedal 1992
+    "hager_zhang"     beta = max(eta, (y - 2 d y.y / d.y).g_k+1 / d.y)
+                      eta  = 0.4 d.g_k / d.d                 Hager & Zhang 2005, 2013
+
+It takes four vectors beside the parameters and two for trials, where L-BFGS takes 2 m
+more; and, mostly, more evaluations.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, final
+
+import msgspec
+from typing_extensions import override
+
+from distbelief.protocol.vector_commands import Command, Gram, LinearCombination, Term, VectorName
+from sandblaster.optimizers.base import Combination
+from sandblaster.optimizers.descent import Present, SmoothMethod
+from sandblaster.optimizers.line_search import DIRECTION, GRADIENT, Trial
+
+
+Formula = Literal["polak_ribiere", "hager_zhang"]
+
+_DIFFERENCE = "gradient_difference"
+
+
+@final
+class ConjugateGradient(SmoothMethod, frozen=True, kw_only=True, tag="conjugate_gradient"):
+    """Settings of conjugate gradients.
+
+    Attributes:
+        formula: Of beta.
+        sufficient_decrease: c1 of the line search.
+        curvature: c2 of the line search; directions stay conjugate only if it is small.
+    """
+
+    value_tolerance: float = 0.0
+    formula: Formula = "polak_ribiere"
+    sufficient_decrease: float = 1e-4
+    curvature: float = 0.4
+
+    @override
+    def descent(self, memory: str | None) -> "Conjugate":
+        """Return directions -g + beta d."""
+        return Conjugate(formula=self.formula, memory=memory)
+
+
+class _Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """What goes into the state: scalars of the last step."""
+
+    beta: float = 0.0
+    gradient_square: float = 0.0  # at the present point
+    along: float = 0.0  # present gradient . direction that led here
+    slope: float = 0.0  # where that direction began
+    step: float = 0.0  # along it
+
+
+@final
+class Conjugate:
+    """Directions -g + beta d."""
+
+    def __init__(self, *, formula: Formula, memory: str | None = None) -> None:
+        self._formula = formula
+        self._last = _Memory()
+        if memory is not None:
+            self._last = msgspec.json.decode(memory, type=_Memory)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the last direction takes part in the next one."""
+        return self._last.beta != 0.0
+
+    @property
+    def vectors(self) -> Sequence[VectorName]:
+        """None: "direction" itself is all."""
+        return ()
+
+    @property
+    def memory(self) -> str:
+        """Scalars of the last step."""
+        return msgspec.json.encode(self._last).decode()
+
+    def measure(self, gradient: VectorName) -> tuple[Command, ...]:
+        """Form y, and measure what the formulae need of it."""
+        terms = (Term(1.0, gradient), Term(-1.0, GRADIENT))
+        return (
+            LinearCombination(target=_DIFFERENCE, terms=terms),
+            Gram(rows=(_DIFFERENCE,), columns=(gradient, _DIFFERENCE, DIRECTION)),
+            Gram(rows=(DIRECTION,), columns=(DIRECTION,)),
+        )
+
+    def accept(self, trial: Trial, *, slope_at_start: float) -> None:
+        """Choose beta."""
+        beta = self._beta(trial, slope_at_start=slope_at_start)
+        self._last = _Memory(
+            beta=beta if math.isfinite(beta) else 0.0,
+            gradient_square=trial.gradient_square,
+            along=trial.sample.slope,
+            slope=slope_at_start,
+            step=trial.sample.step,
+        )
+
+    def direction(self) -> Combination:
+        """Return -g + beta d."""
+        if not self.remembers:
+            return {GRADIENT: -1.0}
+        return {GRADIENT: -1.0, DIRECTION: self._last.beta}
+
+    def first_step(self, present: Present) -> float:
+        """Return a step that promises the improvement of the last one."""
+        last = self._last
+        slope = -last.gradient_square + last.beta * last.along
+        if last.step == 0.0 or not slope < 0.0:
+            return 1.0 / math.sqrt(present.gradient_square)
+        step = 2.02 * present.improvement / -slope
+        return step if 0.0 < step < math.inf else last.step
+
+    def forget(self, *, gradient_square: float) -> None:
+        """Drop the last direction."""
+        self._last = _Memory(gradient_square=gradient_square)
+
+    def _beta(self, trial: Trial, *, slope_at_start: float) -> float:
+        """Return beta; NaN or infinite if it cannot be computed."""
+        y_new, y_y, y_d, d_d = trial.scalars  # g_k+1.y, y.y, d.y, d.d
+        if self._formula == "polak_ribiere":
+            return max(0.0, _ratio(y_new, self._last.gradient_square))
+        along = trial.sample.slope
+        beta = _ratio(y_new - 2.0 * _ratio(y_y, y_d) * along, y_d)
+        return max(_ratio(0.4 * slope_at_start, d_d), beta)
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else math.nan

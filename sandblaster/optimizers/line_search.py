@@ -1,0 +1,496 @@
+"""A line search carried out: trial points are made, evaluated and measured.
+
+"parameters" keeps the point that the search began at, so a search that fails has left
+nothing to restore. Trials lie in "trial"; their gradients take turns in two vectors, so
+that the best one's is still there if a later trial is worse.
+"""
+
+import math
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from typing import Protocol, final
+
+from distbelief.protocol.vector_commands import (
+    Command,
+    Copy,
+    Dot,
+    LinearCombination,
+    Norm,
+    Scalars,
+    Term,
+    VectorName,
+)
+from sandblaster.optimizers.base import Objective, Steps, perform
+
+
+# A step along a descent direction that satisfies the strong Wolfe conditions.
+#
+# More & Thuente, Line search algorithms with guaranteed sufficient decrease, 1994, as
+# MINPACK-2's `dcsrch` carries it out. On phi(t) = f(x + t d), with c1 < c2,
+#
+#     sufficient decrease   phi(t) <= phi(0) + c1 t phi'(0)
+#     curvature             |phi'(t)| <= c2 |phi'(0)|
+#
+# The search keeps an interval that holds such a step once it is bracketed: `best` is the
+# end with the least value, `other` the other one; `dcstep` picks the next trial between
+# or beyond them. It is a generator too: it yields the steps that it wants tried.
+#
+# Differences to MINPACK-2, and why: a trial that is not finite bounds the steps from then
+# on, and a shorter one is tried; when the interval is too narrow to go on, `best` is
+# returned as it is, where `dcsrch` evaluates it once more.
+#
+# Near a minimum values differ by less than their rounding error, and a search that trusts
+# them goes astray: it was seen to try 20 steps, down to 1e-8, while slopes were exact to
+# five digits. So a value that rounding may have made of phi(0), and of what slopes say,
+#
+#     phi(0) + t (phi'(0) + phi'(t)) / 2
+#
+# is taken for the latter. Sufficient decrease then becomes a bound on the slope, the
+# "approximate Wolfe" condition of Hager & Zhang 2005; who gets a step from this search
+# still has to see whether its value is any better.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """phi at one step: its value and its slope."""
+
+    step: float
+    value: float
+    slope: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether one can reckon with it."""
+        return math.isfinite(self.value) and math.isfinite(self.slope)
+
+    def steadied(self, start: "Sample", noise: float) -> "Sample":
+        """Return it with the value that slopes say, if values may be all noise."""
+        by_slopes = start.value + 0.5 * self.step * (start.slope + self.slope)
+        off = max(abs(self.value - start.value), abs(self.value - by_slopes))
+        return replace(self, value=by_slopes) if off <= noise else self
+
+    def tilted(self, slope: float) -> "Sample":
+        """Return the sample of phi(t) - slope t."""
+        return Sample(self.step, self.value - self.step * slope, self.slope - slope)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WolfeConditions:
+    """What is asked of a step.
+
+    Attributes:
+        sufficient_decrease: c1.
+        curvature: c2.
+        narrowest: Width of the interval, relative to its far end, at which to give up.
+        n_trials_max: How many steps are tried.
+    """
+
+    sufficient_decrease: float = 1e-3
+    curvature: float = 0.9
+    narrowest: float = 0.1
+    n_trials_max: int = 20
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.sufficient_decrease <= self.curvature < 1.0:
+            raise ValueError(
+                f"sufficient_decrease is {self.sufficient_decrease}, curvature is "
+                f"{self.curvature}; use 0 < sufficient_decrease <= curvature < 1"
+            )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The end of a search: the best sample, and whether it satisfies both conditions.
+
+    If `best.step` is 0 no step is better than none.
+    """
+
+    best: Sample
+    satisfied: bool
+
+
+Search = Generator[float, Sample, Found]
+
+_STEP_MAX = 1e10
+_BISECT_WIDTH = 0.66  # of the interval two trials ago
+_BACK_OFF = 0.1  # from a trial that was not finite, if no other step is known
+_N_NOISY_MAX = 4  # trials within an interval whose values may be all noise
+
+
+def more_thuente(
+    start: Sample, *, step: float, wolfe: WolfeConditions, noise: float = 0.0
+) -> Search:
+    """Yield steps to try, expect their samples, return the step found.
+
+    Args:
+        start: phi at 0; its slope is negative.
+        step: The first one to try.
+        wolfe: What is asked of the step.
+        noise: By how much values may differ that would be equal but for rounding.
+    """
+    interval = _Interval(start, start, bracketed=False)
+    least = wolfe.sufficient_decrease * start.slope  # slope of the line to stay below
+    lowest_seen = False
+    step_max = _STEP_MAX
+    low, high = 0.0, 5.0 * step
+    widths = (math.inf, math.inf)
+    n_noisy = 0
+    for _ in range(wolfe.n_trials_max):
+        measured = yield step
+        trial = measured.steadied(start, noise)
+        best = interval.best
+        if not trial.finite:
+            step_max = min(step, step_max) if step > best.step else step_max
+            step = best.step + (0.5 if best.step else _BACK_OFF) * (step - best.step)
+            continue
+        enough = trial.value <= start.value + trial.step * least
+        if enough and abs(trial.slope) <= -wolfe.curvature * start.slope:
+            return Found(trial, satisfied=True)
+        lowest_seen = lowest_seen or (enough and trial.slope >= 0.0)
+        # Until a step with enough decrease and a rising slope is seen, the search is
+        # for a minimiser of phi(t) - c1 t phi'(0): there one must be (section 2).
+        ahead = lowest_seen or enough or trial.value > best.value
+        tilt = 0.0 if ahead else least
+        tilted, tilted_trial = interval.tilted(tilt), trial.tilted(tilt)
+        step = dcstep(tilted, tilted_trial, low=low, high=high)
+        interval = tilted.narrowed(tilted_trial).tilted(-tilt)
+        best, other = interval.best, interval.other
+
+        if not interval.bracketed:
+            low = step + 1.1 * (step - best.step)
+            high = step + 4.0 * (step - best.step)
+            step = min(step, 0.5 * (best.step + step_max))
+            continue
+        width = abs(other.step - best.step)
+        if width >= _BISECT_WIDTH * widths[0]:
+            step = best.step + 0.5 * (other.step - best.step)
+        widths = (widths[1], width)
+        low, high = sorted((best.step, other.step))
+        n_noisy += trial is not measured
+        if high - low <= wolfe.narrowest * high or not low < step < high:
+            break
+        if n_noisy == _N_NOISY_MAX:
+            break
+    return Found(interval.best, satisfied=False)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Interval:
+    best: Sample
+    other: Sample
+    bracketed: bool
+
+    def tilted(self, slope: float) -> "_Interval":
+        """Return that of phi(t) - slope t."""
+        if slope == 0.0:
+            return self
+        return _Interval(self.best.tilted(slope), self.other.tilted(slope), self.bracketed)
+
+    def narrowed(self, trial: Sample) -> "_Interval":
+        """Return what the trial leaves of it."""
+        if trial.value > self.best.value:
+            return _Interval(self.best, trial, bracketed=True)
+        if trial.slope * math.copysign(1.0, self.best.slope) < 0.0:
+            return _Interval(trial, self.best, bracketed=True)
+        return replace(self, best=trial)
+
+
+def dcstep(interval: _Interval, trial: Sample, *, low: float, high: float) -> float:
+    """Return the next step to try (More & Thuente 1994, section 4).
+
+    Args:
+        interval: Before the trial.
+        trial: The newest sample.
+        low: The least step, while nothing is bracketed.
+        high: The greatest step, while nothing is bracketed.
+    """
+    best, other = interval.best, interval.other
+    if trial.value > best.value:  # a minimiser lies between them
+        cubic = _cubic(best, trial)
+        quadratic = _quadratic(best, trial)
+        if abs(cubic - best.step) <= abs(quadratic - best.step):
+            return cubic
+        return cubic + 0.5 * (quadratic - cubic)
+    if trial.slope * math.copysign(1.0, best.slope) < 0.0:  # and here too
+        cubic, secant = _cubic(trial, best), _secant(trial, best)
+        further = abs(cubic - trial.step) > abs(secant - trial.step)
+        return cubic if further else secant
+    if abs(trial.slope) < abs(best.slope):  # it flattens out: extrapolate
+        return _extrapolated(interval, trial, low=low, high=high)
+    if interval.bracketed:
+        return _cubic(trial, other)
+    return high if trial.step > best.step else low
+
+
+def _extrapolated(interval: _Interval, trial: Sample, *, low: float, high: float) -> float:
+    best, other = interval.best, interval.other
+    ahead = trial.step > best.step
+    beyond = _cubic_beyond(trial, best)
+    cubic = beyond if beyond is not None else (high if ahead else low)
+    secant = _secant(trial, best)
+    nearer = abs(cubic - trial.step) < abs(secant - trial.step)
+    if not interval.bracketed:
+        return min(max(secant if nearer else cubic, low), high)
+    bound = trial.step + _BISECT_WIDTH * (other.step - trial.step)
+    step = cubic if nearer else secant
+    return min(bound, step) if ahead else max(bound, step)
+
+
+def _cubic(a: Sample, b: Sample) -> float:
+    """Return the minimiser of the cubic through two samples, or their middle."""
+    theta, gamma = _cubic_terms(a, b)
+    numerator = (gamma - a.slope) + theta
+    denominator = ((gamma - a.slope) + gamma) + b.slope
+    ratio = numerator / denominator if denominator else math.nan
+    return a.step + (ratio if math.isfinite(ratio) else 0.5) * (b.step - a.step)
+
+
+def _cubic_beyond(a: Sample, b: Sample) -> float | None:
+    """Return the minimiser of the cubic if it lies beyond a, seen from b."""
+    theta, gamma = _cubic_terms(a, b)
+    numerator = (gamma - a.slope) + theta
+    denominator = (gamma + (b.slope - a.slope)) + gamma
+    ratio = numerator / denominator if denominator else math.nan
+    if gamma == 0.0 or not -math.inf < ratio < 0.0:
+        return None
+    return a.step + ratio * (b.step - a.step)
+
+
+def _cubic_terms(a: Sample, b: Sample) -> tuple[float, float]:
+    theta = 3.0 * (a.value - b.value) / (b.step - a.step) + a.slope + b.slope
+    size = max(abs(theta), abs(a.slope), abs(b.slope))
+    if size == 0.0:
+        return 0.0, 0.0
+    square = (theta / size) ** 2 - (a.slope / size) * (b.slope / size)
+    gamma = size * math.sqrt(max(0.0, square))
+    return theta, gamma if b.step > a.step else -gamma
+
+
+def _quadratic(a: Sample, b: Sample) -> float:
+    """Return the minimiser of the parabola with a's value and slope and b's value.
+
+    Their middle, if there is no such parabola.
+    """
+    length = b.step - a.step
+    bend = (a.value - b.value) / length + a.slope  # 0 in rounding, where all is flat
+    return a.step + (a.slope / bend if bend else 1.0) / 2.0 * length
+
+
+def _secant(a: Sample, b: Sample) -> float:
+    """Return where the slope would be 0 if it were linear."""
+    return a.step + a.slope / (a.slope - b.slope) * (b.step - a.step)
+
+
+PARAMETERS = "parameters"
+GRADIENT = "gradient"
+DIRECTION = "direction"
+TRIAL = "trial"
+TRIAL_GRADIENTS = ("trial_gradient_0", "trial_gradient_1")
+
+Measure = Callable[[VectorName], tuple[Command, ...]]
+"""From the name of a trial's gradient: what to do with a trial besides."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A point on the line, and what was measured there.
+
+    Attributes:
+        sample: Step length, loss and slope.
+        gradient: The vector that holds its gradient.
+        gradient_norm: Largest element, by size, of what is to become 0.
+        gradient_square: The dot product of that with itself.
+        scalars: What the method's own commands measured.
+    """
+
+    sample: Sample
+    gradient: VectorName
+    gradient_norm: float
+    gradient_square: float
+    scalars: Scalars
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a search begins.
+
+    Attributes:
+        sample: Loss and slope there.
+        step: To try first.
+        noise: By how much losses may differ that would be equal but for rounding.
+    """
+
+    sample: Sample
+    step: float
+    noise: float
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """The end of a search: the trial to accept, if any is better than the start.
+
+    Attributes:
+        trial: It.
+        satisfied: It is all that was asked of a step.
+        n_evaluations: Of the search.
+        any_finite: At some step loss and slope were finite, or none was tried.
+        by_slopes: What the last trial would improve the loss by if slopes were asked,
+            which are content with it, and values cannot tell; None if it is not so.
+    """
+
+    trial: Trial | None
+    satisfied: bool
+    n_evaluations: int
+    any_finite: bool = True
+    by_slopes: float | None = None
+
+
+class Line(Protocol):
+    """How points are tried along "direction"; `Straight` is the plain way."""
+
+    @property
+    def vectors(self) -> tuple[VectorName, ...]:
+        """Those that a run needs to go on, all in all."""
+        ...
+
+    def begin(self) -> Steps[tuple[float, float, float]]:
+        """Evaluate "parameters"; return loss, and norm and square of its gradient."""
+        ...
+
+    def turned(self) -> tuple[Command, ...]:
+        """Return what to do once "direction" is formed; it measures the slope."""
+        ...
+
+    def make_trial(self, step: float) -> tuple[Command, ...]:
+        """Return what makes the trial point at this step."""
+        ...
+
+    def search(self, start: Start, *, n_trials_max: int, measure: Measure) -> Steps[Searched]:
+        """Search from "parameters"; at the end "trial" is what was found.
+
+        Args:
+            start: What is known there; "trial" holds the point of the first step.
+            n_trials_max: How many steps may be tried.
+            measure: What to do with a trial besides.
+        """
+        ...
+
+    def accepted(self, trial: Trial) -> tuple[Command, ...]:
+        """Return what makes a trial the present point."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Straight:
+    """Points x + t d, searched after More & Thuente."""
+
+    objective: Objective
+    wolfe: WolfeConditions
+
+    @property
+    def vectors(self) -> tuple[VectorName, ...]:
+        """Those that a run needs to go on, all in all."""
+        return (PARAMETERS, GRADIENT, DIRECTION)
+
+    def begin(self) -> Steps[tuple[float, float, float]]:
+        """Evaluate "parameters"; return loss, and norm and square of its gradient."""
+        loss, (norm, square) = yield from self.objective.at(
+            PARAMETERS,
+            gradient=GRADIENT,
+            after=(Norm(x=GRADIENT, order="inf"), Dot(x=GRADIENT, y=GRADIENT)),
+        )
+        return loss, norm, square
+
+    def turned(self) -> tuple[Command, ...]:
+        """Measure the slope."""
+        return (Dot(x=GRADIENT, y=DIRECTION),)
+
+    def make_trial(self, step: float) -> tuple[Command, ...]:
+        """Form x + step d."""
+        terms = (Term(1.0, PARAMETERS), Term(step, DIRECTION))
+        return (LinearCombination(target=TRIAL, terms=terms),)
+
+    def accepted(self, trial: Trial) -> tuple[Command, ...]:
+        """Copy point and gradient."""
+        return (Copy(target=PARAMETERS, x=TRIAL), Copy(target=GRADIENT, x=trial.gradient))
+
+    def search(self, start: Start, *, n_trials_max: int, measure: Measure) -> Steps[Searched]:
+        """Search for a step that satisfies the strong Wolfe conditions."""
+        wolfe = replace(self.wolfe, n_trials_max=min(self.wolfe.n_trials_max, n_trials_max))
+        begin, noise = start.sample, start.noise
+        steps = more_thuente(begin, step=start.step, wolfe=wolfe, noise=noise)
+        step = next(steps)
+        before: tuple[Command, ...] = ()
+        best: Trial | None = None
+        n_evaluations, satisfied, any_finite = 0, False, False
+        while True:
+            taken = best is not None and best.gradient == TRIAL_GRADIENTS[0]
+            gradient = TRIAL_GRADIENTS[1 if taken else 0]
+            loss, scalars = yield from self.objective.at(
+                TRIAL, gradient=gradient, before=before, after=_along(gradient) + measure(gradient)
+            )
+            n_evaluations += 1
+            trial = _trial(Sample(step, loss, scalars[0]), gradient, scalars)
+            best = trial if _better(trial.sample, best, start=start) else best
+            any_finite |= trial.sample.finite
+            try:
+                step = steps.send(trial.sample)
+            except StopIteration as end:
+                satisfied = end.value.satisfied
+                break
+            before = self.make_trial(step)
+        by_slopes = _by_slopes(begin, trial.sample, noise) if satisfied else None
+        satisfied = satisfied and trial.sample.value <= begin.value
+        if satisfied:
+            best = trial  # a lower one before it may have been too short a step
+        elif best is not None and best is not trial:
+            scalars = yield from perform(
+                *self.make_trial(best.sample.step), *_along(best.gradient), *measure(best.gradient)
+            )
+            best = _trial(best.sample, best.gradient, scalars)
+        return Searched(
+            trial=best,
+            satisfied=satisfied,
+            n_evaluations=n_evaluations,
+            any_finite=any_finite,
+            by_slopes=by_slopes,
+        )
+
+
+def _by_slopes(start: Sample, sample: Sample, noise: float) -> float | None:
+    """Return what a step improves the loss by, if that is less than values can tell."""
+    steadied = sample.steadied(start, noise)
+    return None if steadied is sample else start.value - steadied.value
+
+
+def _better(sample: Sample, best: Trial | None, *, start: Start) -> bool:
+    """Whether this is the best so far, and seen to be better than the start."""
+    least = start.sample.value - start.noise if best is None else best.sample.value
+    return sample.finite and sample.value < least
+
+
+def _along(gradient: VectorName) -> tuple[Command, ...]:
+    return (
+        Dot(x=gradient, y=DIRECTION),
+        Norm(x=gradient, order="inf"),
+        Dot(x=gradient, y=gradient),
+    )
+
+
+def _trial(sample: Sample, gradient: VectorName, scalars: Scalars) -> Trial:
+    _slope, norm, square, *own = scalars
+    return Trial(
+        sample=sample,
+        gradient=gradient,
+        gradient_norm=norm,
+        gradient_square=square,
+        scalars=tuple(own),
+    )

@@ -1,0 +1,413 @@
+"""Multi-batch L-BFGS: a new large batch per iteration, overlapping the one before.
+
+Berahas, Nocedal & Takac, A multi-batch L-BFGS method for machine learning, 2016. The
+difference y of two gradients means curvature only if both are of the same examples, so
+consecutive batches share some, and y is the change of the shared examples' gradient:
+
+    batch k       [ head | body .......... | tail ]
+    batch k + 1                            [ head | body .......... | tail ]
+
+    g_k = mean gradient of batch k at x_k           the direction is -H g_k
+    y_k = tail of batch k: gradient at x_k+1 - gradient at x_k
+
+A batch's tail is evaluated apart from the rest, and is the next batch's head, so the
+overlap costs nothing. Each iteration evaluates its batch once per trial, and then what
+is new of the next batch. The step is halved until the batch's own loss has fallen
+enough. Losses of different batches say nothing about progress, so no test is made on
+them: `value_tolerance` is not used.
+
+A batch whose gradient is as small as `gradient_tolerance` says nothing of the others: a
+small one may be fitted to the last bit, far from any minimum. So the gradient of all
+examples is evaluated there. If that is not small, the run goes on with the next batch,
+and after the k-th time it passes over the next k batches of this kind unasked.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import msgspec
+from typing_extensions import override
+
+from distbelief.protocol.vector_commands import (
+    Command,
+    Copy,
+    Dot,
+    LinearCombination,
+    Norm,
+    Term,
+    VectorName,
+)
+from sandblaster.optimizers.base import (
+    Examples,
+    Iterated,
+    Objective,
+    Result,
+    Steps,
+    perform,
+    told_to_stop,
+)
+from sandblaster.optimizers.descent import Present, cut_at, result_at
+from sandblaster.optimizers.lbfgs import QuasiNewton
+from sandblaster.optimizers.line_search import DIRECTION, GRADIENT, PARAMETERS, TRIAL, Sample, Trial
+from sandblaster.optimizers.termination import (
+    Method,
+    Reason,
+    bound_reached,
+    check,
+    check_decrease,
+    check_history,
+    noise as noise_of,
+    small_gradient,
+)
+
+
+# Batches of which each shares its end with the next one's beginning.
+#
+# batch        [ rest ................. | tail ]
+# next batch                            [ head | body ......... | tail ]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Examples [start, start + size), the last n_tail of which come again."""
+
+    start: int
+    size: int
+    n_tail: int
+
+    @property
+    def rest(self) -> Examples:
+        """All but the tail."""
+        return Examples(self.start, self.tail.start)
+
+    @property
+    def tail(self) -> Examples:
+        """What the next batch begins with."""
+        return Examples(self.start + self.size - self.n_tail, self.start + self.size)
+
+    @property
+    def body(self) -> Examples:
+        """All but head and tail."""
+        return Examples(self.start + self.n_tail, self.tail.start)
+
+    def next(self) -> "Batch":
+        """Return the batch whose head is this one's tail."""
+        return Batch(self.tail.start, self.size, self.n_tail)
+
+
+def mean_gradient(target: VectorName, parts: Sequence[tuple[Examples, VectorName]]) -> Command:
+    """Return what makes the mean gradient of all parts from that of each."""
+    n = sum(_n(examples) for examples, _ in parts)
+    terms = tuple(Term(_n(examples) / n, name) for examples, name in parts)
+    return LinearCombination(target=target, terms=terms)
+
+
+def mean_loss(parts: Sequence[tuple[Examples, float]]) -> float:
+    """Return the mean loss of all parts from that of each."""
+    n = sum(_n(examples) for examples, _ in parts)
+    return sum(_n(examples) / n * loss for examples, loss in parts)
+
+
+def _n(examples: Examples) -> int:
+    return examples.stop - examples.start
+
+
+_REST = "rest_gradient"  # of what is evaluated before the tail
+_TAIL = "tail_gradient"  # at "parameters"
+_TRIAL_TAIL = "trial_tail_gradient"  # of the same examples, at "trial"
+_NEXT = "next_gradient"  # of the next batch, at "trial"
+_NEXT_TAIL = "next_tail_gradient"
+_N_TRIALS_MAX = 20
+
+
+@final
+class MultiBatchLBFGS(Method, frozen=True, kw_only=True, tag="multi_batch_lbfgs"):
+    """Settings of multi-batch L-BFGS.
+
+    Attributes:
+        batch_size: Examples of one batch; no more than there are.
+        overlap: Part of a batch that the next one shares.
+        n_history: How many corrections are remembered.
+        sufficient_decrease: c1 of the line search.
+    """
+
+    batch_size: int
+    overlap: float = 0.25
+    n_iterations_max: int = 100
+    n_history: int = 10
+    sufficient_decrease: float = 1e-4
+
+    @override
+    def __post_init__(self) -> None:
+        check(self)
+        check_history(self.n_history)
+        check_decrease(self.sufficient_decrease)
+        if self.batch_size < 3:
+            raise ValueError(f"batch_size is {self.batch_size}; use 3 or more")
+        if not 0.0 < self.overlap <= 0.5:
+            raise ValueError(f"overlap is {self.overlap}; use above 0, up to 0.5")
+
+    def steps(self, state: str | None = None) -> Steps[Result]:
+        """Run from "parameters", or on from `Iterated.state`."""
+        resumed = None if state is None else msgspec.json.decode(state, type=_State)
+        descent = QuasiNewton(
+            n_history=self.n_history,
+            memory=resumed.memory if resumed else None,
+            gradient=_TAIL,
+            trial_steepest=_NEXT,
+        )
+        n_tail = min(max(1, round(self.overlap * self.batch_size)), self._n_tail_max)
+        start = resumed.start if resumed else 0
+        batch = Batch(start, self.batch_size, n_tail)
+        return _Run(self, descent, batch).steps(resumed)
+
+    @property
+    def _n_tail_max(self) -> int:
+        """So that every batch has an example of its own."""
+        return (self.batch_size - 1) // 2
+
+
+class _State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    present: Present
+    start: int  # of the present batch
+    memory: str
+    n_refuted: int = 0
+    n_unasked: int = 0
+
+
+@final
+@dataclass(slots=True)
+class _Run:
+    method: MultiBatchLBFGS
+    descent: QuasiNewton
+    batch: Batch
+    any_finite: bool = True  # at a trial of the last search
+    n_refuted: int = 0  # times that a batch's gradient was small, and not all examples'
+    n_unasked: int = 0  # batches of this kind, since then
+
+    def steps(self, resumed: _State | None) -> Steps[Result]:
+        if resumed is not None:
+            self.n_refuted, self.n_unasked = resumed.n_refuted, resumed.n_unasked
+            return (yield from self._descend(resumed.present, None))
+        present = yield from self._begin()
+        if not Sample(0.0, present.loss, present.gradient_norm).finite:
+            return self._result(present, Reason.NOT_FINITE)
+        return (yield from self._descend(present, 0.0))
+
+    def _descend(self, present: Present, step_length: float | None) -> Steps[Result]:
+        """Go on until it ends; a step has just been made, or none (None)."""
+        while True:
+            reason = yield from self._arrived(present, step_length)
+            if reason is not None:
+                return self._result(present, reason)
+            step_length = None
+            if small_gradient(self.method, present.gradient_norm):
+                present, reason = yield from self._ask_all(present)
+                if reason is not None:
+                    return self._result(present, reason)
+                continue
+            present = yield from self._turn(present)
+            moved = yield from self._search(present)
+            if moved is not None:
+                present, step_length = moved
+            elif self.descent.remembers:
+                self.descent.forget(gradient_square=present.gradient_square)
+            else:
+                return self._result(present, self._failure)
+
+    # --------------------------------------------------------------------- parts
+
+    def _begin(self) -> Steps[Present]:
+        """Begin with the first batch."""
+        loss, norm, square = yield from self._here()
+        return Present(
+            iteration=0,
+            n_evaluations=2,
+            loss_at_start=loss,
+            loss=loss,
+            improvement=0.0,
+            n_small=0,
+            gradient_norm=norm,
+            gradient_square=square,
+        )
+
+    def _arrived(self, present: Present, step_length: float | None) -> Steps[Reason | None]:
+        """Tell of a step; return why to go no further, if so."""
+        reason = self._bound(present)
+        if step_length is not None:
+            stop = yield from told_to_stop(self._cut(present, step_length))
+            reason = reason or (Reason.STOPPED if stop else None)
+        return reason
+
+    def _ask_all(self, present: Present) -> Steps[tuple[Present, Reason | None]]:
+        """This batch's gradient is small: ask all examples, or go on to the next."""
+        if self.n_unasked >= self.n_refuted:
+            whole = Objective(l2=self.method.l2)
+            loss, (norm,) = yield from whole.at(
+                PARAMETERS, gradient=_REST, after=(Norm(x=_REST, order="inf"),)
+            )
+            n = present.n_evaluations + 1
+            present = msgspec.structs.replace(present, n_evaluations=n)
+            if small_gradient(self.method, norm):
+                found = msgspec.structs.replace(present, loss=loss, gradient_norm=norm)
+                return found, Reason.CONVERGED_GRADIENT
+            self.n_refuted, self.n_unasked = self.n_refuted + 1, 0
+        else:
+            self.n_unasked += 1
+        self.batch = self.batch.next()
+        loss, norm, square = yield from self._here()
+        return (
+            msgspec.structs.replace(
+                _counted(present), loss=loss, gradient_norm=norm, gradient_square=square
+            ),
+            None,
+        )
+
+    def _here(self) -> Steps[tuple[float, float, float]]:
+        """Evaluate the present batch at "parameters", and forget what was before."""
+        rest, tail = self.batch.rest, self.batch.tail
+        rest_loss, _ = yield from self._at(PARAMETERS, rest, gradient=_REST)
+        mean = mean_gradient(GRADIENT, ((rest, _REST), (tail, _TAIL)))
+        tail_loss, (norm, square) = yield from self._at(
+            PARAMETERS, tail, gradient=_TAIL, after=(mean, *_size(GRADIENT))
+        )
+        self.descent.forget(gradient_square=square)
+        return mean_loss(((rest, rest_loss), (tail, tail_loss))), norm, square
+
+    def _turn(self, present: Present) -> Steps[Present]:
+        """Form the direction."""
+        terms = tuple(Term(a, name) for name, a in self.descent.direction().items())
+        (slope,) = yield from perform(
+            LinearCombination(target=DIRECTION, terms=terms), Dot(x=GRADIENT, y=DIRECTION)
+        )
+        step = self.descent.first_step(present)
+        return msgspec.structs.replace(present, slope=slope, step=step)
+
+    def _search(self, present: Present) -> Steps[tuple[Present, float] | None]:
+        """Halve the step until it will do; move there, and on to the next batch."""
+        self.any_finite = not present.slope < 0.0
+        if self.any_finite:
+            return None
+        rest, tail, step = self.batch.rest, self.batch.tail, present.step
+        for _ in range(_N_TRIALS_MAX):
+            terms = (Term(1.0, PARAMETERS), Term(step, DIRECTION))
+            rest_loss, _ = yield from self._at(
+                TRIAL, rest, gradient=_REST, before=(LinearCombination(target=TRIAL, terms=terms),)
+            )
+            tail_loss, _ = yield from self._at(TRIAL, tail, gradient=_TRIAL_TAIL)
+            present = _counted(present)
+            loss = mean_loss(((rest, rest_loss), (tail, tail_loss)))
+            self.any_finite |= math.isfinite(loss)
+            expected, noise = -step * present.slope, self._noise(present)
+            is_lost = expected <= noise  # shorter steps improve it by less
+            least = noise if is_lost else self.method.sufficient_decrease * expected
+            if loss <= present.loss - least:
+                moved = yield from self._move(present, step, tail_loss)
+                present = _counted(present)
+                if moved is not None:
+                    return moved, step
+            if is_lost and math.isfinite(loss):
+                break
+            step *= 0.5
+        return None
+
+    def _noise(self, present: Present) -> float:
+        """Return by how much losses may differ that would be equal but for rounding."""
+        at_start = present.loss_at_start
+        return noise_of(self.method, present.loss, loss_at_start=at_start)
+
+    def _move(self, present: Present, step: float, head_loss: float) -> Steps[Present | None]:
+        """Evaluate the next batch at "trial", and go there if all is finite."""
+        following = self.batch.next()
+        head, body, tail = self.batch.tail, following.body, following.tail
+        parts = ((head, _TRIAL_TAIL), (body, _REST), (tail, _NEXT_TAIL))
+        body_loss, _ = yield from self._at(TRIAL, body, gradient=_REST)
+        tail_loss, (norm, square, *measured) = yield from self._at(
+            TRIAL,
+            tail,
+            gradient=_NEXT_TAIL,
+            after=(mean_gradient(_NEXT, parts), *_size(_NEXT), *self.descent.measure(_TRIAL_TAIL)),
+        )
+        loss = mean_loss(((head, head_loss), (body, body_loss), (tail, tail_loss)))
+        sample = Sample(step, loss, norm)
+        if not sample.finite:
+            return None
+        self.batch = following
+        trial = Trial(
+            sample=sample,
+            gradient=_TRIAL_TAIL,
+            gradient_norm=norm,
+            gradient_square=square,
+            scalars=tuple(measured),
+        )
+        self.descent.accept(trial, slope_at_start=present.slope)
+        yield from perform(
+            Copy(target=PARAMETERS, x=TRIAL),
+            Copy(target=GRADIENT, x=_NEXT),
+            Copy(target=_TAIL, x=_NEXT_TAIL),
+        )
+        return msgspec.structs.replace(
+            _counted(present),
+            iteration=present.iteration + 1,
+            loss=loss,
+            gradient_norm=norm,
+            gradient_square=square,
+        )
+
+    def _at(
+        self,
+        point: VectorName,
+        examples: Examples,
+        *,
+        gradient: VectorName,
+        before: tuple[Command, ...] = (),
+        after: tuple[Command, ...] = (),
+    ) -> Steps[tuple[float, tuple[float, ...]]]:
+        part = Objective(l2=self.method.l2, examples=examples)
+        return part.at(point, gradient=gradient, before=before, after=after)
+
+    @property
+    def _failure(self) -> Reason:
+        """Why the last search has failed."""
+        found = self.any_finite
+        return Reason.LINE_SEARCH_FAILED if found else Reason.NO_FINITE_TRIAL
+
+    def _bound(self, present: Present) -> Reason | None:
+        return bound_reached(
+            self.method, iteration=present.iteration, n_evaluations=present.n_evaluations
+        )
+
+    # -------------------------------------------------------------------- report
+
+    def _state(self, present: Present) -> str:
+        state = _State(
+            present=present,
+            start=self.batch.start,
+            memory=self.descent.memory,
+            n_refuted=self.n_refuted,
+            n_unasked=self.n_unasked,
+        )
+        return msgspec.json.encode(state).decode()
+
+    def _cut(self, present: Present, step_length: float) -> Iterated:
+        return cut_at(
+            present,
+            step_length=step_length,
+            state=self._state(present),
+            vectors=(PARAMETERS, GRADIENT, _TAIL, *self.descent.vectors),
+        )
+
+    def _result(self, present: Present, reason: Reason) -> Result:
+        return result_at(present, reason, state=self._state(present))
+
+
+def _counted(present: Present) -> Present:
+    """Return what is known after two more evaluations."""
+    return msgspec.structs.replace(present, n_evaluations=present.n_evaluations + 2)
+
+
+def _size(gradient: VectorName) -> tuple[Command, ...]:
+    return (Norm(x=gradient, order="inf"), Dot(x=gradient, y=gradient))

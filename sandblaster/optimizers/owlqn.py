@@ -1,0 +1,209 @@
+"""OWL-QN: L-BFGS for a loss with an L1 penalty, F(w) = f(w) + l1 |w|_1.
+
+Andrew & Gao, Scalable training of L1-regularized log-linear models, 2007. Within one
+orthant F is as smooth as f, so each iteration stays in one, and ends at its wall:
+
+    v = pseudo-gradient of F at x             their equation 4
+    d = -H v, 0 where its sign is not -v's    H from differences of f's gradient alone
+    o = sign of x, or of -v where x is 0      the orthant
+    x(t) = x + t d, 0 where its sign is not o's
+    t = the first of t0, t0 / 2, t0 / 4, ... with F(x(t)) <= F(x) + c1 v.(x(t) - x)
+
+What they do to vectors is here one `Pointwise` command each; "gradient" is f's. The
+penalty counts every parameter, biases too: shards know ranges of one flat vector, and
+no method knows what a tensor is called.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+from typing_extensions import override
+
+from distbelief.protocol.vector_commands import (
+    Command,
+    Copy,
+    Dot,
+    LinearCombination,
+    Norm,
+    Pointwise,
+    Term,
+    VectorName,
+)
+from sandblaster.optimizers.base import Objective, Result, Steps
+from sandblaster.optimizers.descent import DescentRun, read_state
+from sandblaster.optimizers.lbfgs import QuasiNewton
+from sandblaster.optimizers.line_search import (
+    DIRECTION,
+    GRADIENT,
+    PARAMETERS,
+    TRIAL,
+    TRIAL_GRADIENTS,
+    Measure,
+    Sample,
+    Searched,
+    Start,
+    Trial,
+)
+from sandblaster.optimizers.termination import Method, check, check_decrease, check_history
+
+
+PSEUDO_GRADIENT = "pseudo_gradient"
+TRIAL_PSEUDO_GRADIENT = "trial_pseudo_gradient"
+
+_ORTHANT = "orthant"
+_MOVE = "move"  # x(t) - x
+_N_TRIALS_MAX = 30
+
+
+@final
+class OWLQN(Method, frozen=True, kw_only=True, tag="owlqn"):
+    """Settings of OWL-QN.
+
+    Attributes:
+        l1: Adds l1 |w|_1 to the loss.
+        n_history: How many corrections are remembered.
+        sufficient_decrease: c1 of the line search.
+    """
+
+    l1: float
+    n_history: int = 10
+    sufficient_decrease: float = 1e-4
+
+    @override
+    def __post_init__(self) -> None:
+        check(self)
+        if not self.l1 > 0.0:
+            raise ValueError(f"l1 is {self.l1}; use a number above 0, or method 'l-bfgs'")
+        check_decrease(self.sufficient_decrease)
+        check_history(self.n_history)
+
+    def steps(self, state: str | None = None) -> Steps[Result]:
+        """Run from "parameters", or on from `Iterated.state`."""
+        resumed = None if state is None else read_state(state)
+        descent = QuasiNewton(
+            n_history=self.n_history,
+            memory=resumed.memory if resumed else None,
+            steepest=PSEUDO_GRADIENT,
+            trial_steepest=TRIAL_PSEUDO_GRADIENT,
+        )
+        line = WithinOrthant(
+            Objective(l2=self.l2), l1=self.l1, sufficient_decrease=self.sufficient_decrease
+        )
+        run = DescentRun(self, descent, line)
+        return run.steps(resumed.present if resumed else None)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WithinOrthant:
+    """Points x(t), searched by halving the step."""
+
+    objective: Objective
+    l1: float
+    sufficient_decrease: float
+
+    @property
+    def vectors(self) -> tuple[VectorName, ...]:
+        """Those that a run needs to go on, all in all."""
+        return (PARAMETERS, GRADIENT, PSEUDO_GRADIENT, DIRECTION, _ORTHANT)
+
+    def begin(self) -> Steps[tuple[float, float, float]]:
+        """Evaluate "parameters"; return F, and norm and square of v."""
+        return (
+            yield from self._at(PARAMETERS, gradient=GRADIENT, pseudo_gradient=PSEUDO_GRADIENT)
+        )[:3]
+
+    def turned(self) -> tuple[Command, ...]:
+        """Keep the direction in line with -v, choose the orthant, measure the slope."""
+        return (
+            Pointwise(target=DIRECTION, function="oppose", x=DIRECTION, y=PSEUDO_GRADIENT),
+            Pointwise(target=_ORTHANT, function="orthant", x=PARAMETERS, y=PSEUDO_GRADIENT),
+            Dot(x=PSEUDO_GRADIENT, y=DIRECTION),
+        )
+
+    def make_trial(self, step: float) -> tuple[Command, ...]:
+        """Form x(step)."""
+        terms = (Term(1.0, PARAMETERS), Term(step, DIRECTION))
+        return (
+            LinearCombination(target=TRIAL, terms=terms),
+            Pointwise(target=TRIAL, function="align", x=TRIAL, y=_ORTHANT),
+        )
+
+    def accepted(self, trial: Trial) -> tuple[Command, ...]:
+        """Copy point, gradient and pseudo-gradient."""
+        return (
+            Copy(target=PARAMETERS, x=TRIAL),
+            Copy(target=GRADIENT, x=trial.gradient),
+            Copy(target=PSEUDO_GRADIENT, x=TRIAL_PSEUDO_GRADIENT),
+        )
+
+    def search(self, start: Start, *, n_trials_max: int, measure: Measure) -> Steps[Searched]:
+        """Halve the step until F has fallen enough, or could not be seen to fall."""
+        begin, noise, step = start.sample.value, start.noise, start.step
+        gradient = TRIAL_GRADIENTS[0]
+        move = (Term(1.0, TRIAL), Term(-1.0, PARAMETERS))
+        before: tuple[Command, ...] = ()
+        n_evaluations, any_finite = 0, False
+        while n_evaluations < min(_N_TRIALS_MAX, n_trials_max):
+            n_evaluations += 1
+            value, norm, square, (slope, *scalars) = yield from self._at(
+                TRIAL,
+                gradient=gradient,
+                pseudo_gradient=TRIAL_PSEUDO_GRADIENT,
+                before=before,
+                after=(
+                    LinearCombination(target=_MOVE, terms=move),
+                    Dot(x=PSEUDO_GRADIENT, y=_MOVE),
+                    *measure(gradient),
+                ),
+            )
+            sample, expected = Sample(step, value, slope), -min(slope, 0.0)
+            any_finite |= sample.finite
+            is_lost = expected <= noise  # shorter steps improve it by less
+            least = noise if is_lost else self.sufficient_decrease * expected
+            if sample.finite and value <= begin - least:
+                trial = Trial(
+                    sample=sample,
+                    gradient=gradient,
+                    gradient_norm=norm,
+                    gradient_square=square,
+                    scalars=tuple(scalars),
+                )
+                return Searched(trial=trial, satisfied=True, n_evaluations=n_evaluations)
+            if sample.finite and is_lost:
+                break
+            step *= 0.5
+            before = self.make_trial(step)
+        return Searched(
+            trial=None, satisfied=False, n_evaluations=n_evaluations, any_finite=any_finite
+        )
+
+    def _at(
+        self,
+        point: VectorName,
+        *,
+        gradient: VectorName,
+        pseudo_gradient: VectorName,
+        before: tuple[Command, ...] = (),
+        after: tuple[Command, ...] = (),
+    ) -> Steps[tuple[float, float, float, tuple[float, ...]]]:
+        """Return F, norm and square of v, and what `after` measures."""
+        loss, (size, norm, square, *measured) = yield from self.objective.at(
+            point,
+            gradient=gradient,
+            before=before,
+            after=(
+                Pointwise(
+                    target=pseudo_gradient,
+                    function="pseudo_gradient",
+                    x=point,
+                    y=gradient,
+                    a=self.l1,
+                ),
+                Norm(x=point, order="1"),
+                Norm(x=pseudo_gradient, order="inf"),
+                Dot(x=pseudo_gradient, y=pseudo_gradient),
+                *after,
+            ),
+        )
+        return loss + self.l1 * size, norm, square, tuple(measured)

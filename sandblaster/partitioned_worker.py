@@ -1,0 +1,596 @@
+"""One machine of a replica of several, in a Sandblaster job: the role "replica-R.M".
+
+Within it is a machine as any algorithm has them (`distbelief.worker.partition`),
+whose duty is to sum (`part_sums`). This role hears besides what only Sandblaster says:
+
+    coordinator -> leader    Assignment      for its foreman
+    leader -> machine        Gather          which set the life is about, too
+                             PushPart        for the sums
+    machine -> leader        PartStaged      for the foreman; now and then, too: I live
+"""
+
+import math
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+import torch
+
+from distbelief.errors import JobError, LocalProtocolError
+from distbelief.execution.executor import Found, Put
+from distbelief.parameter_server.client.buffers import Staged
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.protocol import Assignment, Begin, Evaluate, Gather, PartStaged, PushPart, Stop
+from distbelief.roles.role import (
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Cost,
+    Event,
+    Halt,
+    PeerJoined,
+    Received,
+    Report,
+    Seconds,
+    Send,
+    SetTimer,
+    Started,
+    TimerFired,
+)
+from distbelief.worker.batches import Chosen, Portion
+from distbelief.worker.gradients import bad_sample, is_finite
+from distbelief.worker.group import Install, Vote
+from distbelief.worker.group_leader import Leader, Outgoing
+from distbelief.worker.partition import Machine
+from sandblaster.chunks import COORDINATOR
+from sandblaster.group_tasks import TIMER as FOREMAN_TIMER, Foreman, SetCourse
+from sandblaster.worker import SetSum
+
+
+# The sums that a machine of a replica has, and their way to its shards.
+#
+# kept --> granted --> in the lane --> pushed --> staged: every shard holds it
+#   |         |
+#   +---------+--> not named any more: dropped
+#
+# A sum is pushed once, under one grant, and is given up then: its memory is the slot's.
+
+PUSH: Final = "machine:push"
+
+N_TOLD: Final = 32
+"""Grants whose staging is told of again: more than can be open."""
+
+Key = tuple[int, int]  # epoch, attempt
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Kept:
+    """This machine's part of the sum of one set."""
+
+    total: SetSum
+    n_portions: int
+    n_examples: int
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pushing:
+    """What is laid into the slots."""
+
+    grant: int
+    kept: Kept
+
+
+@final
+class PartPushes:
+    """What is kept, and what was granted of it.
+
+    Args:
+        client: Of the shards that it is pushed to.
+        n_bytes: Of one sum.
+        has_parts: Whether the machine keeps anything at all.
+
+    Attributes:
+        staged: Grants whose parts every shard holds, the newest last.
+    """
+
+    def __init__(self, client: ParameterClient, *, n_bytes: float, has_parts: bool) -> None:
+        self.staged: deque[int] = deque(maxlen=N_TOLD)
+        self._client = client
+        self._n_bytes = n_bytes
+        self._has_parts = has_parts
+        self._sums: dict[Key, Kept] = {}
+        self._to_push: dict[int, Key] = {}  # by grant, the oldest first
+        self._pushing: _Pushing | None = None  # in the lane
+        self._pushed: deque[int] = deque()  # not acknowledged
+        self._news = False
+        self._has_work = False
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def keep(self, key: Key, kept: Kept) -> None:
+        """A sum is whole."""
+        self._sums[key] = kept
+
+    def retain(self, keys: Collection[Key]) -> None:
+        """Drop all others: nobody may ask for them any more."""
+        self._sums = {key: one for key, one in self._sums.items() if key in keys}
+
+    def grant(self, message: PushPart) -> None:
+        """Let what there is of this try be pushed, unless that was done."""
+        key, grant = (message.epoch, message.attempt), message.grant
+        known = grant in self.staged or grant in self._pushed or grant in self._to_push
+        is_under_way = self._pushing is not None and self._pushing.grant == grant
+        if known or is_under_way or key not in self._sums:
+            return
+        if not self._has_parts:
+            del self._sums[key]
+            self.staged.append(grant)
+            self._news = True
+            return
+        self._to_push[grant] = key
+        self._has_work = True
+
+    def stage(self) -> Sequence[Action]:
+        """Lay what was granted into slots, once one is free on every shard."""
+        self._to_push = {g: key for g, key in self._to_push.items() if key in self._sums}
+        client = self._client
+        if not self._to_push or not (client.ready and client.can_push):
+            return []
+        grant = next(iter(self._to_push))
+        kept = self._sums.pop(self._to_push.pop(grant))
+        self._pushing = _Pushing(grant, kept)
+        stage = client.stage(kept.total.gradients, kept.total.values)
+        return [Compute(name=PUSH, work=stage, cost=Cost(n_bytes=2.0 * self._n_bytes))]
+
+    def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+        """Send what lies in the slots now."""
+        if event.name != PUSH or self._pushing is None:
+            raise LocalProtocolError(f"nobody asked for {event.name!r}")
+        result = event.result
+        assert isinstance(result, Staged), result
+        pushing, self._pushing = self._pushing, None
+        if not result.finite:  # it was when it was summed
+            raise JobError(f"not finite when it was pushed: {result.culprits}")
+        self._pushed.append(pushing.grant)
+        return self._client.staged(
+            result,
+            n_gradients=pushing.kept.n_portions,
+            samples=pushing.kept.n_examples,
+            grant=pushing.grant,
+            now=now,
+        )
+
+    def has_news(self) -> bool:
+        """Return whether more parts are staged than when this was asked last."""
+        while len(self._pushed) > self._client.unacknowledged:
+            self.staged.append(self._pushed.popleft())
+            self._news = True
+        news, self._news = self._news, False
+        return news
+
+    def has_work(self) -> bool:
+        """Return whether there is more to push than when this was asked last."""
+        has_work, self._has_work = self._has_work, False
+        return has_work
+
+
+# What a machine of a replica computes for: its part of the sums of sets.
+#
+#     a life begins     of one set; sums that nobody may ask for any more are dropped
+#     its first step    parameters are fetched, if those of another evaluation are here
+#     each step         a portion: its gradients are added to the sum
+#     the last          the sum is kept; all are told whether it is finite
+#     push              what was granted is pushed, between two steps
+#
+# As with a whole replica (`portion_sums`) the sum of a set depends on its portions and
+# the parameters alone: running averages begin each set as they were fetched, and
+# gradients are added in the order of positions. So every try at a set is worth the same.
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Keeping:
+    """What a machine keeps, item by item.
+
+    Attributes:
+        sizes: Elements of each.
+        buffers: Those that are no parameters: pushed as they are.
+        counts: By item of a running average, the item that counts its steps.
+        shards: Those that hold something of them.
+        dtype: Of all of them.
+    """
+
+    sizes: Sequence[int]
+    buffers: Sequence[int]
+    counts: Mapping[int, int]
+    shards: Sequence[int]
+    dtype: torch.dtype
+
+
+@final
+class PartSums:
+    """Sums; see `distbelief.worker.group.Duty`.
+
+    Args:
+        keeping: What the machine keeps.
+        client: Of the shards that hold it.
+        course: The portions.
+        foreman: What it does besides, if it leads.
+
+    Attributes:
+        values: Flat, one per item.
+        pushes: Of the sums that are whole.
+    """
+
+    def __init__(
+        self,
+        keeping: Keeping,
+        *,
+        client: ParameterClient,
+        course: SetCourse,
+        foreman: Foreman | None,
+    ) -> None:
+        self.values = [torch.zeros(size, dtype=keeping.dtype) for size in keeping.sizes]
+        self._keeping = keeping
+        self._client = client
+        self._course = course
+        self._foreman = foreman
+        n_bytes = float(sum(value.nbytes for value in self.values))
+        self.pushes = PartPushes(client, n_bytes=n_bytes, has_parts=bool(self.values))
+        self._installed: tuple[int, int] | None = None  # which evaluation's parameters
+        self._fetched: list[torch.Tensor] = []  # buffers as they were fetched
+        self._opened = False  # the first step of this life
+        self._n_computed = 0
+        # Of the step under way, for the lane.
+        self._accrued: list[torch.Tensor | None] = []
+        self._owned: set[int] = set()  # sums that are nobody else's memory
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._portion = Portion(life=0, step=0)
+        self._chosen: Chosen | None = None
+        self._key: Key = (0, 0)
+        self._is_last = False
+        self._done: tuple[Key, Kept] | None = None
+        self._blame: str | None = None
+
+    # ------------------------------------------------------------------------ the life
+
+    @property
+    def pushed(self) -> int | None:
+        """None: where a life begins, its order says."""
+        return None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing hinders a new life: pushes do not."""
+        return True
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it has to wait: a push waits for its slot, nothing else does."""
+        return False
+
+    @property
+    def clock(self) -> float | None:
+        """None: versions are compared, not clocks."""
+        return None
+
+    def begin(self, position: int, now: Seconds) -> None:
+        """A life begins: of the sums keep those that it names."""
+        del position, now
+        self._collect()
+        self._opened = False
+        order = self._course.order
+        if order is None:
+            return
+        self.pushes.retain({(order.epoch, attempt) for attempt in order.keeps})
+        if (order.epoch, order.evaluation) != self._installed:
+            self._installed = None
+
+    def drop(self) -> None:
+        """Give up the step under way; the lane is idle."""
+        self._collect()
+        self._gradients = {}
+        self._accrued = []
+
+    def _collect(self) -> None:
+        """Keep what the lane has done; the lane may go on meanwhile."""
+        done, self._done = self._done, None
+        if done is not None:
+            self.pushes.keep(*done)
+
+    # ----------------------------------------------------------------------- the fetch
+
+    def may_fetch(self, *, ahead: bool) -> bool:
+        """Return whether a fetch may begin now: not while values are in use."""
+        return not ahead
+
+    def fetches_at(self, step: int) -> bool:
+        """Return whether this step begins with a fetch: once for an evaluation."""
+        return step == 0 and self._course.order is not None and self._installed is None
+
+    def installing(self, work: Install) -> Install:
+        """Return the work of an install as it is."""
+        return work
+
+    def fetched(self, seconds: Seconds) -> bool:
+        """A fetch was installed; return whether it is of the evaluation (DB-16)."""
+        del seconds
+        order = self._course.order
+        assert order is not None
+        wanted = tuple(
+            (version.incarnation, version.clock)
+            for index, version in enumerate(order.versions)
+            if index in self._keeping.shards
+        )
+        if self._client.versions != wanted:
+            return False
+        self._installed = order.epoch, order.evaluation
+        self._fetched = [self.values[item].clone() for item in self._keeping.buffers]
+        return True
+
+    # ------------------------------------------------------------------------ the step
+
+    def open(self, step: int, chosen: Chosen, portion: Portion) -> Put:
+        """Begin a portion; return what takes its gradients."""
+        order = self._course.order
+        assert order is not None
+        if step == 0:
+            self._opened = True
+            self._key = order.epoch, order.attempt
+            self._accrued = [None] * len(self.values)
+            self._owned.clear()
+            for item, fetched in zip(self._keeping.buffers, self._fetched, strict=True):
+                self.values[item].copy_(fetched)
+        self._gradients = {}
+        self._portion, self._chosen = portion, chosen
+        self._is_last = self._course.is_last(step)
+        return self._gradients.__setitem__
+
+    def close(self, found: Found) -> Vote | None:
+        """Add a portion to the sum; after the last, say whether it is finite. Work."""
+        for item, gradient in self._gradients.items():
+            self._add(item, gradient)
+        self._gradients = {}
+        self._average(found)
+        assert self._chosen is not None
+        self._n_computed += len(self._chosen.indices)
+        if found.loss is not None and not math.isfinite(found.loss):
+            self._find_blame()
+        if not self._is_last:
+            return None
+        order = self._course.order
+        assert order is not None
+        accrued, self._accrued = self._accrued, []
+        total = SetSum(tuple(accrued), self._values())
+        finite = is_finite(
+            dict(enumerate(tensor for tensor in accrued if tensor is not None))
+        ) and is_finite({item: total.values[item] for item in self._keeping.buffers})
+        if not finite:
+            self._find_blame()
+            return Vote(square=math.nan, settle=_nothing, cost=Cost())
+        kept = Kept(
+            total=total, n_portions=self._course.n_steps(order), n_examples=order.stop - order.start
+        )
+        self._done = self._key, kept
+        return Vote(square=0.0, settle=_nothing, cost=Cost())
+
+    def _add(self, item: int, gradient: torch.Tensor) -> None:
+        before = self._accrued[item]
+        if before is None:
+            self._accrued[item] = gradient
+        elif item in self._owned:
+            before.add_(gradient)
+        else:
+            # The first may share memory with another gradient: added to a copy.
+            self._accrued[item] = before + gradient
+            self._owned.add(item)
+
+    def _average(self, found: Found) -> None:
+        """Let running averages, and counts of their steps, be what they are now."""
+        for item, value in found.averages.items():
+            self.values[item].copy_(value.reshape(-1))
+            if item in self._keeping.counts:
+                self.values[self._keeping.counts[item]] += 1
+
+    def _values(self) -> list[torch.Tensor]:
+        values = list(self.values)
+        for item in self._keeping.buffers:
+            values[item] = values[item].clone()
+        return values
+
+    def _find_blame(self) -> None:
+        row = bad_sample(self._portion)
+        if row is not None and self._chosen is not None:
+            self._blame = (
+                f"[data.train] sample {int(self._chosen.indices[row])} has NaN or "
+                "infinite values: mend or leave out such samples"
+            )
+
+    def closed(
+        self, result: object, found: Found, chosen: Chosen, now: Seconds
+    ) -> Sequence[Action]:
+        """Keep a sum that is whole; tell who is to blame for one that is not finite."""
+        del result, found, chosen, now
+        self._collect()
+        blame, self._blame = self._blame, None
+        return [] if blame is None else [Report(text=blame, level="warning")]
+
+    # ------------------------------------------------------------------------ the push
+
+    def push(self, message: PushPart) -> None:
+        """Push what there is of this try under this grant, unless that was done."""
+        self._collect()
+        self.pushes.grant(message)
+
+    def work(self, *, final: bool) -> Sequence[Action]:
+        """Stage what was granted, once there is a free slot on every shard."""
+        return [] if final else self.pushes.stage()
+
+    def computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+        """Send what lies in the slots now."""
+        return self.pushes.computed(event, now)
+
+    # ---------------------------------------------------------------------- the leader
+
+    def command(self, leader: Leader, message: Begin | Evaluate | Stop, now: Seconds) -> Outgoing:
+        """Obey the supervisor, if this machine leads."""
+        assert self._foreman is not None
+        return self._foreman.command(leader, message, now)
+
+    def report(
+        self, leader: Leader, now: Seconds, *, final: bool
+    ) -> tuple[Sequence[Action], Outgoing]:
+        """Begin the next life, if there is one to begin."""
+        assert self._foreman is not None
+        if final:
+            return [], []
+        actions, out = self._foreman.report(leader, now, has_opened=self._opened)
+        others: Outgoing = []
+        for machine, message in out:
+            if isinstance(message, PushPart) and machine == 0:
+                self.push(message)
+            else:
+                others.append((machine, message))
+        return actions, others
+
+    def figures(self) -> Mapping[str, float]:
+        """Return counters."""
+        return {"samples": float(self._n_computed), "sets_held": float(len(self.pushes))}
+
+
+def _nothing(square: float, sample: int | None) -> None:
+    """Do nothing with what all have agreed on: the leader knows."""
+    del square, sample
+
+
+SAY: Final = "split:say"
+
+
+@final
+class SplitReplica:
+    """The role "replica-R.M".
+
+    Args:
+        machine: Which computes.
+        names: Of all machines of the replica, its leader first.
+        course: Of the machine.
+        sums: Its duty.
+        foreman: If it leads.
+        retry_seconds: After which it says again how it stands.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        *,
+        names: Sequence[Address],
+        course: SetCourse,
+        sums: PartSums,
+        foreman: Foreman | None,
+        retry_seconds: Seconds,
+    ) -> None:
+        self._machine = machine
+        self._names = names
+        self._places = {name: index for index, name in enumerate(names)}
+        self._course = course
+        self._sums = sums
+        self._foreman = foreman
+        self._retry_seconds = retry_seconds
+        self._is_over = False
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Return the actions that `event` calls for.
+
+        Raises:
+            JobError: model, data or loss make it impossible to go on.
+            PeerLostError: a shard has been silent for too long.
+        """
+        if self._is_over:
+            return []
+        actions = [*self._happened(event, now)]
+        if self._sums.pushes.has_work():
+            actions += self._machine.wake(now)
+        if self._sums.pushes.has_news():
+            actions += self._tell(now)
+        if any(isinstance(action, Halt) for action in actions):
+            self._is_over = True
+        elif self._foreman is not None:
+            actions += self._foreman.words(now)
+        return actions
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        """Return what it is doing, and its counters."""
+        return self._machine.status()
+
+    # -------------------------------------------------------------------------- events
+
+    def _happened(self, event: Event, now: Seconds) -> Sequence[Action]:
+        match event:
+            case Started():
+                return self._start(event, now)
+            case Received():
+                return self._receive(event, now)
+            case TimerFired(name=name) if name == SAY:
+                return self._tell(now)
+            case TimerFired(name=name) if name == FOREMAN_TIMER:
+                return self._say_again(now)
+            case PeerJoined(peer=peer) if peer == COORDINATOR:
+                if self._foreman is not None:
+                    self._foreman.ask()
+                return []
+            case _:
+                return self._machine.handle(event, now)
+
+    def _start(self, event: Started, now: Seconds) -> Sequence[Action]:
+        if self._foreman is not None:
+            self._foreman.start(event.incarnation)
+            return self._machine.handle(event, now)
+        return [*self._machine.handle(event, now), *self._tell(now)]
+
+    def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
+        message, machine = event.message, self._places.get(event.sender)
+        if self._foreman is not None and machine is not None:
+            self._foreman.heard(machine, now)
+        match message:
+            case Assignment() if self._foreman is not None:
+                self._foreman.take(message)
+                return self._machine.wake(now)
+            case PartStaged() if self._foreman is not None and machine is not None:
+                self._foreman.staged(machine, message.grants)
+                return self._machine.wake(now)
+            case PushPart() if machine == 0:
+                self._sums.push(message)
+                return self._tell(now) if message.grant in self._sums.pushes.staged else []
+            case Gather() if machine == 0:
+                self._course.know(message.life, message.order)
+                return self._machine.handle(event, now)
+            case _:
+                return self._machine.handle(event, now)
+
+    # --------------------------------------------------------------------------- words
+
+    def _tell(self, now: Seconds) -> Sequence[Action]:
+        """Tell the leader, who may be this machine, what is staged."""
+        grants = tuple(self._sums.pushes.staged)
+        if self._foreman is not None:
+            self._foreman.staged(0, grants)
+            return self._machine.wake(now)
+        staged = PartStaged(grants=grants)
+        again = SetTimer(name=SAY, at=now + self._retry_seconds)
+        return [Send(receiver=self._names[0], message=staged), again]
+
+    def _say_again(self, now: Seconds) -> Sequence[Action]:
+        """Say again, as the leader, what may have been lost."""
+        assert self._foreman is not None
+        actions: list[Action] = []
+        for machine, message in self._foreman.again():
+            if machine != 0:
+                actions.append(Send(receiver=self._names[machine], message=message))
+            elif isinstance(message, PushPart):
+                self._sums.push(message)
+        return [*actions, *self._machine.wake(now)]

@@ -1,0 +1,526 @@
+"""The files from which other processes have model and data, beside a run directory.
+
+    runs/digits              the run
+    runs/digits.problem      initial.safetensors, train.safetensors
+
+They are read again whenever a replica is started anew. So nobody else may write them
+while the run goes on: whoever calls locks them, and takes the next name if they are
+somebody's (runs/digits.2, runs/digits.2.problem).
+
+A run that goes on keeps the files it has, and a job that is refused leaves none that
+were not there before.
+"""
+
+import inspect
+import os
+import sys
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Final, cast, final
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from distbelief.core import files
+from distbelief.errors import JobError, StorageError
+from distbelief.run.directory import SIBLINGS_MAX, RunDirectory
+from distbelief.task.imports import call_factory
+from distbelief.worker.local_executor import LocalModel
+
+
+# Scalars of numpy as Python's own: what users compute with, and job files hold not.
+
+
+def plain(value: object) -> object:
+    """Return a value of a job file, with Python's own numbers in place of numpy's.
+
+    A numpy float is a Python float that prints as "np.float64(0.5)", an integer of
+    numpy is none of Python's.
+    """
+    match value:
+        case np.generic():
+            return value.item()
+        case Mapping():
+            return {key: plain(one) for key, one in value.items()}
+        case list() | tuple():
+            return [plain(one) for one in value]
+        case _:
+            return value
+
+
+# How other processes get what the user holds in this one, without pickle.
+#
+#     text "package.module:function"        called there
+#     a function or class of some module    its import path
+#     functools.partial(function, a=1)      its import path, and the keyword arguments
+#     a pair of tensors or arrays           a file (`tensor_files`)
+#
+# What is defined in the program itself, in a notebook or inside a function cannot be
+# imported by another process: it is refused, with what to do instead.
+
+Factory = object
+"""What makes a module or a data set, or is a loss: an import path, or the function."""
+
+
+def factory_table(factory: object, *, what: str) -> dict[str, object]:
+    """Return keys `factory` and `arguments` of a table of a job file.
+
+    Args:
+        factory: An import path, a function or class, or a partial of one.
+        what: To call it in messages: "model", ...
+
+    Raises:
+        JobError: another process could not have it.
+    """
+    if isinstance(factory, str):
+        return {"factory": factory}
+    if isinstance(factory, partial):
+        wrapped = cast("partial[object]", factory)
+        if wrapped.args:
+            raise JobError(
+                f"minimize: {what} is a partial with positional arguments "
+                f"{wrapped.args!r}: give them by name"
+            )
+        path = import_path(wrapped.func, what=what)
+        return {"factory": path, "arguments": dict(wrapped.keywords)}
+    return {"factory": import_path(factory, what=what)}
+
+
+def import_path(thing: object, *, what: str) -> str:
+    """Return "package.module:name" of a function or class.
+
+    Raises:
+        JobError: it has none that leads back to it.
+    """
+    module_name, name = _names(thing)
+    if module_name == "__main__":
+        raise JobError(
+            f"minimize: {what} {name} is defined in the program itself, which other "
+            "processes cannot import: move it to a module of its own"
+        )
+    found: object = sys.modules.get(module_name or "")
+    for part in (name or "").split("."):
+        found = getattr(found, part, None)
+    if module_name is None or found is not thing:
+        raise JobError(
+            f"minimize: {what} is {_shown(thing)}, which other processes cannot "
+            "import: give a function of some module, functools.partial of one, or "
+            "'package.module:function'"
+        )
+    return f"{module_name}:{name}"
+
+
+def _names(thing: object) -> tuple[str | None, str | None]:
+    if not (inspect.isroutine(thing) or inspect.isclass(thing)):
+        return None, None
+    return thing.__module__, thing.__qualname__
+
+
+def _shown(thing: object) -> str:
+    text = " ".join(repr(thing).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# How to build a module again in another process: its classes, and their arguments.
+#
+# A module does not tell what it was built with, but most keep each argument under its own
+# name, as all of torch's layers do: Linear(in_features=4, out_features=3, bias=False).
+# `recipe_of` collects them, builds the module again, and compares the two in all that can
+# be compared: names, shapes and types of tensors, how they print, every plain attribute
+# of every layer. If they differ in anything, the module is refused.
+
+Recipe = dict[str, object]
+_NOT_ASKED_FOR = {"self", "device", "dtype"}
+_PLAIN = (bool, int, float, str)
+
+
+def build(recipe: Recipe, dtype: str) -> nn.Module:
+    """Return the module of a recipe: the factory of job files."""
+    return _build(recipe).to(getattr(torch, dtype))
+
+
+def recipe_of(module: nn.Module) -> dict[str, object]:
+    """Return the arguments of `build` that make a module like this one.
+
+    Raises:
+        JobError: it cannot be built again from what it tells of itself.
+    """
+    floats = {t.dtype for t in module.state_dict().values() if t.is_floating_point()}
+    if len(floats) > 1:
+        names = ", ".join(sorted(str(dtype) for dtype in floats))
+        raise _refusal(module, f"it has tensors of several types ({names})")
+    dtype = str(next(iter(floats), torch.get_default_dtype())).removeprefix("torch.")
+    recipe = _recipe(module)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            again = build(recipe, dtype)
+    except JobError as error:
+        raise _refusal(module, str(error)) from None
+    difference = _difference(module, again)
+    if difference is not None:
+        raise _refusal(module, f"built again it differs: {difference}")
+    return {"recipe": recipe, "dtype": dtype}
+
+
+def _recipe(module: nn.Module) -> Recipe:
+    if type(module) is nn.Sequential:
+        layers = [[name, _recipe(layer)] for name, layer in module.named_children()]
+        return {"layers": layers}
+    kind = type(module)
+    path = import_path(kind, what="a layer of the model:")
+    arguments: dict[str, object] = {}
+    for name, parameter in inspect.signature(kind.__init__).parameters.items():
+        variable = parameter.kind in {
+            inspect.Parameter.VAR_POSITIONAL,
+            inspect.Parameter.VAR_KEYWORD,
+        }
+        if name in _NOT_ASKED_FOR or variable:
+            continue
+        default: object = parameter.default
+        if hasattr(module, name):
+            value = _value(getattr(module, name), default, of=module, name=name)
+            if value is not None:
+                arguments[name] = value
+        elif default is inspect.Parameter.empty:
+            raise _refusal(module, f"{kind.__name__} does not keep its {name!r}")
+    return {"class": path, "arguments": arguments}
+
+
+def _value(value: object, default: object, *, of: nn.Module, name: str) -> object | None:
+    """Return an argument as plain data; None: leave it out, its default is meant."""
+    if isinstance(default, bool) and not isinstance(value, bool):
+        value = value is not None  # "bias" is asked for as a bool, kept as a tensor
+    if value is None and default is None:
+        return None
+    plain = list(value) if isinstance(value, tuple) else value
+    items = plain if isinstance(plain, list) else [plain]
+    if not all(isinstance(item, _PLAIN) for item in items):
+        raise _refusal(of, f"argument {name!r} of {type(of).__name__} is {value!r}")
+    return None if value == default else plain
+
+
+def _build(recipe: Mapping[str, object]) -> nn.Module:
+    if "layers" in recipe:
+        layers = cast("list[tuple[str, Recipe]]", recipe["layers"])
+        return nn.Sequential(OrderedDict((name, _build(one)) for name, one in layers))
+    path, arguments = cast("str", recipe["class"]), recipe["arguments"]
+    made = call_factory(path, cast("Recipe", arguments), table="model")
+    if not isinstance(made, nn.Module):
+        raise JobError(f"{path} made {made!r}, not an nn.Module")
+    return made
+
+
+def _difference(module: nn.Module, again: nn.Module) -> str | None:
+    if repr(module) != repr(again):
+        return f"{again!r}"
+    tensors, others = module.state_dict(), again.state_dict()
+    shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    if shapes != {name: (tuple(t.shape), t.dtype) for name, t in others.items()}:
+        return "its tensors have other names, shapes or types"
+    trained = {name: p.requires_grad for name, p in module.named_parameters()}
+    if trained != {name: p.requires_grad for name, p in again.named_parameters()}:
+        return "other parameters are trained"
+    for (name, one), other in zip(module.named_modules(), again.modules(), strict=True):
+        if _attributes(one) != _attributes(other):
+            return f"attributes of {name or 'the module itself'}"
+    return None
+
+
+def _attributes(module: nn.Module) -> dict[str, object]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, (*_PLAIN, tuple)) and name != "training"
+    }
+
+
+def _refusal(module: nn.Module, why: str) -> JobError:
+    return JobError(
+        f"minimize: this {type(module).__name__} cannot be built again in another "
+        f"process: {why}. Give the function that made it instead, as functools.partial "
+        "with its arguments or as 'package.module:function'"
+    )
+
+
+# Data that the user holds as tensors, as a file that all replicas map.
+#
+# Mapped, not read: on one host they share one copy of it.
+
+
+@final
+class TensorPairs:
+    """A data set of the pairs (inputs[i], targets[i])."""
+
+    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self._inputs = inputs
+        self._targets = targets
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._inputs[index], self._targets[index]
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a whole batch."""
+        n, first = len(indices), indices[0]
+        if indices[-1] == first + n - 1 and indices == list(range(first, first + n)):
+            return self._inputs[first : first + n], self._targets[first : first + n]
+        return self._inputs[indices], self._targets[indices]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All inputs, all targets."""
+        return self._inputs, self._targets
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all values: a run is resumed on the same data only."""
+        parts = (self._inputs, self._targets)
+        value = 0
+        for part in parts:
+            value = zlib.crc32(part.view(torch.uint8).numpy().data, value)
+        shapes = "; ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
+        return f"crc32 {value:08x} of {shapes}"
+
+
+def pairs(path: str) -> TensorPairs:
+    """Return the data set in this file: the factory of job files."""
+    tensors = load_file(path)
+    return TensorPairs(tensors["inputs"], tensors["targets"])
+
+
+def tensors_in(path: Path) -> dict[str, torch.Tensor] | None:
+    """Return what is in a file, or None if it is not there, or damaged."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError):
+        return None
+
+
+def as_pair(data: object) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return inputs and targets, if that is what the data are; else None.
+
+    They are as a file has them: contiguous, without gradients, in ordinary memory.
+
+    Raises:
+        JobError: they are, but cannot be used.
+    """
+    if isinstance(data, TensorDataset):
+        data = data.tensors
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        return None
+    inputs, targets = (_tensor(part) for part in data)
+    if inputs is None or targets is None:
+        return None
+    if inputs.ndim < 1 or targets.ndim < 1 or len(inputs) != len(targets):
+        raise JobError(
+            f"minimize: data are inputs of shape {tuple(inputs.shape)} and targets of "
+            f"shape {tuple(targets.shape)}: there must be as many of both"
+        )
+    return inputs, targets
+
+
+def write_pairs(path: Path, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Write inputs and targets, as `as_pair` returns them, to `path`."""
+    inputs, targets = pair
+    if inputs.data_ptr() == targets.data_ptr():
+        targets = targets.clone()  # the file must not hold one memory twice
+    save_file({"inputs": inputs, "targets": targets}, path)
+
+
+def _tensor(part: object) -> torch.Tensor | None:
+    if isinstance(part, np.ndarray):
+        try:
+            return torch.from_numpy(np.ascontiguousarray(part))
+        except TypeError:
+            raise JobError(
+                f"minimize: data is an array of {part.dtype}, of which torch has no "
+                "tensors: make numbers of it"
+            ) from None
+    if not isinstance(part, torch.Tensor):
+        return None
+    return part.detach().cpu().contiguous()
+
+
+_INITIAL: Final = "initial.safetensors"
+_TRAIN: Final = "train.safetensors"
+_FILES: Final = (_INITIAL, _TRAIN)
+_LOCK: Final = "lock"
+
+
+def problem_of(directory: Path) -> Path:
+    """Return where the files of a run lie."""
+    return directory.with_name(f"{directory.name}.problem").absolute()
+
+
+@contextmanager
+def own_problem(wanted: Path, *, resumes: bool) -> Iterator[Path]:
+    """Be the only one who writes the files of a run, in a `with` block.
+
+    If the block ends by an exception before the run has begun, what was written there
+    is removed.
+
+    Args:
+        wanted: Run directory.
+        resumes: Go on with the run that is there. Otherwise it gets a new directory:
+            this one, or the next free one of that name.
+
+    Yields:
+        The run directory.
+
+    Raises:
+        StorageError: the run that is to go on is running; or there is no free name.
+    """
+    if resumes:
+        with RunDirectory.take(_made(problem_of(wanted))), _nothing_if_refused(wanted):
+            yield wanted
+        return
+    for number in range(1, SIBLINGS_MAX):
+        suffix = "" if number == 1 else f".{number}"
+        directory = wanted.with_name(f"{wanted.name}{suffix}")
+        if _is_taken(directory):
+            continue
+        problem = _made(problem_of(directory))
+        try:
+            lock = RunDirectory.take(problem)
+        except StorageError:
+            continue  # another call is about to begin there
+        with lock:
+            # Whoever was refused has removed its lock: then this is of a removed file.
+            if lock.writer_pid() == os.getpid() and not _is_taken(directory):
+                with _nothing_if_refused(directory):
+                    yield directory
+                return
+    raise StorageError(f"{wanted} and {SIBLINGS_MAX} siblings exist: remove some")
+
+
+def _is_taken(directory: Path) -> bool:
+    is_new = not directory.exists()
+    return not is_new and (not directory.is_dir() or any(directory.iterdir()))
+
+
+def _made(problem: Path) -> Path:
+    try:
+        problem.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise files.explained(error, problem, doing="make") from error
+    return problem
+
+
+@contextmanager
+def _nothing_if_refused(directory: Path) -> Iterator[None]:
+    """Remove what is new among the files of a run that did not begin.
+
+    It has begun once its job file is written: until then the job is only tried out.
+    """
+    problem = problem_of(directory)
+    new = [file for name in _FILES if not (file := problem / name).exists()]
+    before = _job_written(directory)
+    try:
+        yield
+    except BaseException:
+        if _job_written(directory) == before:
+            with suppress(OSError):  # there is an error to be told already
+                for file in new:
+                    file.unlink(missing_ok=True)
+                if [file.name for file in problem.iterdir()] == [_LOCK]:
+                    (problem / _LOCK).unlink()
+                    problem.rmdir()
+        raise
+
+
+def _job_written(directory: Path) -> tuple[int, int] | None:
+    """Return what changes whenever the job file of a run is replaced."""
+    try:
+        found = RunDirectory(directory, lock=None).job_file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+@final
+class Problem:
+    """Model and data of one run, as tables of its job and as the files those name.
+
+    Args:
+        model: What `minimize` is given.
+        data: Likewise.
+
+    Raises:
+        JobError: one of them cannot be had in another process.
+    """
+
+    def __init__(self, model: nn.Module | Factory, data: object) -> None:
+        self._module = model if isinstance(model, nn.Module) else None
+        self._pair = as_pair(data)
+        self._model: dict[str, object]
+        if isinstance(model, nn.Module):
+            self._model = {
+                "factory": "sandblaster.problem_files:build",
+                "arguments": recipe_of(model),
+            }
+        else:
+            self._model = factory_table(model, what="model")
+        self._data = {} if self._pair else factory_table(data, what="data")
+
+    @property
+    def has_files(self) -> bool:
+        """Whether there is anything to write."""
+        return self._module is not None or self._pair is not None
+
+    def tables(self, directory: Path) -> dict[str, object]:
+        """Return tables [model] and [data] of a job with this run directory."""
+        model, train = self._model, self._data
+        if self._module is not None:
+            model = model | {"initial": str(problem_of(directory) / _INITIAL)}
+        if self._pair is not None:
+            train = {
+                "factory": "sandblaster.problem_files:pairs",
+                "arguments": {"path": str(problem_of(directory) / _TRAIN)},
+            }
+        return {"model": model, "data": {"train": train}}
+
+    def write(self, directory: Path, *, resumes: bool) -> None:
+        """Write the files of the run in this directory.
+
+        Args:
+            directory: Of the run, whose files are locked.
+            resumes: Whether it goes on: then what it has stays as it is.
+
+        Raises:
+            JobError: the run cannot go on, since it began with other data.
+            StorageError: a file cannot be written.
+        """
+        problem = problem_of(directory)
+        initial, train = problem / _INITIAL, problem / _TRAIN
+        if self._module is not None and not (resumes and tensors_in(initial)):
+            named = LocalModel(self._module).named_tensors()
+            tensors = {name: tensor.detach().clone() for name, tensor in named.items()}
+            files.write_by(initial, lambda temporary: save_file(tensors, temporary))
+        if (pair := self._pair) is None:
+            return
+        if resumes and (kept := tensors_in(train)):
+            _check_same(kept, pair, directory=directory)
+        else:
+            files.write_by(train, lambda temporary: write_pairs(temporary, pair))
+
+
+def _check_same(kept: dict[str, Tensor], pair: tuple[Tensor, Tensor], *, directory: Path) -> None:
+    """Refuse data other than those a run has."""
+    was = TensorPairs(kept["inputs"], kept["targets"]).fingerprint
+    now = TensorPairs(*pair).fingerprint
+    if was != now:
+        raise JobError(
+            f"minimize: resume is {directory}, a run on other data: they were {was}, "
+            f"now they are {now}. Give those it began with, or begin a new run, with "
+            "a directory of its own"
+        )

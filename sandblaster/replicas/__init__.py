@@ -1,1 +1,0 @@
-"""The replicas: they compute the sets that they are dealt, and push their sums."""

@@ -1,0 +1,187 @@
+"""A replica whose job begins with Downpour and ends with Sandblaster, on one model.
+
+    here             coordinator
+      | -- Account ---> |     I am here
+      | <--- Begin ---- |     the warm start is not over: train
+      |   (Downpour)    |
+      | -- Finished --> |     my share is done, and every push of it is applied
+      | <- Assignment - |     from here on as any replica of Sandblaster
+
+Rules:
+
+* Nothing is trained before the coordinator says so: a replica that begins a new life
+  late, or a whole job that is resumed, does not move a point that is being improved.
+* One client speaks to the shards in both parts: they keep one watermark of its pushes.
+* The second part begins when nothing of the first is under way in any lane.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import final
+
+from distbelief.protocol import Account, Assignment, Begin, Finished, Stop
+from distbelief.roles.role import (
+    SUPERVISOR,
+    Action,
+    Compute,
+    Computed,
+    Event,
+    Halt,
+    PeerJoined,
+    Received,
+    Seconds,
+    Send,
+    SetTimer,
+    Started,
+    TimerFired,
+)
+from distbelief.worker.replica import ModelReplica
+from sandblaster.chunks import COORDINATOR
+from sandblaster.worker import SandblasterReplica
+
+
+_SAY = "warm:say"
+
+
+class _Part(Enum):
+    WAITING = "waiting for the coordinator"
+    TRAINING = "training"
+    ENDING = "ending the warm start"
+    PORTIONS = "computing portions"
+
+
+@final
+class WarmStartReplica:
+    """The role `replica-INDEX` of a Sandblaster job with a warm start.
+
+    Args:
+        downpour: Its first part; it waits for `Begin`, and ends by itself.
+        sandblaster: Its second part, with the same client and model.
+        await_begin: Wait for `Begin` of the supervisor.
+        retry_seconds: After which it says again that it is here.
+    """
+
+    def __init__(
+        self,
+        *,
+        downpour: ModelReplica,
+        sandblaster: SandblasterReplica,
+        await_begin: bool = True,
+        retry_seconds: Seconds = 0.5,
+    ) -> None:
+        self._downpour = downpour
+        self._sandblaster = sandblaster
+        self._retry_seconds = retry_seconds
+        self._begun = not await_begin
+        self._part = _Part.WAITING
+        self._stopping = False
+        self._incarnation = 0
+        self._n_under_way = 0  # in the lanes, of the first part
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Return the actions that `event` calls for.
+
+        Raises:
+            JobError: model, data or learning rate make it impossible to go on.
+            PeerLostError: a shard has been silent for too long.
+        """
+        actions: list[Action] = []
+        match event:
+            case Started():
+                self._incarnation = event.incarnation
+                actions += self._train(event, now) + self._say(now)
+            case TimerFired(name=name) if name == _SAY:
+                actions += self._say(now)
+            case PeerJoined(peer=peer) if peer == COORDINATOR:
+                actions += self._say(now) + self._forward(event, now)
+            case Received():
+                actions += self._receive(event, now)
+            case _:
+                actions += self._forward(event, now)
+        if self._part is _Part.ENDING and not self._n_under_way:
+            actions += self._take_over(now)
+        return actions
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        """Return what it is doing, and its counters."""
+        if self._part is _Part.TRAINING:
+            return self._downpour.status()
+        word, counters = self._sandblaster.status()
+        is_there = self._part is _Part.PORTIONS
+        return word if is_there else self._part.value, counters
+
+    # ------------------------------------------------------------------------ events
+
+    def _receive(self, event: Received, now: Seconds) -> list[Action]:
+        from_coordinator = event.sender == COORDINATOR
+        match event.message:
+            case Begin():
+                return self._begin(event, now)
+            case Assignment() if self._part is _Part.WAITING:
+                self._part = _Part.ENDING  # it is over already
+                self._sandblaster.adopt(self._incarnation)
+                return self._forward(event, now)
+            case Assignment() if self._part is _Part.TRAINING:
+                return []  # it will be said again
+            case Stop() if from_coordinator and self._part is not _Part.TRAINING:
+                return []  # meant for the first part, which is over
+            case Stop() if not from_coordinator:
+                self._stopping = True
+            case _:
+                pass
+        return self._forward(event, now)
+
+    def _begin(self, event: Received, now: Seconds) -> list[Action]:
+        if event.sender != COORDINATOR:
+            self._begun = True
+            return self._say(now)
+        if self._part is _Part.WAITING:
+            self._part = _Part.TRAINING
+            return self._train(event, now)
+        return [] if self._part is _Part.TRAINING else [self._done()]
+
+    def _say(self, now: Seconds) -> list[Action]:
+        """Say that it is here, until the coordinator answers."""
+        if not self._begun or self._part not in {_Part.WAITING, _Part.TRAINING}:
+            return []
+        here = Account(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+        actions: list[Action] = [Send(receiver=COORDINATOR, message=here)]
+        if self._part is _Part.WAITING:
+            actions.append(SetTimer(name=_SAY, at=now + self._retry_seconds))
+        return actions
+
+    def _done(self) -> Send:
+        _, counters = self._downpour.status()
+        return Send(receiver=COORDINATOR, message=Finished(counters=dict(counters)))
+
+    # ------------------------------------------------------------------------- parts
+
+    def _forward(self, event: Event, now: Seconds) -> list[Action]:
+        """Let the part that is on handle an event."""
+        if isinstance(event, Computed) and self._n_under_way:
+            self._n_under_way -= 1
+            if self._part is _Part.ENDING:
+                return []  # a batch, read in advance
+        if self._part in {_Part.WAITING, _Part.TRAINING}:
+            return self._train(event, now)
+        return [*self._sandblaster.handle(event, now)]
+
+    def _train(self, event: Event, now: Seconds) -> list[Action]:
+        """Let the first part handle an event; keep its end to ourselves."""
+        actions = self._downpour.handle(event, now)
+        self._n_under_way += sum(isinstance(one, Compute) for one in actions)
+        if self._stopping or not any(isinstance(one, Halt) for one in actions):
+            return [*actions]
+        self._part = _Part.ENDING
+        self._sandblaster.adopt(self._incarnation)
+        return [one for one in actions if not _is_end(one)]
+
+    def _take_over(self, now: Seconds) -> list[Action]:
+        self._part = _Part.PORTIONS
+        begin = Received(sender=SUPERVISOR, incarnation=0, message=Begin())
+        return [self._done(), *self._sandblaster.handle(begin, now)]
+
+
+def _is_end(action: Action) -> bool:
+    says_so = isinstance(action, Send) and isinstance(action.message, Finished)
+    return says_so or isinstance(action, Halt)

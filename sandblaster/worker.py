@@ -1,0 +1,791 @@
+"""The replica of Sandblaster: Algorithm 1.2 of Dean et al. 2012, `ProcessPortion`.
+
+    Assignment      fetch, if this evaluation's parameters are not here     DB-16
+                    read and compute portions, in the order given
+    set computed    Account: its loss; hold the sum
+    granted         push the sum, under the grant
+    acknowledged    Account: every shard holds it
+    not named       drop it, whatever state it is in
+
+Rules:
+
+* All portions of a batch are computed at one point: `parameters` sees to that.
+* At most `N_SETS_HELD` sums wait to be granted; meanwhile nothing more is computed.
+* The last word said is said again after a while: either side may have missed something.
+  A replica without work says so too, and is given some when there is any.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, final
+
+import torch
+
+from distbelief.data.sharding import Indices, Samples
+from distbelief.errors import DistBeliefError, JobError, LocalProtocolError, RemoteProtocolError
+from distbelief.parameter_server.client.buffers import Installed, Staged
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.protocol import Account, Assignment, Begin, Finished, SetResult, ShardVersion, Stop
+from distbelief.roles.role import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Cost,
+    Event,
+    Halt,
+    Lane,
+    PeerJoined,
+    Received,
+    Report,
+    Seconds,
+    Send,
+    SetTimer,
+    Started,
+    TimerFired,
+)
+from distbelief.task.losses import Loss
+from distbelief.worker.gradients import is_finite
+from distbelief.worker.local_executor import Attempt, Batch, Trainer
+from sandblaster.chunks import COORDINATOR, BatchRange, Cutting
+
+
+# What a replica runs in its lanes: portions, one after the other, summed to a set.
+#
+# The sum of a set depends on its portions and the parameters alone, not on what the
+# replica computed before: buffers begin each set as they were fetched, and the model's
+# own random numbers are drawn by position. So every try at a set is worth the same.
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class SetSum:
+    """The gradient of a set, and the buffers after it; flat, as a client stages it."""
+
+    gradients: Sequence[torch.Tensor | None]
+    values: Sequence[torch.Tensor]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PortionOutcome:
+    """What came of one portion.
+
+    Attributes:
+        loss: Sum over its examples; NaN if that or the gradient is not finite.
+        blame: Which sample is to blame for that, if one is.
+        is_of_set: Of which portion of the set that is cannot be told.
+        total: Of the set, if this was its last portion.
+    """
+
+    loss: float
+    blame: str | None = None
+    is_of_set: bool = False
+    total: SetSum | None = None
+
+
+@final
+class PortionSums:
+    """The lanes' work of one replica.
+
+    Args:
+        trainer: Which computes gradients, of a loss that is a sum.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        model = trainer.model
+        self.values = model.values
+        self._buffers = [index for index, spec in enumerate(model.specs()) if spec.kind == "buffer"]
+        self._fetched: list[torch.Tensor] = []
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all tensors of the model."""
+        return self._trainer.model.n_bytes
+
+    def flops(self, n_samples: int) -> float:
+        """Return about how many operations a portion takes."""
+        return self._trainer.model.flops(n_samples)
+
+    def read(self, position: int, indices: Indices) -> Batch:
+        """Return the samples of a portion (in the data lane)."""
+        return self._trainer.read(position, indices)
+
+    def install(self, work: Callable[[], Installed]) -> Installed:
+        """Copy what was fetched into the model; remember its buffers."""
+        installed = work()
+        if not installed.torn:
+            self._fetched = [self.values[index].clone() for index in self._buffers]
+        return installed
+
+    def step(self, batch: Batch, *, is_first: bool, is_last: bool) -> PortionOutcome:
+        """Add the gradient of a portion to that of its set.
+
+        Raises:
+            JobError: the user's model, loss or data fails on it.
+        """
+        model = self._trainer.model
+        if is_first:
+            model.drop_accrued()
+            for index, fetched in zip(self._buffers, self._fetched, strict=True):
+                self.values[index].copy_(fetched)
+        outcome = self._trainer.step(batch, Attempt(), local_rate=None)
+        assert outcome is not None
+        if not outcome.is_finite:
+            return PortionOutcome(loss=math.nan, blame=outcome.blame)
+        if not is_last:
+            return PortionOutcome(loss=outcome.loss)
+        values = list(self.values)
+        for index in self._buffers:
+            values[index] = values[index].clone()
+        total = SetSum(tuple(model.accrued), values)
+        model.drop_accrued()
+        gradients = (tensor for tensor in total.gradients if tensor is not None)
+        if not is_finite(dict(enumerate(gradients))):
+            return PortionOutcome(loss=math.nan, is_of_set=True)
+        return PortionOutcome(loss=outcome.loss, total=total)
+
+
+# Portions read in advance, in the data lane: those that are computed next.
+
+N_PORTIONS_HELD: Final = 2
+
+BatchBounds = tuple[int, int]  # positions [start, stop)
+
+
+@final
+class Prefetch:
+    """The samples of the next portions; what is not wanted any more is dropped."""
+
+    def __init__(self, sums: PortionSums, samples: Samples) -> None:
+        self._sums = sums
+        self._samples = samples
+        self._held: dict[BatchBounds, Batch] = {}
+        self._reading: BatchBounds | None = None
+        self._bytes_per_sample = 0.0  # once a portion has come
+
+    def get(self, portion: BatchBounds) -> Batch | None:
+        """Return the samples of a portion, if they have been read."""
+        return self._held.get(portion)
+
+    def read(self, wanted: Sequence[BatchBounds]) -> Sequence[Action]:
+        """Read what of these is missing, one at a time."""
+        wanted = wanted[:N_PORTIONS_HELD]
+        self._held = {p: batch for p, batch in self._held.items() if p in wanted}
+        missing = [portion for portion in wanted if portion not in self._held]
+        if self._reading is not None or not missing:
+            return []
+        start, stop = self._reading = missing[0]
+        position = start % self._samples.n_samples
+        indices = self._samples.at(start, stop)
+        return [
+            Compute(
+                name="replica:read",
+                work=partial(self._sums.read, position, indices),
+                cost=Cost(n_bytes=2.0 * self._bytes_per_sample * (stop - start)),
+                lane=Lane.DATA,
+            )
+        ]
+
+    def have_read(self, result: object) -> None:
+        """Keep what was read."""
+        assert isinstance(result, Batch), result
+        assert self._reading is not None
+        self._held[self._reading] = result
+        self._reading = None
+        self._bytes_per_sample = result.n_bytes / result.n_samples
+
+
+# Losses as sums: the gradient of a portion is a sum over its examples.
+#
+# Users give a loss that is a mean over the samples of a batch. A batch gradient is the
+# mean over all its portions, of which the last may be smaller; so portions are summed,
+# and the shards divide once, at the end.
+
+
+def summed(loss: Loss) -> Loss:
+    """Return the loss times the number of samples."""
+
+    def total(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return loss(outputs, targets) * targets.shape[0]
+
+    return total
+
+
+# A replica's tries at sets: what it was told, and how far it has come.
+#
+# told of -> computing -> computed -> granted -> pushed -> staged
+#    |           |           |
+#    +-----------+-----------+--> no longer told of: dropped
+
+ChunkBounds = tuple[int, int]  # positions [start, stop)
+
+
+@final
+@dataclass(slots=True, kw_only=True, eq=False)
+class Try:
+    """One try at one set."""
+
+    set_index: int
+    attempt: int
+    portions: Sequence[ChunkBounds]
+    grant: int = 0
+    losses: list[float] = field(default_factory=list)  # of the portions computed
+    seconds: float = 0.0
+    total: SetSum | None = None  # once computed, until it is pushed
+    pushed: bool = False
+    staged: bool = False
+    is_finite: bool = True
+
+    @property
+    def is_computed(self) -> bool:
+        """Is nothing left to compute?"""
+        return len(self.losses) == len(self.portions) or not self.is_finite
+
+    @property
+    def next_portion(self) -> ChunkBounds:
+        """What is to be computed next."""
+        return self.portions[len(self.losses)]
+
+    @property
+    def is_last(self) -> bool:
+        """Is that the last?"""
+        return len(self.losses) == len(self.portions) - 1
+
+    @property
+    def n_examples(self) -> int:
+        """Of the set."""
+        return self.portions[-1][1] - self.portions[0][0]
+
+    def computed(self, outcome: PortionOutcome, *, seconds: float) -> None:
+        """One portion more is computed."""
+        self.losses.append(outcome.loss)
+        self.seconds += seconds
+        self.total = outcome.total
+        self.is_finite = math.isfinite(outcome.loss)
+
+    @property
+    def result(self) -> SetResult:
+        """What the coordinator is told."""
+        loss = math.fsum(self.losses) if self.is_finite else math.nan
+        return SetResult(
+            attempt=self.attempt,
+            n_examples=self.n_examples,
+            loss=loss,
+            seconds=self.seconds,
+            staged=self.staged,
+        )
+
+
+@final
+class Tries:
+    """All tries of one replica at the sets of one evaluation.
+
+    Attributes:
+        epoch: Of the coordinator.
+        evaluation: Its number.
+        versions: Of the shards' values at which it is computed.
+        n_computed: Examples, for this evaluation.
+    """
+
+    def __init__(self, cutting: Cutting) -> None:
+        self._cutting = cutting
+        self._version = 0
+        self._tries: dict[int, Try] = {}  # by attempt, in the order to compute
+        self._pushed: deque[Try] = deque()  # not acknowledged, the oldest first
+        self.epoch = 0
+        self.evaluation = 0
+        self.versions: tuple[ShardVersion, ...] = ()
+        self.n_computed = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Which evaluation it is."""
+        return self.epoch, self.evaluation
+
+    def __iter__(self) -> Iterator[Try]:
+        return iter(self._tries.values())
+
+    def __contains__(self, one: Try) -> bool:
+        # Each epoch counts attempts from 1: of another, the same number is another try.
+        return self._tries.get(one.attempt) is one
+
+    def told(self, message: Assignment) -> bool:
+        """Take an assignment; return whether it says anything new.
+
+        Raises:
+            ValueError: it names a set that the batch does not have.
+        """
+        if (message.epoch, message.version) <= (self.epoch, self._version):
+            return False
+        is_new = (message.epoch, message.evaluation) != self.key
+        batch = BatchRange(first=message.first, n_examples=message.n_examples)
+        tries: dict[int, Try] = {}
+        for task in message.tasks:
+            known = None if is_new else self._tries.get(task.attempt)
+            if known is None:
+                portions = tuple(batch.portions(task.set_index, self._cutting))
+                known = Try(set_index=task.set_index, attempt=task.attempt, portions=portions)
+            known.grant = task.grant
+            tries[task.attempt] = known
+        self._tries = tries
+        if is_new:
+            self.n_computed = 0
+        self.epoch, self._version = message.epoch, message.version
+        self.evaluation, self.versions = message.evaluation, message.versions
+        return True
+
+    def forget(self) -> None:
+        """Forget all tries: what was computed of them is lost."""
+        self._tries = {}
+        self._pushed.clear()
+        self.n_computed = 0
+
+    # ------------------------------------------------------------- what is to be done
+
+    @property
+    def to_push(self) -> Try | None:
+        """One that is granted and not yet pushed."""
+        return next((t for t in self if t.grant and t.total is not None), None)
+
+    def to_compute(self, *, n_held_max: int) -> Sequence[Try]:
+        """Return those to compute, in order; none while too many sums are held."""
+        if sum(t.total is not None for t in self) >= n_held_max:
+            return ()
+        return [t for t in self if not t.is_computed]
+
+    def pushed(self, one: Try, *, is_finite: bool) -> None:
+        """Its sum was pushed; or could not be, because it is not finite."""
+        one.total, one.is_finite = None, is_finite
+        if is_finite:
+            one.pushed = True
+            self._pushed.append(one)
+
+    @property
+    def awaits_shards(self) -> bool:
+        """Was one pushed, and not acknowledged?"""
+        return bool(self._pushed)
+
+    def acknowledged(self, *, n_waiting: int) -> bool:
+        """So many pushes are not acknowledged; return whether that is news."""
+        news = False
+        while len(self._pushed) > n_waiting:
+            self._pushed.popleft().staged = news = True
+        return news
+
+    @property
+    def account(self) -> Account:
+        """How it stands."""
+        return self.account_of(0)
+
+    def account_of(self, life: int) -> Account:
+        """Return how it stands, with this life of a replica of several machines."""
+        return Account(
+            life=life,
+            epoch=self.epoch,
+            version=self._version,
+            evaluation=self.evaluation,
+            n_computed=self.n_computed,
+            results=tuple(one.result for one in self if one.is_computed),
+        )
+
+
+# The parameters with which a replica computes: those of one evaluation.
+#
+#     wanted --> fetched --> installed --> of the evaluation
+#       ^                        |
+#       +--- torn, or another ---+
+#
+# They are fetched once for each evaluation, and used only if every shard says that they
+# are the version which the coordinator opened: so all portions of a batch are computed at
+# one point (DB-16).
+
+INSTALL: Final = "replica:install"
+RETRY: Final = "replica:retry"
+
+TORN_RETRY_SECONDS: Final = 1e-3
+"""After a fetch that met an update half done."""
+
+
+@final
+class Parameters:
+    """What a replica has fetched, and of which evaluation.
+
+    Args:
+        client: Of all shards.
+        sums: Whose model they are installed in.
+        retry_seconds: After which it fetches again what is not the right version.
+    """
+
+    def __init__(
+        self, client: ParameterClient, sums: PortionSums, *, retry_seconds: Seconds
+    ) -> None:
+        self._client = client
+        self._sums = sums
+        self._retry_seconds = retry_seconds
+        self._due = False  # another evaluation has begun
+        self._fetching = False
+        self._installing = False
+        self._waits = False  # before it fetches, or installs, again
+        self._evaluation: tuple[int, int] | None = None  # of which they are
+
+    def lacks(self, tries: Tries) -> bool:
+        """Return whether these tries' evaluation has others."""
+        return self._evaluation != tries.key
+
+    def renew(self) -> None:
+        """Another evaluation has begun."""
+        self._due, self._waits = True, False
+
+    def retry(self) -> None:
+        """The pause before another go is over."""
+        self._waits = False
+
+    def fetch(self, tries: Tries, now: Seconds) -> Sequence[Action]:
+        """Begin to fetch, once for an evaluation; again if that brought another one."""
+        wanted = self._due or (self.lacks(tries) and not self._fetching)
+        if not wanted or self._waits or self._installing:
+            return []
+        if all(one.is_computed for one in tries):
+            return []
+        self._due, self._fetching = False, True
+        return self._client.begin_fetch(now)
+
+    def install(self) -> Sequence[Action]:
+        """Copy what was fetched into the model, if all of it is here."""
+        if not self._fetching or self._due or self._waits:
+            return []
+        client = self._client
+        if not client.ready or not client.fetch_complete:
+            return []
+        self._installing = True
+        work = client.install(self._sums.values)
+        return [
+            Compute(
+                name=INSTALL,
+                work=partial(self._sums.install, work),
+                cost=Cost(n_bytes=2.0 * self._sums.n_bytes),
+                remaining=lambda: client.readable_share,
+            )
+        ]
+
+    def installed(self, result: object, tries: Tries, now: Seconds) -> Sequence[Action]:
+        """See what an install has brought."""
+        assert isinstance(result, Installed), result
+        self._installing = False
+        actions = list(self._client.installed(result, now))
+        wanted = tuple((one.incarnation, one.clock) for one in tries.versions)
+        pause = TORN_RETRY_SECONDS
+        if not result.torn:
+            self._fetching = False
+            if not self._due and self._client.versions == wanted:
+                self._evaluation = tries.key
+                return actions
+            self._evaluation = None
+            if not self._due:  # the coordinator will soon know of it
+                pause = self._retry_seconds
+        self._waits = True
+        return [*actions, SetTimer(name=RETRY, at=now + pause)]
+
+
+N_SETS_HELD: Final = 2
+
+_SAY = "replica:say"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ReplicaConfig:
+    """How a replica works.
+
+    Attributes:
+        cutting: How batches are cut; the coordinator must have the same.
+        retry_seconds: After which a busy one says again how it stands.
+        retry_seconds_max: After which an idle one does.
+    """
+
+    cutting: Cutting
+    retry_seconds: Seconds = 0.5
+    retry_seconds_max: Seconds = 4.0
+
+    def __post_init__(self) -> None:
+        for name in ("retry_seconds", "retry_seconds_max"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; use more than 0")
+
+
+@final
+class SandblasterReplica:
+    """The role `replica-INDEX` of a Sandblaster job.
+
+    Args:
+        config: How it works.
+        client: Of all shards; it pushes.
+        trainer: What is run in its lanes; its loss is a sum (`sums.summed`).
+        samples: The order of the data.
+        await_begin: Wait for `Begin` before it asks for work.
+    """
+
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        *,
+        client: ParameterClient,
+        trainer: Trainer,
+        samples: Samples,
+        await_begin: bool = True,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._sums = PortionSums(trainer)
+        self._prefetch = Prefetch(self._sums, samples)
+        self._tries = Tries(config.cutting)
+        self._parameters = Parameters(client, self._sums, retry_seconds=config.retry_seconds)
+        self._incarnation = 0
+        self._begun = not await_begin
+        self._stopped_by: Address | None = None
+        self._busy = False  # the compute lane
+        self._current: Try | None = None  # whose portion is computed, or whose sum pushed
+        self._accruing: Try | None = None  # what the model has accrued is of this one
+        self._computing_for = (0, 0)  # which evaluation
+        self._n_computed = 0  # examples of this life
+        self._seconds = 0.0
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Return the actions that `event` calls for.
+
+        Raises:
+            JobError: model, data or loss make it impossible to go on.
+            PeerLostError: a shard has been silent for too long.
+        """
+        if self._client.owns(event):
+            return self._shard_spoke(event, now)
+        actions: list[Action] = []
+        match event:
+            case Started():
+                self._incarnation = event.incarnation
+                actions += [*self._client.start(event.incarnation, now)]
+                actions += self._say(now)
+            case Received():
+                actions += self._receive(event, now)
+            case TimerFired(name=name):
+                actions += self._timer(name, now)
+            case Computed():
+                actions += self._computed(event, now)
+            case PeerJoined(peer=peer) if peer == COORDINATOR:
+                actions += self._say(now)
+            case _:
+                pass  # peers come and go
+        return [*actions, *self._advance(now)]
+
+    def _shard_spoke(self, event: Event, now: Seconds) -> Sequence[Action]:
+        """Let the client take an event; most of the events of a job are such.
+
+        A shard's words let nothing begin but a push or an install; all else that could
+        begin has begun. So the rest is not looked at.
+        """
+        actions = self._client.handle(event, now)
+        tries = self._tries
+        if tries.awaits_shards and tries.acknowledged(n_waiting=self._client.unacknowledged):
+            actions += self._say(now)
+        if self._busy or not self._begun:
+            return actions
+        return [*actions, *(self._push() or self._install())]
+
+    def adopt(self, incarnation: int) -> None:
+        """Be a life whose client another role has begun; it begins when it is told."""
+        self._incarnation, self._begun = incarnation, False
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        """Return what it is doing, and its counters."""
+        return self._state(), {
+            **self._client.counters(),
+            "samples": float(self._n_computed),
+            "seconds_computing": self._seconds,
+            "sets_held": float(sum(one.total is not None for one in self._tries)),
+        }
+
+    def _state(self) -> str:
+        if self._busy:
+            return "computing"
+        waited = self._client.waiting_for
+        if waited is not None and any(True for _ in self._tries):
+            return f"waiting for {waited}"
+        return "waiting for work" if self._begun else "waiting for begin"
+
+    # ------------------------------------------------------------------------ events
+
+    def _receive(self, event: Received, now: Seconds) -> Sequence[Action]:
+        message = event.message
+        match message:
+            case Begin():
+                self._begun = True
+                return self._say(now)
+            case Stop():
+                self._stopped_by = event.sender
+                return []
+            case Assignment():
+                return self._take(message, now)
+            case _:
+                raise RemoteProtocolError(
+                    f"{event.sender} sent a replica {type(message).__name__}: only "
+                    "shards, the coordinator, and Begin and Stop, speak to it"
+                )
+
+    def _take(self, message: Assignment, now: Seconds) -> Sequence[Action]:
+        tries = self._tries
+        if message.replica_incarnation != self._incarnation:
+            return []  # meant for another life
+        if message.epoch < tries.epoch:
+            return []  # of a coordinator that is over
+        before = tries.key
+        try:
+            tries.told(message)
+        except ValueError as error:
+            raise RemoteProtocolError(f"an impossible assignment: {error}") from None
+        if tries.key != before:
+            self._parameters.renew()
+        return self._say(now)
+
+    def _timer(self, name: str, now: Seconds) -> Sequence[Action]:
+        if name == RETRY:
+            self._parameters.retry()
+            return []
+        return self._say(now)
+
+    def _say(self, now: Seconds) -> Sequence[Action]:
+        """Tell the coordinator how it stands, now and after a while."""
+        if not self._begun:
+            return []
+        idle = not any(True for _ in self._tries)
+        config = self._config
+        pause = config.retry_seconds_max if idle else config.retry_seconds
+        return [
+            Send(receiver=COORDINATOR, message=self._tries.account),
+            SetTimer(name=_SAY, at=now + pause),
+        ]
+
+    def _computed(self, event: Computed, now: Seconds) -> Sequence[Action]:
+        if event.error is not None:
+            raise _failure(event.error)
+        if event.name == "replica:read":
+            self._prefetch.have_read(event.result)
+            return []
+        self._busy = False
+        self._seconds += event.seconds
+        match event.name:
+            case name if name == INSTALL:
+                return self._parameters.installed(event.result, self._tries, now)
+            case "replica:portion":
+                return self._end_portion(event, now)
+            case "replica:push":
+                return self._end_push(event.result, now)
+            case _:
+                raise LocalProtocolError(f"nobody asked for {event.name!r}")
+
+    # ------------------------------------------------------------------- the machine
+
+    def _advance(self, now: Seconds) -> Sequence[Action]:
+        """Begin what can begin; the compute lane has one thing to do at a time."""
+        if self._stopped_by is not None:
+            return [] if self._busy else self._end()
+        if not self._begun:
+            return []
+        to_compute = self._tries.to_compute(n_held_max=N_SETS_HELD)
+        actions = [*self._parameters.fetch(self._tries, now), *self._read(to_compute)]
+        if self._busy:
+            return actions
+        return [*actions, *(self._push() or self._install() or self._step(to_compute))]
+
+    def _end(self) -> Sequence[Action]:
+        receiver, self._stopped_by = self._stopped_by, None
+        self._begun = False
+        _, counters = self.status()
+        finished = Finished(counters=dict(counters))
+        return [Send(receiver=receiver or SUPERVISOR, message=finished), Halt()]
+
+    def _read(self, to_compute: Sequence[Try]) -> Sequence[Action]:
+        ahead = [
+            portion
+            for one in to_compute[:N_PORTIONS_HELD]
+            for portion in one.portions[len(one.losses) :][:N_PORTIONS_HELD]
+        ]
+        return self._prefetch.read(ahead)
+
+    def _install(self) -> Sequence[Action]:
+        actions = self._parameters.install()
+        if actions:
+            self._busy, self._current, self._accruing = True, None, None
+        return actions
+
+    # ----------------------------------------------------------------------- portions
+
+    def _step(self, to_compute: Sequence[Try]) -> Sequence[Action]:
+        """Compute the next portion, if its samples and the parameters are here."""
+        if not to_compute or self._parameters.lacks(self._tries):
+            return []
+        one = to_compute[0]
+        if self._accruing in to_compute and self._accruing is not None:
+            one = self._accruing  # another was put before it
+        batch = self._prefetch.get(one.next_portion)
+        if batch is None:
+            return []
+        is_first = not one.losses
+        self._busy, self._current, self._accruing = True, one, one
+        self._computing_for = self._tries.key
+        work = partial(self._sums.step, batch, is_first=is_first, is_last=one.is_last)
+        cost = Cost(flops=self._sums.flops(batch.n_samples), n_bytes=float(self._sums.n_bytes))
+        return [Compute(name="replica:portion", work=work, cost=cost)]
+
+    def _end_portion(self, event: Computed, now: Seconds) -> Sequence[Action]:
+        one, result = self._current, event.result
+        assert one is not None
+        assert isinstance(result, PortionOutcome), result
+        start, stop = one.next_portion
+        self._current = None
+        self._n_computed += stop - start
+        one.computed(result, seconds=event.seconds)
+        if self._computing_for == self._tries.key:
+            self._tries.n_computed += stop - start
+        if one not in self._tries or not one.is_computed:
+            return []
+        actions: list[Action] = []
+        if not one.is_finite:
+            start = one.portions[0][0] if result.is_of_set else start
+            blame = result.blame or "look at the model and its loss there"
+            text = f"loss or gradient of positions {start} to {stop - 1} of the data is"
+            actions.append(Report(text=f"{text} not finite: {blame}", level="warning"))
+        return [*actions, *self._say(now)]
+
+    # -------------------------------------------------------------------------- push
+
+    def _push(self) -> Sequence[Action]:
+        """Push a sum that was granted, once there is a free slot on every shard."""
+        one = self._tries.to_push
+        if one is None or one.total is None or not self._client.can_push:
+            return []
+        self._busy, self._current = True, one
+        stage = self._client.stage(one.total.gradients, one.total.values)
+        cost = Cost(n_bytes=2.0 * self._sums.n_bytes)
+        return [Compute(name="replica:push", work=stage, cost=cost)]
+
+    def _end_push(self, result: object, now: Seconds) -> Sequence[Action]:
+        one, self._current = self._current, None
+        assert one is not None
+        assert isinstance(result, Staged), result
+        actions = self._client.staged(
+            result, n_gradients=len(one.portions), samples=one.n_examples, grant=one.grant, now=now
+        )
+        self._tries.pushed(one, is_finite=result.finite)
+        return actions if result.finite else [*actions, *self._say(now)]
+
+
+def _failure(error: BaseException) -> DistBeliefError:
+    if isinstance(error, DistBeliefError):
+        return error
+    return JobError(f"a portion failed: {type(error).__name__}: {error}")

@@ -1,0 +1,193 @@
+"""Downpour as a job knows it: table, roster, roles."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from distbelief.algorithms.downpour import DOWNPOUR
+from distbelief.core.memory import PrivateMemory
+from distbelief.errors import JobError, LocalProtocolError
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.optimizers import SGD, Adagrad
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.roles.role import Compute, Role, Started
+from distbelief.task.task import BuildContext, DataSpec, ModelSpec, TaskSpec, build_model
+from distbelief.worker.config import DownpourSettings
+from distbelief.worker.evaluator import Evaluator
+from distbelief.worker.local_executor import LocalModel
+from distbelief.worker.replica import ModelReplica
+from tests.distbelief.examples import HERE
+
+
+SETTINGS = DownpourSettings(loss="cross_entropy", batch_size=4, rule=SGD(learning_rate=0.1))
+
+
+def refused(**table: object) -> str:
+    usual: dict[str, object] = {
+        "loss": "cross_entropy",
+        "batch_size": 4,
+        "rule": {"name": "adagrad", "learning_rate": 0.02},
+    }
+    with pytest.raises(msgspec.ValidationError) as caught:
+        msgspec.convert(usual | table, DOWNPOUR.config)
+    return str(caught.value)
+
+
+def test_the_table_of_a_job_file_is_read() -> None:
+    table = {
+        "loss": "cross_entropy",
+        "batch_size": 256,
+        "n_push": 5,
+        "warm_start_steps": 200,
+        "rule": {"name": "adagrad", "learning_rate": 0.02},
+    }
+    settings = msgspec.convert(table, DOWNPOUR.config)
+    assert settings.rule == Adagrad(learning_rate=0.02)
+    assert settings.n_push == 5
+    assert settings.of_replica().batch_size == 256
+
+
+@pytest.mark.parametrize(
+    ("table", "claim"),
+    [
+        ({"n_pushes": 3}, "n_pushes"),
+        ({"n_push": 0}, "n_push is 0; use 1 or more"),
+        ({"batch_size": 0}, "batch_size is 0; use 1 or more"),
+        ({"warm_start_steps": -1}, "warm_start_steps is -1; use 0 or more"),
+        ({"seed": -1}, "seed is -1; use 0 or more"),
+        ({"clip_norm": 0.0}, "clip_norm is 0.0; use a number above 0"),
+        ({"local_learning_rate": 0.0}, "local_learning_rate is 0.0; use a number"),
+        ({"n_fetch": 5}, "n_fetch is 5 and rule 'adagrad' adapts its rate on the shar"),
+        ({"n_fetch": 5}, "give local_learning_rate, or use n_fetch = 1"),
+    ],
+)
+def test_a_mistake_in_the_table_is_named(table: dict[str, object], claim: str) -> None:
+    assert claim in refused(**table)
+
+
+def test_a_stated_local_rate_lets_an_adaptive_rule_have_local_steps() -> None:
+    DownpourSettings(
+        loss="mse",
+        batch_size=1,
+        rule=Adagrad(learning_rate=0.1),
+        n_fetch=5,
+        local_learning_rate=0.01,
+    )
+
+
+def test_the_roster_has_shards_first() -> None:
+    roster = DOWNPOUR.roster(SETTINGS, n_replicas=2, n_shards=2)
+    assert [(entry.name, entry.kind) for entry in roster] == [
+        ("shard-0", "shard"),
+        ("shard-1", "shard"),
+        ("replica-0", "replica"),
+        ("replica-1", "replica"),
+        ("evaluator", "evaluator"),
+    ]
+
+
+def test_the_copies_of_a_shard_come_together() -> None:
+    roster = DOWNPOUR.roster(SETTINGS, n_replicas=1, n_shards=2, shard_copies=2)
+    names = [entry.name for entry in roster if entry.kind == "shard"]
+    assert names == ["shard-0", "shard-0b", "shard-1", "shard-1b"]
+    for entry in roster:
+        build(entry.name, context(shard_copies=2))
+    with pytest.raises(LocalProtocolError, match="no role 'shard-0b' in a job"):
+        build("shard-0b", context())
+
+
+def test_without_test_data_there_is_no_evaluator() -> None:
+    roster = DOWNPOUR.roster(SETTINGS, n_replicas=1, n_shards=1, evaluates=False)
+    assert [entry.kind for entry in roster] == ["shard", "replica"]
+
+
+def context(
+    *,
+    n_shards: int = 2,
+    shard_copies: int = 1,
+    n_layout_shards: int = 2,
+    test: bool = True,
+    initial_file: str | None = None,
+    no_layout: bool = False,
+) -> BuildContext:
+    data = DataSpec(factory=f"{HERE}:frames")
+    task = TaskSpec(
+        model=ModelSpec(factory=f"{HERE}:net", seed=7),
+        train=data,
+        test=data if test else None,
+        loss="cross_entropy",
+    )
+    model = LocalModel(build_model(task.model))
+    layout = Layout.of(model.specs(), n_shards=n_layout_shards)
+    return BuildContext(
+        task=task,
+        layout=None if no_layout else layout,
+        n_replicas=2,
+        n_shards=n_shards,
+        shard_copies=shard_copies,
+        seed=0,
+        memory=PrivateMemory(),
+        initials=model.initials(),
+        initial_file=initial_file,
+    )
+
+
+def build(name: str, context: BuildContext) -> Role:
+    return DOWNPOUR.build(name, config=SETTINGS, context=context)
+
+
+def test_a_replica_with_other_data_than_the_job_is_not_built() -> None:
+    """A machine that joined had 1,500 of 2,000 samples, and trained in silence."""
+    built = context()
+    n_train = len(built.train_data())
+    build("replica-0", replace(built, n_train=n_train))
+    other = replace(built, n_train=n_train + 1)
+    with pytest.raises(JobError, match=rf"has {n_train} samples here, and {n_train + 1}"):
+        build("replica-0", other)
+    build("replica-0", replace(other, datasets={"data.train": built.train_data()}))
+
+
+def test_every_role_of_the_roster_can_be_built() -> None:
+    kinds = {"shard": ParameterServerShard, "replica": ModelReplica, "evaluator": Evaluator}
+    for entry in DOWNPOUR.roster(SETTINGS, n_replicas=2, n_shards=2):
+        assert isinstance(build(entry.name, context()), kinds[entry.kind])
+
+
+@pytest.mark.parametrize("name", ["shard-2", "replica-x", "coordinator", "evaluator-0"])
+def test_a_name_that_is_not_in_the_roster_is_refused(name: str) -> None:
+    with pytest.raises(LocalProtocolError, match=f"no role '{name}' in a job of 2 sh"):
+        build(name, context())
+
+
+def test_an_evaluator_needs_test_data() -> None:
+    with pytest.raises(JobError, match=r"needs held-out data: give \[data.test\]"):
+        build("evaluator", context(test=False))
+
+
+def test_a_layout_of_another_number_of_shards_is_refused() -> None:
+    with pytest.raises(LocalProtocolError, match="a layout of 3 shards in a job of 2"):
+        build("shard-0", context(n_layout_shards=3))
+    with pytest.raises(LocalProtocolError, match="need the layout"):
+        build("shard-0", context(no_layout=True))
+
+
+def test_a_shard_begins_with_the_values_of_the_file(tmp_path: Path) -> None:
+    model = LocalModel(build_model(context().task.model))
+    path = str(tmp_path / "initial.safetensors")
+    save_file(dict(model.named_tensors()), path)
+    found = [torch.zeros_like(value) for value in model.values]
+    layout = context().layout
+    assert layout is not None
+    for k in range(2):
+        shard = build(f"shard-{k}", context(initial_file=path))
+        for action in shard.handle(Started(incarnation=1), 0.0):
+            if isinstance(action, Compute):
+                action.work()
+        assert isinstance(shard, ParameterServerShard)
+        layout.scatter(k, shard._values.vector, found)
+    for got, value in zip(found, model.values, strict=True):
+        assert torch.equal(got, value)

@@ -1,0 +1,389 @@
+"""Breaking jobs on purpose: the schedule, both kinds of runs, the story."""
+
+import io
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from distbelief.chaos import simulated
+from distbelief.chaos.local_faults import Attacker, Confessed, Hands
+from distbelief.chaos.report import Iterations, Story, shown
+from distbelief.chaos.schedule import KINDS, Blow, faults_of, schedule
+from distbelief.chaos.simulated import N_RUNS, NEAR, break_virtually
+from distbelief.display.progress import Waiting
+from distbelief.forecast.prepare import StagedJob, Staging
+from distbelief.protocol import Progress
+from distbelief.roles.role import Action, Address, Event, PeerLost, Received, Seconds
+from distbelief.simulation.faults import CutOff, Drop, Kill, Pause, Slow
+from distbelief.supervisor.view import RoleView, SupervisorView
+from tests.distbelief.forecast.jobs import SANDBLASTER, TEXT, small
+
+
+ROLES = ["shard-0", "shard-1", "replica-0", "replica-1"]
+
+
+def test_a_seed_always_gives_the_same_blows_and_another_one_others() -> None:
+    assert schedule(7, ROLES) == schedule(7, ROLES)
+    assert schedule(7, ROLES) != schedule(8, ROLES)
+    times = [blow.at for blow in schedule(7, ROLES)]
+    assert times == sorted(times)
+
+
+def test_every_kind_of_blow_and_every_role_comes_up() -> None:
+    drawn = [blow for seed in range(20) for blow in schedule(seed, ROLES)]
+    assert {blow.kind for blow in drawn} == set(KINDS)
+    assert {blow.role for blow in drawn} == set(ROLES)
+    assert all(blow.other != blow.role for blow in drawn)
+
+
+COPIES = ["shard-0", "shard-0b", "shard-1", "shard-1b", "replica-0", "replica-1"]
+SPLIT = ["shard-0", "shard-1", "replica-0.0", "replica-0.1", "evaluator", "evaluator.1"]
+BATCHES = ["shard-0", "shard-1", "coordinator", "replica-0", "replica-1", "evaluator"]
+
+
+@pytest.mark.parametrize(
+    ("roles", "some", "never"),
+    [
+        (ROLES, ("shard-0", "replica-1"), ("shard-0", "shard-1")),
+        (ROLES, ("shard-1", "replica-0"), ("replica-0", "replica-1")),
+        (COPIES, ("shard-0", "shard-0b"), ("shard-0", "shard-1b")),
+        (SPLIT, ("replica-0.0", "replica-0.1"), ("replica-0.0", "evaluator")),
+        (SPLIT, ("evaluator", "evaluator.1"), ("evaluator", "shard-1")),
+        (BATCHES, ("coordinator", "replica-1"), ("coordinator", "evaluator")),
+    ],
+)
+def test_a_link_that_is_hit_is_one_that_is_used(
+    roles: list[str], some: tuple[str, str], never: tuple[str, str]
+) -> None:
+    """Two shards were cut off from each other, who never talk: a blow at nobody."""
+    blows = [blow for seed in range(400) for blow in schedule(seed, roles)]
+    links = {frozenset((b.role, b.other)) for b in blows if b.other is not None}
+    assert frozenset(some) in links
+    assert frozenset(never) not in links
+
+
+def test_blows_are_faults_of_the_simulation_over_the_jobs_length() -> None:
+    shard = Address("shard-0")
+
+    def fault(**given: object) -> object:
+        blow = Blow(role="shard-0", at=0.5, lasts=0.1, **given)  # type: ignore[arg-type]  # by name
+        (found,) = faults_of(blow, horizon=60.0, roles=["shard-0", "replica-0"])
+        return found
+
+    assert fault(kind="kill") == Kill(at=30.0, role=shard)
+    assert fault(kind="pause") == Pause(at=30.0, role=shard, seconds=6.0)
+    assert fault(kind="slow", factor=3.0) == Slow(at=30.0, role=shard, factor=3.0, seconds=6.0)
+    assert fault(kind="cut off") == CutOff(at=30.0, a=shard, seconds=6.0)
+    ends = (shard, Address("replica-0"))
+    assert fault(kind="drop", probability=0.2) == Drop(
+        probability=0.2, between=ends, at=30.0, seconds=6.0
+    )
+
+
+def printed(story: Story) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(shown(story))
+    return capture.get()
+
+
+@pytest.mark.untraced
+def test_a_job_broken_twice_by_one_seed_breaks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distbelief.chaos.simulated.LENGTH_SECONDS", 15.0)
+    with Staging() as staging:
+        staged = staging.stage(small())
+        story = break_virtually(staged, seed=3)
+        assert break_virtually(staged, seed=3) == story
+    assert story.error is None
+    assert story.exit_code == 0
+    assert story.undisturbed_seconds is not None
+    times = [line.seconds for line in story.lines]
+    assert times == sorted(times)
+    assert story.lines[-1].text.startswith("ended: ")
+    text = printed(story)
+    assert "Lost: " in text
+    assert "Done again: " in text
+    assert "Exactly the same again: distbelief chaos JOB.toml --seed 3 (trace " in text
+    ended = msgspec.structs.replace(story, lines=story.lines[-1:])
+    told = f"{len(story.blows)} more blows were to fall after its end"
+    assert told not in text
+    assert told in printed(ended)
+    assert "stop.seconds" not in printed(ended)
+    # A job that trains for 5 s met 3 of 13 blows, and nobody said how to meet them all.
+    real = msgspec.structs.replace(ended, real=True, horizon=30.0)
+    assert (
+        f"{told}: all lie over 30 s of training; "
+        "--set stop.seconds=N lays them over N" in printed(real)
+    )
+
+
+@pytest.mark.untraced
+@pytest.mark.parametrize("text", [pytest.param(TEXT, marks=pytest.mark.soak), SANDBLASTER])
+def test_a_job_of_any_size_is_about_a_minute_long(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small net took 0.2 s of training: it was over before a silence was told.
+
+    On far too fast machines it had ended long before the supervisor heard of it, and
+    the length that was then corrected was mostly the time until then.
+    """
+    monkeypatch.setattr("distbelief.forecast.run.N_EVENTS_BETWEEN", 50)
+    monkeypatch.setattr("distbelief.display.progress.LINE_SECONDS", 0.0)
+    said = io.StringIO()
+    console = Console(file=said, width=200)
+    with Staging() as staging, Waiting(console, n_runs=N_RUNS) as waiting:
+        staged = staging.stage(small(text=text))
+        story = break_virtually(staged, seed=3, waiting=waiting)
+    assert story.undisturbed_seconds is not None
+    assert 60 / NEAR <= story.undisturbed_seconds <= 60 * NEAR + 2  # to begin and end
+    # While it was found out nothing was said: of three runs, only of the last one.
+    told = said.getvalue()
+    assert f"run 1 of {N_RUNS} small, undisturbed: " in told
+    assert f"run {N_RUNS} of {N_RUNS} small, seed 3: " in told
+
+
+@pytest.mark.untraced
+def test_a_job_that_ends_by_the_clock_is_as_long_as_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No machines make it longer: slower ones would only learn less meanwhile."""
+    slownesses: list[float] = []
+    run = simulated._run
+
+    def observed(staged: StagedJob, **given: Any) -> simulated._Course:  # noqa: ANN401 -- handed on
+        slownesses.append(given["slowness"])
+        return run(staged, **given)
+
+    monkeypatch.setattr(simulated, "_run", observed)
+    with Staging() as staging:
+        staged = staging.stage(small("stop={seconds=0.2}"))
+        story = break_virtually(staged, seed=3)
+    assert slownesses == [1.0, 1.0]
+    assert story.undisturbed_seconds is not None
+    assert story.undisturbed_seconds < 2.0
+
+
+@pytest.mark.untraced
+def test_steps_that_met_an_update_are_not_steps_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody but an evaluator was killed in a job of 898 steps: "Done again: 4,275".
+
+    A step whose parameters are being written meanwhile is tried once more, in a moment.
+    """
+    monkeypatch.setattr("distbelief.chaos.simulated.LENGTH_SECONDS", 15.0)
+    with Staging() as staging:
+        staged = staging.stage(small())
+        roles = [entry.name for entry in staged.roster]
+        seeds = (s for s in range(1000) if not _kills(schedule(s, roles)))
+        story = break_virtually(staged, seed=next(seeds))
+    assert story.steps_again is not None
+    assert story.steps_again <= 2 * 2  # of two replicas: done, and not told of any more
+
+
+def _kills(blows: Sequence[Blow]) -> bool:
+    return any(blow.kind == "kill" for blow in blows)
+
+
+@pytest.mark.untraced
+def test_a_sandblaster_job_comes_to_its_end_and_tells_what_it_did_again() -> None:
+    """A shard came back from its snapshot, and the job from iteration 37 to 32.
+
+    What was told of that: "Lost: 0 acknowledged pushes", and "nobody counts what was
+    computed twice".
+    """
+    with Staging() as staging:
+        staged = staging.stage(small(text=SANDBLASTER))
+        roles = [entry.name for entry in staged.roster]
+        seeds = (s for s in range(1000) if _loses_a_shard(schedule(s, roles)))
+        story = break_virtually(staged, seed=next(seeds))
+    assert story.error is None
+    assert story.steps_again is None
+    assert story.iterations_again
+    assert story.iterations_lost == 0
+    text = printed(story)
+    assert "Lost: 0 iterations, 0 acknowledged pushes" in text
+    assert f"Done again: {story.iterations_again} iteration" in text
+
+
+def _loses_a_shard(blows: Sequence[Blow]) -> bool:
+    return any(
+        blow.kind == "kill" and blow.role.startswith("shard") and 0.5 < blow.at < 0.8
+        for blow in blows
+    )
+
+
+def test_iterations_told_of_before_are_done_again_or_lost() -> None:
+    iterations, supervisor = Iterations(), Listener()
+    overheard = iterations.around(supervisor)
+    coordinator = Address("coordinator")
+    heard = [_progress(coordinator, step) for step in (0, 1, 2, 4, 2, 3)]
+    heard.insert(4, _progress(Address("replica-0"), 1))
+    for event in heard:
+        overheard.handle(event, now=1.0)
+    assert supervisor.heard == heard
+    assert overheard.status() == supervisor.status()
+    assert (iterations.n_again, iterations.n_lost) == (2, 1)
+
+
+def _progress(sender: Address, step: int) -> Received:
+    message = Progress(step=step, samples=1, loss=1.0, seconds_computing=0.0, seconds_waiting=0.0)
+    return Received(sender=sender, incarnation=1, message=message)
+
+
+# ------------------------------------------------------------------ real processes
+
+
+@pytest.fixture
+def victim() -> Iterator[int]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def await_state(pid: int, states: str) -> None:
+    deadline = time.monotonic() + 10.0
+    while state_of(pid) not in states:
+        assert time.monotonic() < deadline, state_of(pid)
+        time.sleep(0.002)
+
+
+def test_a_paused_process_goes_on_when_its_time_is_up(victim: int) -> None:
+    hands = Hands()
+    assert hands.pause(victim, now=0.0, seconds=2.0)
+    await_state(victim, "T")
+    hands.turn(1.9)
+    assert state_of(victim) == "T"
+    hands.turn(2.0)
+    await_state(victim, "SR")
+
+
+def test_a_slowed_process_runs_its_part_of_each_period(victim: int) -> None:
+    hands = Hands()
+    assert hands.slow(victim, now=0.0, seconds=2.0, factor=4.0)
+    for now, states in [(0.02, "SR"), (0.03, "T"), (0.09, "T"), (0.11, "SR")]:
+        hands.turn(now)
+        await_state(victim, states)
+    hands.turn(0.15)
+    await_state(victim, "T")
+    hands.release()
+    await_state(victim, "SR")
+
+
+def test_who_is_gone_cannot_be_hit(victim: int) -> None:
+    hands = Hands()
+    assert hands.kill(victim)
+    os.waitpid(victim, 0)
+    assert not hands.kill(victim)
+    assert not hands.pause(victim, now=0.0, seconds=1.0)
+    hands.slow(victim, now=0.0, seconds=1.0, factor=2.0)  # found out when it is due
+    hands.turn(0.09)
+    hands.turn(5.0)
+
+
+def test_the_schedule_is_for_the_roles_that_there_are() -> None:
+    """Once they were guessed from [cluster] partitions, which a `plan` overrides."""
+    seen: list[str] = []
+
+    def plot(roles: Sequence[str]) -> Sequence[Blow]:
+        seen.extend(roles)
+        return schedule(0, roles)
+
+    attacker = Attacker(plot, horizon=1.0)
+    attacker.watch(SupervisorView())
+    assert not attacker.blows
+    names = ("shard-0", "replica-0.0", "replica-0.1")
+    roles = tuple(RoleView(name=name, state="computing") for name in names)
+    attacker.watch(SupervisorView(roles=roles))
+    attacker.watch(SupervisorView(roles=roles))
+    assert seen == list(names)
+    assert {blow.role for blow in attacker.blows} <= set(names)
+
+
+def test_the_attacker_strikes_whom_the_supervisor_knows(victim: int) -> None:
+    blows = [
+        Blow(kind="kill", role="replica-0", at=0.0),
+        Blow(kind="pause", role="shard-0", at=0.0, lasts=0.1),
+        Blow(kind="drop", role="shard-0", at=0.0, lasts=0.1, probability=0.5),
+    ]
+    attacker = Attacker(lambda _: blows, horizon=0.1)
+    view = SupervisorView(
+        samples=1, roles=(RoleView(name="replica-0", state="computing", pid=victim),)
+    )
+    with attacker.turns:
+        assert not attacker.watch(view)
+        await_state(victim, "Z")
+        deadline = time.monotonic() + 10.0
+        while len(attacker.lines) < 2 and time.monotonic() < deadline:
+            time.sleep(0.002)
+    assert [line.text for line in attacker.lines] == [
+        "kill replica-0",
+        "pause shard-0 for 0.0 s: nobody there",
+    ]
+
+
+class Listener:
+    """A role that takes note of what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[Event] = []
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        del now
+        self.heard.append(event)
+        return ()
+
+    def status(self) -> tuple[str, dict[str, float]]:
+        return "listening", {}
+
+
+def test_a_kill_by_chaos_is_not_taken_for_a_lack_of_memory(victim: int) -> None:
+    """Each line "x kill replica-1" had one below it that said "(out of memory?)"."""
+    blows = [Blow(kind="kill", role="replica-0", at=0.0)]
+    attacker = Attacker(lambda _: blows, horizon=0.1)
+    role = RoleView(name="replica-0", state="computing", pid=victim)
+    with attacker.turns:
+        attacker.watch(SupervisorView(samples=1, roles=(role,)))
+        await_state(victim, "Z")
+        attacker.turns.await_next()
+    supervisor = Listener()
+    confessed = Confessed(supervisor, attacker.owns)
+    guess = "was ended by signal SIGKILL (out of memory?)"
+    for incarnation in (1, 2):  # the second by somebody else
+        name = Address("replica-0")
+        lost = PeerLost(peer=name, incarnation=incarnation, reason=guess)
+        confessed.handle(lost, now=1.0)
+    told = [event.reason for event in supervisor.heard if isinstance(event, PeerLost)]
+    assert told == ["was killed by chaos", guess]
+
+
+def test_who_ended_by_itself_was_not_killed_by_chaos() -> None:
+    supervisor = Listener()
+    reason = "ended with status 1 (see logs/replica-0.log)"
+    lost = PeerLost(peer=Address("replica-0"), incarnation=1, reason=reason)
+    Confessed(supervisor, lambda _: True).handle(lost, now=1.0)
+    assert supervisor.heard == [lost]
+
+
+def test_a_job_that_is_over_is_left_alone(victim: int) -> None:
+    """Blows once fell on processes that were gone, and stood below the job's end."""
+    blows = [Blow(kind="kill", role="replica-0", at=0.0)]
+    attacker = Attacker(lambda _: blows, horizon=0.1)
+    role = RoleView(name="replica-0", state="done", pid=victim)
+    with attacker.turns:
+        attacker.watch(SupervisorView(samples=1, roles=(role,), stop_reason="done"))
+        attacker.turns.await_next()
+    assert attacker.blows == tuple(blows)
+    assert not attacker.lines
+    assert state_of(victim) in "SR"

@@ -1,0 +1,341 @@
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from distbelief.cli.main import app
+from distbelief.cli.options import FAILED, INTERRUPTED, MISTAKEN, told
+from distbelief.errors import JobError, StorageError
+from distbelief.run.directory import RunDirectory, Status
+from distbelief.supervisor.view import RoleView, SupervisorView
+from tests.distbelief.jobs import SPEECH
+
+
+VIEW = SupervisorView(
+    seconds=10.0,
+    phase="training",
+    samples=640,
+    roles=(RoleView(name="replica-0", state="computing"),),
+)
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100"})
+
+
+@pytest.fixture(autouse=True)
+def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def a_run(path: str, *, age: float = 0.0, **status: bool | str) -> RunDirectory:
+    run = RunDirectory.create(path)
+    run.write(run.job_file, SPEECH)
+    now = time.clock_gettime(time.CLOCK_REALTIME)
+    run.write_status(
+        Status(
+            name="speech-demo",
+            pid=os.getpid(),
+            written=now - age,
+            view=VIEW,
+            ended=bool(status.get("ended")),
+            error=str(status["error"]) if "error" in status else None,
+        )
+    )
+    return run
+
+
+# ----------------------------------------------------------------------- help
+
+
+def helps(words: tuple[str, ...], group: object) -> Iterator[tuple[str, str]]:
+    """Yield every command with what its help says."""
+    yield " ".join(words), command(*words, "-h").stdout
+    for name, below in getattr(group, "commands", {}).items():
+        yield from helps((*words, name), below)
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def not_installed() -> re.Pattern[str]:
+    """Return what finds the names of packages that the wheel does not carry."""
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = settings["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    others = packages - set(wheel)
+    assert others == {"experiments", "tests"}
+    return re.compile(rf"\b({'|'.join(sorted(others))})[./]")
+
+
+def test_help_names_nothing_that_pip_does_not_install() -> None:
+    """Its examples were all of `experiments`, which only a checkout has."""
+    texts = dict(helps((), typer.main.get_command(app)))
+    assert {"train", "partition", "keys allow"} <= texts.keys()
+    missing = not_installed()
+    assert [name for name, text in texts.items() if missing.search(text)] == []
+
+
+def test_what_help_shows_of_a_file_of_ones_own_makes_a_model(tmp_path: Path) -> None:
+    text = command("partition", "-h").stdout
+    begin = text.index("from torch import nn")
+    end = text.index("\n", text.index("return nn.Sequential"))
+    lines = [line.strip() for line in text[begin:end].splitlines()]
+    (tmp_path / "nets.py").write_text(f"{lines[0]}\n{lines[1]}\n    {lines[2]}\n")
+    told = ["--input", "784", "--machines", "1,2", "--cluster", "commodity-2012"]
+    found = command("partition", "nets:make", *told, "--loss", "cross_entropy")
+    assert found.exit_code == 0, found.output
+
+
+def test_the_readme_says_which_of_its_commands_need_a_checkout() -> None:
+    missing = not_installed()
+    before = ""
+    for index, part in enumerate((ROOT / "README.md").read_text().split("```")):
+        commands = [line for line in part.splitlines() if re.match(r"[\w-]*\$ ", line)]
+        if index % 2 and missing.search("\n".join(commands)):
+            assert "checkout" in before.rstrip().rsplit("\n\n", 1)[-1], commands
+        before = part
+
+
+def test_help_teaches_by_example() -> None:
+    assert "$ distbelief train digits.toml" in command("-h").stdout
+    said = command("train", "--help").stdout
+    assert "$ distbelief train speech.toml --set cluster.replicas=4" in said
+    assert "$ distbelief train --resume runs/speech" in said
+    assert "$ distbelief status runs/speech --json" in command("status", "-h").stdout
+
+
+def test_help_names_tables_of_the_job_file() -> None:
+    """[stop] was taken for a style: "reaches the target of  first"."""
+    said = command("simulate", "--help").stdout
+    assert "[stop]" in said
+
+
+@pytest.mark.parametrize("name", ["train", "simulate", "chaos"])
+def test_help_names_the_exit_code_of_an_interrupted_command(name: str) -> None:
+    assert str(INTERRUPTED) in command(name, "--help").stdout
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert command("--version").stdout == f"distbelief {version('distbelief')}\n"
+
+
+def loaded_by(*arguments: str) -> tuple[int, list[str]]:
+    """Run the command line in a fresh process; return its code, and what it loaded."""
+    code = (
+        "import sys\n"
+        "from distbelief.cli.entry import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    code = end.code\n"
+        "heavy = [m for m in ('torch', 'matplotlib', 'zmq') if m in sys.modules]\n"
+        "print('LOADED', code, *heavy)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    last = done.stdout.splitlines()[-1].split()
+    assert last[0] == "LOADED"
+    return int(last[1]), last[2:]
+
+
+def test_help_status_and_typing_errors_load_nothing_heavy() -> None:
+    a_run("runs/demo").close()
+    Path("speech.toml").write_text(SPEECH.replace("epochs", "epoch"))
+    assert loaded_by("--help") == (0, [])
+    assert loaded_by("status") == (0, [])
+    assert loaded_by("train", "speech.toml") == (MISTAKEN, [])
+
+
+# ---------------------------------------------------------------------- train
+
+
+def test_a_mistake_in_the_job_file_is_one_message_and_exit_code_2() -> None:
+    Path("speech.toml").write_text(SPEECH)
+    done = command("train", "speech.toml", "--set", "algorithm.n_pushes=5")
+    assert done.exit_code == MISTAKEN
+    assert done.stdout == ""
+    assert done.stderr == (
+        "--set algorithm.n_pushes=5: [algorithm] has no key 'n_pushes'. Did you mean 'n_push'?\n"
+    )
+
+
+def test_without_a_job_the_user_is_told_how_to_name_one() -> None:
+    done = command("train")
+    assert done.exit_code == MISTAKEN
+    assert "name a job file, as in `distbelief train speech.toml`" in done.stderr
+
+
+def test_a_resumed_run_brings_its_own_job_file() -> None:
+    a_run("runs/demo").close()
+    done = command("train", "--resume", "runs/demo", "--set", "stop.epohcs=2")
+    assert done.exit_code == MISTAKEN
+    assert "[stop] has no key 'epohcs'. Did you mean 'epochs'?" in done.stderr
+
+
+def test_what_is_no_run_cannot_be_resumed() -> None:
+    Path("runs").mkdir()
+    done = command("train", "--resume", "runs")
+    assert done.exit_code == MISTAKEN
+    assert "runs is not a run directory" in done.stderr
+
+
+# --------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (JobError("mend the model"), MISTAKEN, "mend the model\n"),
+        (StorageError("no space"), FAILED, "no space\n"),
+        (KeyboardInterrupt(), INTERRUPTED, ""),
+    ],
+)
+def test_each_kind_of_error_has_its_exit_code(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as caught, told(show_traceback=False):
+        raise error
+    assert caught.value.exit_code == code
+    assert capsys.readouterr().err == said
+
+
+def test_an_unforeseen_error_points_at_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as caught, told(show_traceback=False):
+        _ = os.environ["NO SUCH NAME"]
+    assert caught.value.exit_code == FAILED
+    said = capsys.readouterr().err
+    assert said.startswith("KeyError: 'NO SUCH NAME' at ")
+    assert "os.py" in said or "<frozen os>" in said
+    assert "Traceback" not in said
+    assert "--traceback" in said
+
+
+def test_a_traceback_is_shown_to_whoever_asks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), told(show_traceback=True):
+        raise JobError("mend the model")
+    assert "Traceback" in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError), told(show_traceback=True):
+        _ = 1 / 0
+
+
+# --------------------------------------------------------------------- status
+
+
+def test_status_shows_a_running_job() -> None:
+    with a_run("runs/demo"):
+        done = command("status", "runs/demo")
+    assert done.exit_code == 0
+    assert "speech-demo  training" in done.stdout
+    assert "replica 0" in done.stdout
+    assert f"runs/demo: process {os.getpid()}, " in done.stdout
+
+
+def test_status_without_a_directory_takes_the_newest_that_runs() -> None:
+    with a_run("runs/old"):
+        a_run("runs/new").close()
+        assert "runs/old: process" in command("status").stdout
+    assert "runs/new: not running" in command("status").stdout
+
+
+def test_a_status_that_is_no_longer_written_is_called_old() -> None:
+    with a_run("runs/demo", age=60.0):
+        said = command("status", "runs/demo").stdout
+    assert "this is 1 m 00 s old: process" in said
+
+
+def test_a_run_that_died_says_how_to_go_on() -> None:
+    a_run("runs/demo", age=60.0).close()
+    said = command("status", "runs/demo").stdout
+    assert "speech-demo  was training" in said
+    assert "not running, but never ended; last sign of life 1 m 00 s ago" in said
+    assert "distbelief train --resume runs/demo" in said  # unbroken: to be copied
+
+
+def test_a_run_that_ended_says_so_and_why() -> None:
+    a_run("runs/demo", age=60.0, ended=True).close()
+    a_run("runs/bad", age=60.0, ended=True, error="no space").close()
+    assert "runs/demo: ended, 1 m 00 s ago" in command("status", "runs/demo").stdout
+    assert "runs/bad: failed: no space, 1 m" in command("status", "runs/bad").stdout
+
+
+def test_a_run_that_begins_has_no_status_yet() -> None:
+    with a_run("runs/demo") as run:
+        run.status_file.unlink()
+        assert "starting (process" in command("status").stdout
+
+
+def test_the_status_of_a_former_life_is_not_that_of_a_run_that_goes_on() -> None:
+    """While a resumed run began, it was said to have ended."""
+    with a_run("runs/demo", ended=True) as run:
+        last = run.read_status()
+        assert last is not None
+        run.write_status(msgspec.structs.replace(last, pid=1))
+        said = command("status").stdout
+        assert f"starting (process {os.getpid()}), no status yet" in said
+        assert "ended" not in said
+        assert json.loads(command("status", "--json").stdout)["status"] is None
+
+
+def test_status_as_json_is_only_json() -> None:
+    with a_run("runs/demo"):
+        content = json.loads(command("status", "--json").stdout)
+    assert content["running"] is True
+    assert 0 <= content["age_seconds"] < 60
+    assert content["status"]["view"]["samples"] == 640
+
+
+def test_no_runs_at_all_is_a_mistake_that_is_explained() -> None:
+    done = command("status")
+    assert done.exit_code == MISTAKEN
+    assert done.stderr.startswith("there is no run in ")
+
+
+ENTER = "from distbelief.cli.entry import main; main()"
+
+
+def status_into(output: IO[bytes], *options: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", ENTER, "status", *options],
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_that_had_enough_is_no_error(options: list[str]) -> None:
+    a_run("runs/demo").close()
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        done = status_into(pipe, *options)
+    assert done.stderr == ""
+    assert done.returncode == FAILED
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_output_that_takes_nothing_is_one_message(options: list[str]) -> None:
+    """On a full disk, "This was not foreseen"."""
+    a_run("runs/demo").close()
+    with Path("/dev/full").open("wb") as full:
+        done = status_into(full, *options)
+    assert done.stderr == ("cannot write to standard output: No space left on device\n")
+    assert done.returncode == FAILED

@@ -1,0 +1,105 @@
+"""What a host is told, and whether a run's roles can be built there."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from distbelief.cluster.agent import HostSite, SiteConfig
+from distbelief.cluster.bootstrap import write_brief
+from distbelief.launch import preflight
+from distbelief.launch.local import Launcher
+from distbelief.launch.role_process import read_spec
+from distbelief.transport.config import Reach
+from tests.distbelief.cluster.test_bootstrap_job_spec import spec_of
+
+
+LETTERS = """
+def net():
+    pass
+
+
+def frames():
+    pass
+
+
+def prepare():
+    raise OSError("no letters here")
+"""
+
+FACTORIES = tuple(
+    f"{table}.factory=letters:{name}"
+    for table, name in (("model", "net"), ("data.train", "frames"), ("data.test", "frames"))
+)
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "letters.py").write_text(LETTERS)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "letters", raising=False)
+    return tmp_path
+
+
+def site_of(code: Path, *allowed: str) -> HostSite:
+    config = SiteConfig(
+        supervisor="tcp://127.0.0.1:7",
+        reach=Reach(),
+        allowed=allowed,
+        code=code,
+        directory=code / "joined",
+    )
+    return HostSite(config, launcher=Launcher())
+
+
+def told(site: HostSite, code: Path) -> str | None:
+    """Let it be told of a run, and tried out; return the verdict."""
+    plan = code / "plan.json"
+    plan.write_text("{}")
+    overrides = ("data.train.arguments={}", "model.arguments={}", *FACTORIES)
+    site.furnish(write_brief(spec_of(*overrides), plan=plan))
+    assert preflight.prepare_main("prepare", 1, str(site._spec)) == 0
+    return site.verdict()
+
+
+def test_two_machines_may_join_from_the_same_folder(
+    code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both looked for the next free number, and the second to make it was refused."""
+    monkeypatch.setattr(Path, "exists", lambda _: False)  # as if both looked at once
+    sites = [site_of(code, "letters") for _ in range(2)]
+    brief = write_brief(spec_of(*FACTORIES), plan=None)
+    for site in sites:
+        site.furnish(brief)
+        site.clear()
+    made = {path.name for path in (code / "joined").iterdir()}
+    assert made == {"1", "2"}
+
+
+def test_what_roles_read_is_of_this_machine(code: Path) -> None:
+    site = site_of(code, "letters")
+    told(site, code)
+    spec = read_spec(str(site._spec))
+    assert spec.supervisor == "tcp://127.0.0.1:7"
+    assert spec.allowed == ("letters",)
+    assert spec.snapshots == str(code / "joined" / "1" / "snapshots")
+    assert spec.plan is not None
+    assert Path(spec.plan).read_text() == "{}"
+    assert Path(spec.memory) == site._spec.parent
+    assert site._spec.parent.stat().st_mode & 0o777 == 0o700
+    site.clear()
+    assert not site._spec.exists()
+
+
+def test_a_host_says_what_is_wrong_with_a_run(code: Path) -> None:
+    site = site_of(code)
+    assert "--allow-import letters" in str(told(site, code))
+    site.clear()
+    site = site_of(code, "letters")
+    assert "no letters here" in str(told(site, code))
+    (code / "letters.py").write_text(LETTERS.replace("prepare", "other"))
+    sys.modules.pop("letters")
+    assert told(site, code) is None
+    preflight.verdict_file(site._spec).unlink()
+    assert "trying out the job failed" in str(site.verdict())
+    site.clear()

@@ -1,0 +1,603 @@
+"""A supervisor whose roles may be elsewhere, and the hosts, in one thread."""
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from typing_extensions import override
+
+from distbelief.cluster.agent import BRIEF, Host, HostConfig
+from distbelief.cluster.bootstrap import N_PIECES_MAX, PIECE_BYTES, PROBE, probe_piece
+from distbelief.errors import RemoteProtocolError
+from distbelief.protocol import Alive, Ask, Blob, Dismiss, HostReport, Join, Piece, Stop
+from distbelief.roles.role import (
+    SUPERVISOR,
+    USER,
+    Action,
+    Address,
+    Halt,
+    PeerLost,
+    Received,
+    Report,
+    Send,
+    Started,
+    Terminate,
+)
+from distbelief.supervisor.membership import Kind, Presence
+from tests.distbelief.cluster.hosts import Machine, Site, Town, config_of
+
+
+ALL_THREE = ["replica-0", "replica-1", "replica-2"]
+
+
+def roster(n_replicas: int, n_machines: int = 1) -> list[tuple[str, Kind]]:
+    """Return a shard, replicas, an evaluator."""
+    replicas: list[tuple[str, Kind]] = []
+    for r in range(n_replicas):
+        if n_machines == 1:
+            replicas.append((f"replica-{r}", "replica"))
+            continue
+        replicas.append((f"replica-{r}.0", "replica"))
+        replicas += [(f"replica-{r}.{m}", "machine") for m in range(1, n_machines)]
+    return [("shard-0", "shard"), *replicas, ("evaluator", "evaluator")]
+
+
+def test_a_job_waits_for_its_machines_and_uses_them() -> None:
+    town = Town(roster(3), config_of(n_hosts=1))
+    town.pass_time(30.0)
+    assert town.runs() == {"here": []}
+    town.come("a")
+    assert town.runs() == {
+        "here": ["evaluator", "replica-0", "shard-0"],
+        "host-a": ["replica-1", "replica-2"],
+    }
+    assert "a (host-a) has joined: 2 cores, 1.1 GB" in town.said
+    assert "replica 1, replica 2: on a (host-a)" in town.said
+
+
+def test_a_machine_tells_its_speed_and_its_link_is_tried() -> None:
+    town = Town(roster(2))
+    config = HostConfig(label="a", cores=2, memory_bytes=1 << 34, flops=4.2e10)
+    town.come("a", config=config)
+    (view,) = town.hosted.view(town.now).hosts
+    assert (view.state, view.memory_bytes, view.flops) == ("ready", 1 << 34, 4.2e10)
+    assert view.bandwidth is not None  # without end: no time passes on these links
+    (told,) = [text for text in town.said if "is ready" in text]
+    assert told.startswith("a (host-a) is ready: 42 GFLOP/s a core, ")
+    assert told.endswith("/s from here")
+
+
+def test_a_machine_whose_link_loses_what_it_is_tried_with_joins_all_the_same() -> None:
+    town = Town(roster(2))
+    town.lossy = PROBE
+    town.come("a")
+    town.pass_time(4.0)
+    assert town.runs()["host-a"] == ["replica-1"]
+    assert "a (host-a) is ready: not measured" in town.said
+
+
+def test_who_asks_for_the_trial_again_and_again_gets_nothing_more() -> None:
+    town = Town(roster(1))
+    town.come("a")
+    ask = Ask(document=PROBE, offset=0)
+    event = Received(sender=Address("host-a"), incarnation=1, message=ask)
+    answers = [town.hosted.handle(event, town.now) for _ in range(2 * N_PIECES_MAX)]
+    assert sum(map(bool, answers)) < N_PIECES_MAX
+
+
+def test_what_machines_ask_for_is_not_copied_for_each() -> None:
+    """Who has a key and many names, and reads nothing, fills no memory."""
+    town = Town(roster(1))
+    contents = []
+    for name in ("a", "b"):
+        town.come(name)
+        ask = Ask(document=BRIEF, offset=0)
+        event = Received(sender=Address(f"host-{name}"), incarnation=1, message=ask)
+        (send,) = town.hosted.handle(event, town.now)
+        assert isinstance(send, Send)
+        assert isinstance(send.message, Piece)
+        assert send.lent
+        contents.append(send.message.content.content.obj)
+    assert contents[0] is contents[1]
+    assert probe_piece(0).content is probe_piece(PIECE_BYTES).content
+
+
+def test_a_machine_that_has_second_thoughts_is_left_by_its_roles() -> None:
+    """Its room stayed open: roles went there, and never began."""
+    town = Town(roster(2), config_of(n_hosts=1))
+    machine = town.come("a")
+    assert town.runs()["host-a"] == ["replica-1"]
+    refusal = HostReport(life=1, ready=True, leaving=False, refusal="no", ended=())
+    event = Received(sender=machine.name, incarnation=1, message=refusal)
+    town._deliver(town.here, event)
+    machine.is_cut = True
+    town.pass_time(2.0)
+    states = {r.name: r.state for r in town.hosted.view(town.now).roles}
+    assert states["replica-1"] == "waiting for a machine"
+    town.come("b")
+    assert town.runs()["host-b"] == ["replica-1"]
+
+
+def test_a_machine_on_which_roles_die_at_once_gets_no_more() -> None:
+    """It took one replica after the other, until none was left."""
+    town = Town(roster(3), config_of(n_hosts=2))
+    bad, good = town.come("bad", cores=8), town.come("good", cores=1)
+    town.pass_time(2.0)
+    for _ in range(60):
+        for name in list(bad.processes):
+            town.die(bad, name)
+        town.pass_time(0.25)
+    town.come("late", cores=2)
+    town.pass_time(5.0)
+    assert any("bad (host-bad) gets no more roles" in text for text in town.said)
+    everywhere = [name for names in town.runs().values() for name in names]
+    assert sorted(everywhere) == ["evaluator", *ALL_THREE, "shard-0"]
+    assert "replica-0" not in [*good.processes, *bad.processes]
+    (state,) = [h.state for h in town.hosted.view(town.now).hosts if h.label == "bad"]
+    assert state == "avoided"
+
+
+def test_the_only_machine_is_not_avoided_and_its_replicas_are_left_out() -> None:
+    town = Town(roster(3), config_of(n_hosts=1, slots_here=0))
+    machine = town.come("a", cores=3)
+    for _ in range(40):
+        for name in list(machine.processes):
+            town.die(machine, name)
+        town.pass_time(0.25)
+    assert town.hosted.status()[0] in {"stopping", "failed"}
+    assert any("left out after 3 restarts" in text for text in town.said)
+
+
+def test_a_machine_that_begins_anew_in_every_message_fills_no_log() -> None:
+    """2.7 MB of it in 40 s, by one who may join."""
+    town = Town(roster(1))
+    for life in range(1, 1001):
+        offer = HostConfig(label="a", cores=1, memory_bytes=1).offer(life)
+        event = Received(sender=Address("host-a"), incarnation=1, message=offer)
+        town.hosted.handle(event, town.now + 0.005 * life)
+    assert sum("has joined" in text for text in town.said) <= 6
+
+
+def test_it_does_not_wait_for_ever() -> None:
+    town = Town(roster(2), config_of(n_hosts=2, hosts_seconds_max=10.0, slots_here=2))
+    town.pass_time(11.0)
+    assert town.runs()["here"] == ["evaluator", "replica-0", "replica-1", "shard-0"]
+    assert "0 of 2 machines came within 10 s: beginning" in town.said
+
+
+def test_replicas_without_a_core_wait_for_who_comes_late() -> None:
+    town = Town(roster(4))
+    town.pass_time(100.0)
+    assert town.runs() == {"here": ["evaluator", "replica-0", "shard-0"]}
+    assert "replica 3 waits for a machine with free cores (distbelief join)" in town.said
+    states = {r.name: r.state for r in town.supervisor.view(town.now).roles}
+    assert states["replica-3"] == "waiting for a machine"
+    town.come("a")
+    town.come("b")
+    assert town.runs()["host-a"] == ["replica-1", "replica-2"]
+    assert town.runs()["host-b"] == ["replica-3"]
+    town.pass_time(30.0)
+    assert not any("restart" in text for text in town.said)
+
+
+def test_a_machine_that_dies_takes_its_roles_along_for_a_while_only() -> None:
+    town = Town(roster(4), config_of(slots_here=2, n_hosts=1))
+    one = town.come("a")
+    assert len(one.processes) == 2
+    town.kill(one)
+    town.pass_time(20.0)
+    assert town.runs() == {"here": ["evaluator", "replica-0", "replica-2", "shard-0"]}
+    assert any("a (host-a) is lost (silent for 8" in text for text in town.said)
+    assert any("was lost with a: restarting it" in text for text in town.said)
+    town.come("b")
+    assert town.runs()["host-b"] == ["replica-1", "replica-3"]
+
+
+@pytest.mark.parametrize("seconds", [2.0, 12.0, 40.0])
+def test_a_machine_that_was_cut_off_is_used_again(seconds: float) -> None:
+    """Short: nothing happens. Longer: it begins anew, on either side."""
+    town = Town(roster(3), config_of(n_hosts=1))
+    machine = town.come("a")
+    town.pass_time(5.0)
+    machine.is_cut = True
+    town.pass_time(seconds)
+    machine.is_cut = False
+    town.pass_time(10.0)
+    assert len(town.runs()["host-a"]) == 2
+    everywhere = sorted(name for names in town.runs().values() for name in names)
+    assert everywhere == ["evaluator", "replica-0", "replica-1", "replica-2", "shard-0"]
+    assert any("is lost" in text for text in town.said) == (seconds > 8.0)
+
+
+def test_a_role_that_dies_on_a_machine_is_started_there_again() -> None:
+    town = Town(roster(2), config_of(n_hosts=1, slots_here=0))
+    machine = town.come("a")
+    town.pass_time(5.0)
+    town.die(machine, "replica-1")
+    town.pass_time(2.0)
+    assert machine.processes == {"replica-0": 1, "replica-1": 2}
+    assert "replica 1 died on a: restarting it" in town.said
+
+
+def test_a_machine_that_leaves_is_left_in_good_order() -> None:
+    town = Town(roster(2), config_of(n_hosts=1, slots_here=2))
+    machine = town.come("a")
+    town.pass_time(5.0)
+    assert machine.processes
+    town.leave(machine)
+    town.pass_time(3.0)
+    assert machine.halted
+    assert machine.error is None
+    assert town.runs()["here"] == ["evaluator", "replica-0", "replica-1", "shard-0"]
+    assert any("has left with a: restarting it" in text for text in town.said)
+    assert "a (host-a) has left" in town.said
+
+
+def test_a_replica_that_moves_is_not_taken_for_one_that_is_done() -> None:
+    """Its machine told of the end of its process before its own last words came.
+
+    By these the replica had finished: it was started nowhere else, and nobody said so.
+    """
+    town = Town(roster(2), config_of(n_hosts=1, slots_here=2))
+    machine = town.come("a")
+    town.pass_time(5.0)
+    town.slow_words = True
+    town.leave(machine)
+    town.pass_time(5.0)
+    assert machine.halted
+    assert town.runs()["here"] == ["evaluator", "replica-0", "replica-1", "shard-0"]
+    assert any("has left with a: restarting it" in text for text in town.said)
+
+
+def test_machines_of_one_model_leave_at_once() -> None:
+    town = Town(roster(1, 2), config_of(n_hosts=1, slots_here=0))
+    machine = town.come("a")
+    town.pass_time(5.0)
+    assert sorted(machine.processes) == ["replica-0.0", "replica-0.1"]
+    town.leave(machine)
+    town.pass_time(3.0)
+    assert machine.halted
+    town.come("b")
+    assert town.runs()["host-b"] == ["replica-0.0", "replica-0.1"]
+
+
+def test_one_model_goes_to_one_machine_if_it_fits() -> None:
+    town = Town(roster(2, 2), config_of(n_hosts=2, slots_here=0))
+    town.come("a")
+    town.come("b")
+    assert town.runs()["host-a"] == ["replica-0.0", "replica-0.1"]
+    assert town.runs()["host-b"] == ["replica-1.0", "replica-1.1"]
+
+
+def test_one_model_over_two_machines_loses_one_of_them() -> None:
+    town = Town(roster(1, 2), config_of(n_hosts=2, slots_here=0))
+    one, two = town.come("a", cores=1), town.come("b", cores=1)
+    assert len(one.processes) == len(two.processes) == 1
+    town.pass_time(5.0)
+    town.kill(one)
+    town.pass_time(15.0)
+    assert sorted(two.processes) == ["replica-0.0", "replica-0.1"]
+
+
+def test_whom_the_job_is_not_for_goes_and_says_why() -> None:
+    town = Town(roster(2))
+    machine = town.come("a", wrong="no such module")
+    assert machine.halted
+    assert machine.error == "no such module"
+    assert "a (host-a) cannot take part: no such module" in town.said
+    assert town.runs() == {"here": ["evaluator", "replica-0", "shard-0"]}
+
+
+def test_a_machine_without_the_data_does_not_end_the_job() -> None:
+    """One that joined after hours, without its data, ended it for all the others."""
+    town = Town(roster(3))
+    machine = town.come("a")
+    assert town.runs()["host-a"] == ["replica-1", "replica-2"]
+    for name in ("replica-1", "replica-2"):
+        record = town.supervisor.books.members.get(Address(name))
+        assert record is not None
+        record.counters = {}  # it has not trained
+    town.fail("replica-1", "no such file: frames.npy")
+    assert machine.halted
+    # It was ready, and so it ended as if the job were over: with exit code 0.
+    assert machine.error == "replica 1 there: no such file: frames.npy"
+    text = "a (host-a) cannot take part: replica 1 there: no such file: frames.npy"
+    assert any(text in said for said in town.said)
+    assert town.runs() == {"here": ["evaluator", "replica-0", "shard-0"]}
+    town.come("b", cores=2)
+    assert town.runs()["host-b"] == ["replica-1", "replica-2"]
+    assert town.supervisor.books.ending.error is None
+
+
+def test_a_machine_that_stays_is_told_why_it_is_sent_away() -> None:
+    """It "began anew", as after any job, and nobody looked for what was wrong there."""
+    config = HostConfig(label="b", cores=2, memory_bytes=1, stays=True)
+    host = Host(config, site=Site(patience=600.0))
+    sent_away = Dismiss(life=1, again=False, reason="no such file", refused=True)
+    host.handle(Started(incarnation=1), 0.0)
+    said, *others = host.handle(Received(sender=SUPERVISOR, incarnation=1, message=sent_away), 1.0)
+    assert said == Report(text="sent away: no such file; waiting for another job", level="warning")
+    assert not any(isinstance(action, Halt) for action in others)
+
+
+def test_what_fails_here_or_after_it_has_trained_is_the_job() -> None:
+    for name, samples in (("replica-0", 0.0), ("replica-1", 5.0)):
+        town = Town(roster(2))
+        town.come("a")
+        record = town.supervisor.books.members.get(Address(name))
+        assert record is not None
+        record.counters = {"samples": samples}
+        town.fail(name, "a gradient is NaN")
+        assert "a gradient is NaN" in str(town.supervisor.books.ending.error)
+
+
+def test_what_fails_where_another_trains_is_the_job() -> None:
+    town = Town(roster(3))
+    town.come("a")
+    for name, samples in (("replica-1", 0.0), ("replica-2", 64.0)):
+        record = town.supervisor.books.members.get(Address(name))
+        assert record is not None
+        record.counters = {"samples": samples}
+    town.fail("replica-1", "sample 7 is spoilt")
+    assert "sample 7 is spoilt" in str(town.supervisor.books.ending.error)
+
+
+def test_who_cannot_reach_a_shard_is_told_once_with_the_likely_cause() -> None:
+    """A firewall let machines call the supervisor only: nobody said a word for 60 s."""
+    town = Town(roster(2))
+    town.come("a")
+    record = town.supervisor.books.members.get(Address("replica-1"))
+    assert record is not None
+    cause = "replica 1 on a and shard 0 do not reach each other: a firewall has to let"
+
+    def told_within(seconds: float, state: str) -> int:
+        for _ in range(round(4 * seconds)):
+            record.state, record.counters, record.progressed = state, {}, False
+            town.pass_time(0.25)
+        return sum(text.startswith(cause) for text in town.said)
+
+    assert told_within(20.0, "computing") == 0
+    assert told_within(9.0, "waiting for shard-0") == 0
+    assert told_within(20.0, "waiting for shard-0") == 1
+
+
+def test_the_end_of_the_job_is_the_end_of_its_machines() -> None:
+    town = Town(roster(3))
+    machine = town.come("a")
+    config = HostConfig(label="b", cores=1, memory_bytes=1, stays=True)
+    stays = town.come("b", config=config)
+    stop = Stop(reason="Ctrl+C")
+    town.hosted.handle(Received(sender=USER, incarnation=0, message=stop), town.now)
+    town.pass_time(10.0)
+    assert town.here.halted
+    assert machine.halted
+    assert machine.error is None
+    assert not stays.halted
+    assert not stays.processes
+
+
+def test_a_machine_without_a_job_goes_after_a_while() -> None:
+    town = Town(roster(1))
+    town.here.is_dead = True
+    machine = town.come("a")
+    town.pass_time(599.0)
+    assert machine.halted
+    assert machine.error == "no job has taken this machine in 600 s"
+
+
+def test_a_machine_ends_what_it_runs_when_its_job_has_no_head() -> None:
+    town = Town(roster(3))
+    machine = town.come("a")
+    assert machine.processes
+    town.kill(town.here)
+    town.pass_time(14.0)
+    assert machine.processes
+    town.pass_time(3.0)
+    assert not machine.processes
+    assert not machine.halted
+    town.leave(machine)
+    assert machine.halted
+
+
+LOST = PeerLost(peer=SUPERVISOR, incarnation=0, reason="nothing listens at x any more")
+
+
+def begin_anew(town: Town, machine: Machine) -> None:
+    """Tell a machine so, and end the job before its offer arrives."""
+    again = Dismiss(life=1, again=True, reason="it was silent for too long")
+    said = Received(sender=SUPERVISOR, incarnation=1, message=again)
+    machine.role.handle(said, town.now)
+    town.kill(town.here)
+
+
+def tell_lost(town: Town, machine: Machine, *, seconds: float) -> list[Action]:
+    """Let time pass; the driver finds all the while that nothing listens."""
+    for _ in range(round(seconds)):
+        town.pass_time(1.0)
+        actions = machine.role.handle(LOST, town.now)
+        if actions:
+            return list(actions)
+    return []
+
+
+def test_a_machine_that_begins_anew_as_its_job_ends_ends_too() -> None:
+    """It was told so in a life that was over, and waited 600 s for the next job."""
+    town = Town(roster(3))
+    machine = town.come("a")
+    begin_anew(town, machine)
+    assert not tell_lost(town, machine, seconds=59)
+    report, *_, halt = tell_lost(town, machine, seconds=3)
+    assert isinstance(report, Report)
+    assert report.text == f"{LOST.reason}: the job is over; how it ended is not known here"
+    assert halt == Halt(error=None)
+
+
+def test_a_machine_whose_link_is_cut_waits_for_its_job() -> None:
+    town = Town(roster(3))
+    machine = town.come("a")
+    begin_anew(town, machine)
+    town.pass_time(100.0)
+    assert not machine.halted
+
+
+def test_a_machine_waits_for_a_silent_supervisor_as_long_as_the_job_says() -> None:
+    """After 15 s it ended all its roles: the supervisor had only stood still."""
+    town = Town(roster(3))
+    machine = town.come("a", patience=60.0)
+    n_roles = len(machine.processes)
+    assert n_roles
+    town.kill(town.here)
+    town.pass_time(50.0)
+    assert len(machine.processes) == n_roles
+    town.pass_time(15.0)
+    assert machine.processes == {}
+    assert not machine.halted
+
+
+def test_a_supervisor_that_was_stopped_finds_its_machines_at_work() -> None:
+    town = Town(roster(3))
+    machine = town.come("a", patience=600.0)
+    town.pass_time(5.0)
+    before = town.runs()
+    town.pause(town.here, 25.0)
+    town.pass_time(10.0)
+    assert town.runs() == before
+    assert set(machine.processes.values()) == {1}
+    assert not any("lost" in text or "silent" in text for text in town.said)
+
+
+def test_another_supervisor_at_that_place_need_not_wait_for_that() -> None:
+    town = Town(roster(3))
+    machine = town.come("a", patience=600.0)
+    town.kill(town.here)
+    town.pass_time(20.0)
+    town.begin_another(roster(1), config_of(run="another", slots_here=0))
+    town.pass_time(5.0)
+    assert machine.processes == {"replica-0": 1}
+
+
+def test_what_runs_there_ends_with_it() -> None:
+    town = Town(roster(3))
+    config = HostConfig(label="a", cores=1, memory_bytes=1 << 30, over_seconds=10.0)
+    machine = town.come("a", config=config)
+    assert machine.processes
+    town.kill(town.here)
+    actions = tell_lost(town, machine, seconds=12)
+    ended = [action.name for action in actions if isinstance(action, Terminate)]
+    assert sorted(ended) == sorted(machine.processes)
+    assert actions[-1] == Halt(error=None)
+
+
+def test_a_machine_that_stays_or_was_never_taken_waits_where_nothing_listens() -> None:
+    town = Town(roster(1))
+    config = HostConfig(label="b", cores=1, memory_bytes=1, stays=True)
+    stays = town.come("b", config=config)
+    town.kill(town.here)
+    early = town.come("a")
+    for machine in (stays, early):
+        assert not tell_lost(town, machine, seconds=120)
+        assert not machine.halted
+
+
+def test_pieces_that_come_twice_are_words_of_the_supervisor_too() -> None:
+    """A machine at a slow link gave up its job while the brief was still coming in."""
+    town = Town(roster(2))
+    town.lossy = BRIEF
+    machine = town.come("a")
+    town.kill(town.here)
+    piece = Piece(document=BRIEF, offset=9, n_bytes=99, content=Blob(b"x"))
+    for _ in range(20):
+        town.pass_time(1.0)
+        again = Received(sender=SUPERVISOR, incarnation=1, message=piece)
+        machine.role.handle(again, town.now)
+    state, _ = machine.role.status()
+    assert state == "preparing"
+
+
+def test_words_that_nobody_should_say_are_refused() -> None:
+    town = Town(roster(1))
+    town.come("a")
+    host = Address("host-a")
+    for message in (Alive(), Ask(document="secret", offset=0)):
+        with pytest.raises(RemoteProtocolError):
+            town.hosted.handle(Received(sender=host, incarnation=1, message=message), town.now)
+    stranger = Received(
+        sender=Address("host-b"), incarnation=1, message=Join(endpoint="", host="", pid=1)
+    )
+    assert not town.hosted.handle(stranger, town.now)
+
+
+class Machines(RuleBasedStateMachine):
+    """However machines come, die, are cut off and leave, roles run once, or wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.town = Town(roster(4))
+        self.n = 0
+
+    def pick(self, k: int) -> Machine | None:
+        living = [
+            machine
+            for name, machine in self.town.machines.items()
+            if name != "here" and not (machine.halted or machine.is_dead)
+        ]
+        return living[k % len(living)] if living else None
+
+    @rule(cores=st.integers(1, 3))
+    def come(self, cores: int) -> None:
+        if self.n < 4:
+            self.n += 1
+            self.town.come(f"{self.n}", cores=cores)
+
+    @rule(k=st.integers(0, 3))
+    def kill(self, k: int) -> None:
+        machine = self.pick(k)
+        if machine is not None:
+            self.town.kill(machine)
+
+    @rule(k=st.integers(0, 3))
+    def cut(self, k: int) -> None:
+        machine = self.pick(k)
+        if machine is not None:
+            machine.is_cut = not machine.is_cut
+
+    @rule(k=st.integers(0, 3))
+    def leave(self, k: int) -> None:
+        machine = self.pick(k)
+        if machine is not None:
+            self.town.leave(machine)
+
+    @rule(k=st.integers(0, 3))
+    def die(self, k: int) -> None:
+        machine = self.pick(k)
+        if machine is not None and machine.processes:
+            self.town.die(machine, next(iter(machine.processes)))
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 10.0]))
+    def wait(self, seconds: float) -> None:
+        self.town.pass_time(seconds)
+
+    @invariant()
+    def no_life_runs_twice(self) -> None:
+        lives = [
+            life for machine in self.town.machines.values() for life in machine.processes.items()
+        ]
+        assert len(set(lives)) == len(lives)
+
+    @override
+    def teardown(self) -> None:
+        for machine in self.town.machines.values():
+            machine.is_cut = False
+        self.town.pass_time(120.0)
+        expected = {
+            (record.name, record.incarnation)
+            for record in self.town.supervisor.books.members
+            if record.is_alive and record.presence is not Presence.WAITING
+        }
+        lives = [
+            life for machine in self.town.machines.values() for life in machine.processes.items()
+        ]
+        assert sorted(lives) == sorted(expected)
+
+
+TestMachines = Machines.TestCase
+TestMachines.settings = settings(max_examples=3, stateful_step_count=10)

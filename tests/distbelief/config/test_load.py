@@ -1,0 +1,418 @@
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from distbelief.config import algorithms, toml
+from distbelief.config.job import Job
+from distbelief.config.load import job_from_json, load_job, parse_job
+from distbelief.errors import JobError, JobFileError
+from distbelief.parameter_server.optimizers import Adagrad, Adam
+from distbelief.worker.config import DownpourSettings
+from tests.distbelief.jobs import SPEECH, speech
+
+
+def mistake(*overrides: str, text: str = SPEECH) -> str:
+    with pytest.raises(JobFileError) as caught:
+        parse_job(text, path="speech.toml", overrides=overrides)
+    return str(caught.value)
+
+
+# --------------------------------------------------------------- what is read
+
+
+def test_a_job_file_becomes_structs() -> None:
+    job = speech()
+    assert job.model.factory == "speech.model:net"
+    assert job.model.arguments == {"hidden": [512, 512]}
+    assert job.data.train.arguments == {"part": "train"}
+    assert job.data.test is not None
+    assert job.algorithm_name == "downpour"
+    assert isinstance(job.algorithm, DownpourSettings)
+    assert isinstance(job.algorithm.rule, Adagrad)
+    assert job.algorithm.rule.learning_rate == 0.02
+    assert job.cluster.replicas == 2
+    assert job.stop.epochs == 1
+    assert job.output.report_every == 2.0
+    assert job.name == "speech-demo"
+
+
+def test_what_is_left_out_has_the_documented_value() -> None:
+    job = speech()
+    assert (job.cluster.threads, job.cluster.partitions) == (1, 1)
+    assert job.cluster.shared_memory
+    assert job.cluster.patience == 600.0
+    assert job.evaluation.metric is None  # chosen by the loss
+    assert job.evaluation.subset is None
+    assert job.evaluation.every == 10.0
+    assert job.output.snapshot_every == 30.0
+
+
+def test_without_an_output_directory_a_run_is_called_after_its_file() -> None:
+    text = SPEECH.replace('directory = "runs/speech-demo"', "")
+    job = parse_job(text, path="jobs/tiny.toml")
+    assert job.output.directory == "runs/tiny"
+    assert job.name == "tiny"
+
+
+def test_the_task_joins_the_tables_that_a_role_needs() -> None:
+    task = speech("evaluation.metric=top5").task
+    assert task.loss == "cross_entropy"
+    assert task.metric == "top5"
+    assert task.train.factory == "speech.data:frames"
+
+
+def test_seconds_may_be_a_number_since_the_key_names_the_unit() -> None:
+    assert speech("stop.seconds=90").stop.seconds == 90.0
+    assert speech("stop.seconds=10 min").stop.seconds == 600.0
+
+
+def test_weights_are_found_beside_the_job_file() -> None:
+    job = speech("model.initial=old.safetensors", path="/data/jobs/speech.toml")
+    assert job.model.initial == "/data/jobs/old.safetensors"
+
+
+def test_arguments_that_begin_with_a_dot_and_a_slash_are_paths_beside_the_file() -> None:
+    job = speech(
+        'data.train.arguments={files = ["./a.npz", "../b.npz", "c"], n = 1}',
+        path="/data/jobs/speech.toml",
+    )
+    expected = {"files": ["/data/jobs/a.npz", "/data/b.npz", "c"], "n": 1}
+    assert job.data.train.arguments == expected
+
+
+def test_import_paths_are_the_files_directory_then_the_current_one() -> None:
+    here = str(Path.cwd())
+    assert speech(path="/data/jobs/speech.toml").import_paths == ("/data/jobs", here)
+    assert speech(path="jobs/speech.toml").import_paths == (f"{here}/jobs", here)
+
+
+# ------------------------------------------------------------------ overrides
+
+
+def test_an_override_replaces_a_value_and_the_last_one_wins() -> None:
+    job = speech("cluster.replicas=3", "algorithm.n_push=5", "cluster.replicas=4")
+    assert job.cluster.replicas == 4
+    assert isinstance(job.algorithm, DownpourSettings)
+    assert job.algorithm.n_push == 5
+
+
+def test_an_override_needs_no_quotes_for_text() -> None:
+    job = speech("output.directory=runs/other", "output.report_every=500 ms")
+    assert job.output.directory == "runs/other"
+    assert job.output.report_every == 0.5
+
+
+def test_an_override_reaches_into_tables_and_makes_them() -> None:
+    job = speech("algorithm.rule.learning_rate=0.1", "model.arguments.depth=3")
+    assert isinstance(job.algorithm, DownpourSettings)
+    assert job.algorithm.rule.learning_rate == 0.1
+    assert job.model.arguments == {"hidden": [512, 512], "depth": 3}
+
+
+def test_an_override_that_is_no_date_to_us_stays_text() -> None:
+    assert speech("model.arguments.day=2012-12-03").model.arguments["day"] == ("2012-12-03")
+
+
+@pytest.mark.parametrize("override", ["algorithm.n_push", "=5", "a..b=1"])
+def test_an_override_that_is_none_says_how_to_write_one(override: str) -> None:
+    said = mistake(override)
+    assert said == (f"--set {override}: write TABLE.KEY=VALUE, for example algorithm.n_push=5")
+
+
+def test_a_mistake_in_an_override_blames_the_override() -> None:
+    assert mistake("algorithm.n_pushes=5") == (
+        "--set algorithm.n_pushes=5: [algorithm] has no key 'n_pushes'. Did you mean 'n_push'?"
+    )
+    assert mistake("clutser.replicas=5").startswith("--set clutser.replicas=5: ")
+    assert mistake("cluster.plan=a.txt").startswith("--set cluster.plan=a.txt: ")
+
+
+def test_a_plan_and_a_cluster_file_are_found_beside_the_job() -> None:
+    text = SPEECH.replace("shards = 2", 'plan = "p/plan.json"\nmachines = "c.toml"')
+    cluster = parse_job(text, path="jobs/speech.toml").cluster
+    assert cluster.plan == str(Path.cwd() / "jobs" / "p" / "plan.json")
+    assert cluster.machines == str(Path.cwd() / "jobs" / "c.toml")
+    assert cluster.is_split
+
+
+def test_an_override_is_not_blamed_for_its_neighbour() -> None:
+    text = SPEECH.replace("shards = 2", "plan = 'a.txt'")
+    assert mistake("cluster.replicas=3", text=text).startswith("speech.toml: ")
+
+
+def test_an_override_below_a_value_that_is_no_table_names_that_value() -> None:
+    said = mistake("cluster.replicas.x=3")
+    assert said == "--set cluster.replicas.x=3: cluster.replicas is 2, not a table"
+
+
+# ------------------------------------------------------------------- mistakes
+
+
+def test_an_unknown_key_names_the_nearest_known_one() -> None:
+    text = SPEECH.replace("batch_size = 256", "batch_size = 256\nn_pushes = 5")
+    assert mistake(text=text) == (
+        "speech.toml: [algorithm] has no key 'n_pushes'. Did you mean 'n_push'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        # unknown keys, at every depth
+        ("eval={}", "has no key 'eval'. Did you mean 'evaluation'?"),
+        ("clutser={}", "has no key 'clutser'. Did you mean 'cluster'?"),
+        ("data.tets={}", "[data] has no key 'tets'. Did you mean 'test'?"),
+        ("data.train.factry=x", "[data.train] has no key 'factry'. Did you mean 'fac"),
+        ("cluster.zzz=1", "[cluster] has no key 'zzz'. It knows replicas, shards, "),
+        (
+            "algorithm.rule.learning_rat=1",
+            "[algorithm.rule] has no key 'learning_rat'. Did you mean 'learning_rate'?",
+        ),
+        # ill-typed values
+        ("algorithm.n_push=x", '[algorithm] n_push = "x": wants a whole number'),
+        ("algorithm.n_push=1.5", "[algorithm] n_push = 1.5: wants a whole number"),
+        ("cluster.shared_memory=1", "shared_memory = 1: wants true or false"),
+        ("model.factory=3", "[model] factory = 3: wants text in quotes"),
+        ("model.arguments=3", "[model] arguments = 3: wants a table"),
+        ("data=3", "data = 3: wants a table; begin it with [data]"),
+        ("name=3", "name = 3: wants text in quotes"),
+        # ranges
+        ("cluster.replicas=0", "replicas = 0: wants a whole number, at least 1"),
+        ("cluster.shard_copies=3", "shard_copies = 3: wants a whole number, at most 2"),
+        ("stop.accuracy=60", "[stop] accuracy = 60: wants a number, at most 1"),
+        ("stop.epochs=0", "[stop] epochs = 0: wants a number, above 0"),
+        ("algorithm.batch_size=0", "[algorithm] batch_size is 0; use "),
+        # quantities
+        ("output.report_every=2", 'report_every = 2 has no unit: write "2 s"'),
+        ("output.snapshot_every=2 sec", "has the unknown unit 'sec'"),
+        ("cluster.patience=1 s", "[cluster] patience = 1 s: wants at least 2 s"),
+        ("cluster.patience=600", 'patience = 600 has no unit: write "600 s"'),
+        ("evaluation.every=0 s", '[evaluation] every = "0 s": wants a quantity, above 0'),
+        # names out of a set
+        ("algorithm.rule.name=adagrd", "\"adagrd\": unknown. Did you mean 'adagrad'?"),
+        ("algorithm.rule={learning_rate=1}", "lacks the key 'name': give it \"sgd\" or"),
+        ("algorithm.rule.schedule={name='step'}", "lacks the key 'n_pushes'"),
+        ("algorithm.name=downpur", "Did you mean 'downpour'? Installed: "),
+        # what cannot be sent to a role process
+        ("model.arguments.width=inf", "[model.arguments] width = inf: wants"),
+        ("model.arguments.width=[1, nan]", "[model.arguments] width = nan: wants"),
+        ("model.arguments.width=99999999999999999999", "(64 bits)"),
+        # machines
+        ("cluster.partitions=0", "[cluster] partitions"),
+        ("cluster.plan=plan.toml", "plan = 'plan.toml': wants the path of a plan.json"),
+        ("cluster.device=tpu", "[cluster] device = 'tpu': wants 'cpu' or 'cuda'"),
+        # others
+        ("output.directory=", '[output] directory = "": name one, for example'),
+        ("model.initial=zeros", "[model] initial"),
+    ],
+)
+def test_a_mistake_names_table_key_value_and_mend(override: str, message: str) -> None:
+    said = mistake(override)
+    assert message in said
+    assert "`" not in said.replace("`distbelief", "")  # msgspec's words, not ours
+
+
+@pytest.mark.parametrize(
+    ("gone", "message"),
+    [
+        ('loss = "cross_entropy"', "[algorithm] lacks the key 'loss': give it text"),
+        (
+            'rule = { name = "adagrad", learning_rate = 0.02 }',
+            "[algorithm] lacks the key 'rule': give it a table with name = \"sgd\" or ",
+        ),
+        ("batch_size = 256", "[algorithm] lacks the key 'batch_size': give it a whole"),
+        ('factory = "speech.model:net"', "[model] lacks the key 'factory'"),
+        ('name = "downpour"', "[algorithm] lacks the key 'name'"),
+        ("epochs = 1", "[stop] has no rule, so the job would never end: add epochs = 1"),
+        ("[stop]\nepochs = 1", "there is no table [stop]: add one"),
+        (
+            SPEECH[SPEECH.index("[data.train]") : SPEECH.index("[data.test]")],
+            "there is no table [data.train]: add one",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(gone: str, message: str) -> None:
+    assert gone in SPEECH
+    assert mistake(text=SPEECH.replace(gone, "")).startswith(f"speech.toml: {message}")
+
+
+def test_an_algorithm_that_is_not_installed_lists_those_that_are() -> None:
+    said = mistake("algorithm.name=downhill")
+    installed = sorted(point.name for point in entry_points(group=algorithms.GROUP))
+    assert '[algorithm] name = "downhill" is not installed.' in said
+    assert said.endswith(f"Installed: {', '.join(installed)}")
+
+
+def test_accuracy_as_a_stop_rule_needs_held_out_data() -> None:
+    text = SPEECH.replace('[data.test]\nfactory = "speech.data:frames"\n', "")
+    assert "needs held-out data: add a table [data.test]" in mistake("stop.accuracy=0.4", text=text)
+
+
+def test_bad_toml_names_the_line_and_shows_it() -> None:
+    said = mistake(text=SPEECH.replace("shards = 2", "shards == 2"))
+    assert said.startswith("speech.toml: not valid TOML: ")
+    assert re.search(r"line \d+", said)
+    assert "| shards == 2" in said
+
+
+def test_toml_that_ends_too_early_names_the_last_line() -> None:
+    assert "line 1" in mistake(text='name = "speech')
+
+
+def test_a_file_that_is_not_there_names_one_that_is(tmp_path: Path) -> None:
+    (tmp_path / "speech.toml").write_text(SPEECH)
+    with pytest.raises(JobFileError, match=r"no such file. Did you mean '.*speech.to"):
+        load_job(tmp_path / "spech.toml")
+    with pytest.raises(JobFileError, match=r"no such file\.$"):
+        load_job(tmp_path / "none" / "zzz.toml")
+
+
+def test_what_is_no_job_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobFileError, match=r"is a directory; .*--resume"):
+        load_job(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(JobFileError, match="is not UTF-8 text"):
+        load_job(tmp_path / "binary")
+    (tmp_path / "long").write_bytes(b"#" * (1 << 20) + b"#")
+    with pytest.raises(JobFileError, match="more than 1048576 bytes"):
+        load_job(tmp_path / "long")
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_read_or_refused_in_words(text: str) -> None:
+    with pytest.raises(JobError):
+        parse_job(text, path="speech.toml")
+
+
+# ----------------------------------------------------------------- round trip
+
+
+names = st.text(min_size=1, max_size=8)
+plain = st.recursive(
+    st.text(max_size=8)
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.booleans(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.mark.untraced
+@given(
+    arguments=st.dictionaries(names, plain, max_size=4),
+    n=st.integers(1, 4096),
+    seconds=st.floats(1e-6, 1e9),
+    metric=st.sampled_from([None, "accuracy", "top5"]),
+)
+def test_a_job_reads_back_equal_from_toml_and_from_json(
+    arguments: dict[str, object], n: int, seconds: float, metric: str | None
+) -> None:
+    table = toml.inline(arguments)
+    overrides = [
+        f"model.arguments={table}",
+        f"cluster.replicas={n}",
+        f"evaluation.every={seconds!r} s",
+        f"stop.seconds={seconds!r}",
+    ]
+    if metric is not None:
+        overrides.append(f"evaluation.metric={metric}")
+    job = speech(*overrides)
+    assert job.model.arguments == arguments
+    assert job.evaluation.every == seconds
+    assert parse_job(job.to_toml(), path="elsewhere/job.toml") == job
+    assert job_from_json(job.to_json()) == job
+
+
+def test_a_job_as_run_keeps_where_it_came_from(tmp_path: Path) -> None:
+    job = speech("model.initial=old.safetensors", path="/data/jobs/speech.toml")
+    (tmp_path / "job.toml").write_text(job.to_toml())
+    again = load_job(tmp_path / "job.toml")
+    assert again.source == "/data/jobs/speech.toml"
+    assert again.import_paths == job.import_paths
+    assert again.model.initial == "/data/jobs/old.safetensors"
+
+
+def test_json_that_is_no_job_is_refused() -> None:
+    for text in (b"", b"[]", b"{}", b'{"model": 1}', b'{"\xd8": 1}'):
+        with pytest.raises(JobFileError):
+            job_from_json(text)
+
+
+def test_quantities_are_written_with_their_units() -> None:
+    assert 'every = "10 s"' in speech().to_toml()
+    assert 'seconds = "10 min"' in speech("stop.seconds=600").to_toml()
+
+
+# ------------------------------------------------------------------ algorithms
+
+
+def test_an_algorithm_that_cannot_be_imported_says_which() -> None:
+    point = entry_points(group=algorithms.GROUP)["downpour"]
+    broken = type(point)(name="broken", value="no.such.module:X", group=point.group)
+    with pytest.raises(JobFileError, match=r"no\.such\.module:X, installed as algorithm"):
+        algorithms.load(broken)
+
+
+def test_a_mistake_in_the_jobs_own_tables_is_told_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "speech.toml").write_text(SPEECH.replace("epochs", "epoch"))
+    code = (
+        "import sys\n"
+        "from distbelief.config.load import load_job\n"
+        "try:\n    load_job('speech.toml')\n"
+        "except Exception as error:\n    print(error)\n"
+        "print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        "speech.toml: [stop] has no key 'epoch'. Did you mean 'epochs'?",
+        "False",
+    ]
+
+
+def test_a_job_is_a_value() -> None:
+    assert speech() == speech()
+    assert speech() != speech("cluster.replicas=3")
+    assert isinstance(speech(), Job)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm.rule.lr=0.1", "Did you mean 'learning_rate'?"),
+        ("algorithm.lr=0.1", "'learning_rate' belongs into rule of [algorithm]"),
+        ("algorithm.batch=8", "Did you mean 'batch_size'?"),
+        ("algorithm.optimizer=adam", "Did you mean 'rule'?"),
+        ("optimizer.name=adam", "'rule' belongs into [algorithm]"),
+        ("algorithm.epochs=3", "'epochs' belongs into [stop]"),
+        ("algorithm.num_epochs=3", "'epochs' belongs into [stop]"),
+        ("stop.batch_size=3", "'batch_size' belongs into [algorithm]"),
+        ("algorithm.momentum=0.9", 'rule = { name = "momentum"'),
+        ("algorithm.rule.momentum=0.9", 'rule = { name = "momentum"'),
+        ("cluster.workers=3", "Did you mean 'replicas'?"),
+        ("algorithm.criterion=mse", "Did you mean 'loss'?"),
+    ],
+)
+def test_everyday_words_of_torch_are_led_to_ours(override: str, said: str) -> None:
+    assert said in mistake(override)
+
+
+def test_adamw_is_adam_with_an_option() -> None:
+    text = mistake("algorithm.rule.name=adamw")
+    assert 'name = "adam" with decoupled_weight_decay = true' in text
+    job = speech("algorithm.rule.name=adam", "algorithm.rule.decoupled_weight_decay=true")
+    assert isinstance(job.algorithm, DownpourSettings)
+    assert job.algorithm.rule == Adam(learning_rate=0.02, decoupled_weight_decay=True)

@@ -1,0 +1,31 @@
+import subprocess
+import sys
+
+import pytest
+
+
+PROGRAM = """
+import resource, sys
+from distbelief.core.memory import keep_memory
+import numpy as np
+kept = keep_memory() if sys.argv[1] == "keep" else True
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(2):
+    np.ones(20_000_000, np.float32)
+before = faults()
+for _ in range(3):
+    np.ones(20_000_000, np.float32)
+print(int(kept), faults() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be told")
+def test_a_large_block_that_was_freed_is_used_again_without_page_faults() -> None:
+    command = [sys.executable, "-c", PROGRAM, "keep"]
+    kept, faults = subprocess.run(
+        command, capture_output=True, check=True, text=True, timeout=60
+    ).stdout.split()
+    if kept == "0":
+        pytest.skip("this C library cannot be told")
+    assert int(faults) < 1000  # else 3 times 20,000

@@ -1,0 +1,384 @@
+import datetime as dt
+import io
+import math
+import re
+import threading
+
+import pytest
+from hypothesis import example, given, strategies as st
+from rich.console import Console
+
+from distbelief.core import formatting
+from distbelief.display.progress import ProgressLine, local_time
+from distbelief.display.screen import Screen, spark
+from distbelief.supervisor.view import HostView, Message, Point, RoleView, SupervisorView
+
+
+NOON = dt.datetime(2026, 11, 21, 12, 0, tzinfo=dt.UTC)
+
+LOST = Message(
+    number=1,
+    seconds=70.0,
+    text="shard 1 silent for 3.0 s: restarting it from snapshot 00412",
+    level="warning",
+)
+
+VIEW = SupervisorView(
+    seconds=72.0,
+    phase="training",
+    samples=305_000,
+    total_samples=710_000,
+    eta_seconds=101.0,
+    progress=0.43,
+    samples_per_second=78_912.3,
+    loss=2.21,
+    metric=0.398,
+    held_out_loss=2.34,
+    best_metric=0.401,
+    staleness_mean=0.93,
+    staleness_p95=2.0,
+    bytes_in=1_200_000_000,
+    bytes_out=34_000_000_000,
+    pushes_lost=2,
+    roles=(
+        RoleView(name="shard-0", state="serving", rate=310.2, last_heartbeat_age=0.2),
+        RoleView(name="shard-1", state="restarting", last_heartbeat_age=3.2, restarts=1),
+        RoleView(name="replica-0", state="computing", rate=39_400.0, last_heartbeat_age=0.1),
+        RoleView(name="replica-1", state="computing", last_heartbeat_age=4.0),
+    ),
+    history=tuple(
+        Point(
+            seconds=float(t),
+            samples=t,
+            loss=4 * math.exp(-t / 30),
+            held_out_loss=5 * math.exp(-t / 30),
+            metric=0.4 * (1 - math.exp(-t / 25)),
+        )
+        for t in range(72)
+    ),
+    messages=(LOST,),
+)
+
+
+def drawn(view: SupervisorView, *, width: int, height: int = 40, strip: bool = False) -> str:
+    console = Console(width=width, height=height, file=io.StringIO(), record=True)
+    console.print(Screen(view, name="speech-demo"))
+    text = console.export_text()
+    return "\n".join(lines_of(text)) + "\n" if strip else text
+
+
+def lines_of(text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines()]
+
+
+# --------------------------------------------------------------------- screen
+
+
+def test_the_screen_looks_so() -> None:
+    flat = SupervisorView(
+        seconds=72.0,
+        phase="training",
+        samples=305_000,
+        total_samples=710_000,
+        eta_seconds=101.0,
+        progress=0.43,
+        samples_per_second=78_912.3,
+        loss=2.21,
+        metric=0.398,
+        staleness_mean=0.93,
+        staleness_p95=2.0,
+        roles=VIEW.roles,
+        history=tuple(
+            Point(seconds=float(t), samples=t, loss=8.0 - t, metric=t / 10) for t in range(8)
+        ),
+    )
+    assert drawn(flat, width=72, strip=True) == SCREEN
+
+
+SCREEN = """\
+speech-demo  training                      1 m 12 s, about 1 m 41 s left
+━━━━━━━━━━━━━━━━                        43 %  305,000 of 710,000 samples
+78,912 samples/s   staleness mean 0.9, p95 2
+
+held-out accuracy  39.8 %  ▁▂▃▄▅▆▇█
+training loss        2.21  █▇▆▅▄▃▂▁
+
+role        state                           rate       heard   restarts
+───────────────────────────────────────────────────────────────────────
+shard 0     serving                 310 pushes/s   0.2 s ago          0
+shard 1     restarting                         -   3.2 s ago          1
+replica 0   computing           39,400 samples/s   0.1 s ago          0
+replica 1   computing, silent                  -   4.0 s ago          0
+"""
+
+
+@pytest.mark.parametrize(
+    ("flops", "text"),
+    [(None, "-"), (2.5e6, "2.5 MFLOP/s"), (4.2e10, "42 GFLOP/s"), (1.5e12, "1.5 TFLOP/s")],
+)
+def test_speeds_have_two_digits(flops: float | None, text: str) -> None:
+    assert formatting.speed(flops) == text
+
+
+def test_machines_that_have_joined_are_shown_with_what_they_offer() -> None:
+    view = SupervisorView(
+        phase="training",
+        roles=(RoleView(name="replica-0", state="computing", at="lab-2"),),
+        hosts=(
+            HostView(
+                name="host-1",
+                label="lab-2",
+                cores=8,
+                state="ready",
+                memory_bytes=16_000_000_000,
+                flops=4.2e10,
+                bandwidth=1.17e8,
+            ),
+            HostView(name="host-2", label="lab-3", cores=2, state="gone"),
+        ),
+    )
+    assert drawn(view, width=72, strip=True).endswith(MACHINES)
+    assert "lab-3" not in drawn(view, width=72, height=16)  # roles come first
+    assert "lab-3" not in drawn(view, width=63)
+
+
+MACHINES = """\
+
+machine   state   cores    memory       a core   link from here
+───────────────────────────────────────────────────────────────
+lab-2     ready       8   16.0 GB   42 GFLOP/s         117 MB/s
+lab-3     gone        2       0 B            -                -
+"""
+
+
+@pytest.mark.parametrize("width", [20, 34, 50, 63, 64, 80, 100, 200])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    assert all(len(line) <= width for line in lines_of(drawn(VIEW, width=width)))
+
+
+@pytest.mark.parametrize("width", [40, 50, 80])
+def test_a_narrow_terminal_still_names_every_role_and_the_share_done(width: int) -> None:
+    text = drawn(VIEW, width=width)
+    assert "43 %" in text
+    for name in ("shard 0", "shard 1", "replica 0", "replica 1"):
+        assert name in text
+
+
+def test_more_roles_than_lines_leave_the_troubled_ones() -> None:
+    calm = [RoleView(name=f"replica-{r}", state="computing") for r in range(200)]
+    calm[150] = RoleView(name="replica-150", state="restarting")
+    view = SupervisorView(roles=tuple(calm))
+    lines = lines_of(drawn(view, width=80, height=24))
+    assert len(lines) <= 24
+    assert any(line.startswith("replica 150   restarting") for line in lines)
+    assert lines[-1] == "and 188 more"
+
+
+def test_what_nobody_has_measured_is_not_shown() -> None:
+    roles = (RoleView(name="shard-0", state="starting"),)
+    text = drawn(SupervisorView(roles=roles), width=80)
+    assert "None" not in text
+    assert "nan" not in text
+    for word in ("samples/s", "loss", "accuracy", "staleness", "%"):
+        assert word not in text
+
+
+def test_why_a_job_stops_stands_beside_its_name() -> None:
+    view = SupervisorView(phase="stopping", stop_reason="1 epoch trained")
+    assert "stopping: 1 epoch trained" in drawn(view, width=80)
+
+
+@pytest.mark.parametrize(
+    ("view", "title"),
+    [
+        (SupervisorView(phase="failed", stop_reason="a", error="b"), "failed: b"),
+        (SupervisorView(phase="interrupted", stop_reason="Ctrl+C"), "interrupted: Ct"),
+        (SupervisorView(phase="saving", stop_reason="1 epoch done"), "saving: 1 epoch"),
+        (SupervisorView(phase="resuming", samples=30, progress=0.74), "resuming"),
+    ],
+)
+def test_the_title_says_what_the_job_does(view: SupervisorView, title: str) -> None:
+    assert drawn(view, width=80).startswith(f"speech-demo  {title}")
+
+
+def test_while_nobody_trains_no_time_is_left() -> None:
+    view = SupervisorView(phase="resuming", eta_seconds=4.0, samples=3, progress=0.74)
+    assert "left" not in drawn(view, width=80)
+    assert "74 %" in drawn(view, width=80)
+
+
+def test_of_a_job_that_was_killed_the_screen_says_what_was() -> None:
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(Screen(VIEW, name="speech-demo", is_past=True))
+    text = console.export_text()
+    assert text.startswith("speech-demo  was training")
+    assert "was computing" in text
+    for word in (" left", " ago", "samples/s"):
+        assert word not in text
+
+
+# ---------------------------------------------------------------------- spark
+
+
+@given(
+    values=st.lists(st.floats(), max_size=200), width=st.integers(0, 60), ascii_only=st.booleans()
+)
+@example(values=[1.7976931348623157e308, -9.9e291], width=2, ascii_only=False)  # their difference
+def test_a_curve_never_exceeds_its_room_nor_fails(
+    values: list[float],
+    width: int,
+    ascii_only: bool,  # noqa: FBT001
+) -> None:
+    finite = [v for v in values if math.isfinite(v)]
+    curve = spark(values, width, ascii_only=ascii_only)
+    assert len(curve) == min(width, len(finite))
+
+
+def test_a_curve_rises_with_its_values_and_is_flat_if_they_are() -> None:
+    assert spark([1, 2, 3, 4, 5, 6, 7, 8], 8) == "▁▂▃▄▅▆▇█"
+    assert spark([1, 1, 8, 8], 2) == "▁█"
+    assert spark([3, 3, 3], 8) == "▅▅▅"
+    assert spark([1, 2, 3, 4, 5, 6, 7, 8], 8, ascii_only=True) == "_.-~=+*#"
+
+
+# ---------------------------------------------------------------- plain lines
+
+
+def in_a_pipe(*views: SupervisorView, report_every: float = 2.0) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=40)
+    progress = ProgressLine(
+        "demo", console=console, report_every=report_every, time_of_day=lambda: NOON
+    )
+    with progress:
+        for view in views:
+            progress.update(view)
+    return out.getvalue().splitlines()
+
+
+def test_in_a_pipe_each_report_is_one_unbroken_line() -> None:
+    message, report = in_a_pipe(VIEW)
+    assert message == ("11:59:58  shard 1 silent for 3.0 s: restarting it from snapshot 00412")
+    assert report == (
+        "12:00:00  training  43 %  305,000 samples  78,912/s  loss 2.21  held-out "
+        "accuracy 39.8 %  staleness mean 0.9, p95 2  about 1 m 41 s left"
+    )
+
+
+def test_reports_come_every_few_seconds_and_when_the_phase_changes() -> None:
+    def at(seconds: float, samples: int) -> SupervisorView:
+        return SupervisorView(seconds=seconds, samples=samples, phase="training")
+
+    lines = in_a_pipe(
+        SupervisorView(),
+        SupervisorView(seconds=0.5),
+        *(at(1.0 + t / 4, t) for t in range(13)),
+        SupervisorView(seconds=4.1, phase="stopping", stop_reason="Ctrl+C"),
+    )
+    assert [line.removeprefix("12:00:00  ") for line in lines] == [
+        "starting",
+        "training",
+        "training  8 samples",
+        "stopping: Ctrl+C",
+    ]
+
+
+def test_a_message_is_told_once_and_at_once() -> None:
+    lines = in_a_pipe(VIEW, VIEW, VIEW, report_every=1000.0)
+    assert sum("silent" in line for line in lines) == 1
+
+
+def test_text_of_the_user_is_not_taken_for_markup() -> None:
+    message = Message(number=1, seconds=0.0, text="[model] [red]hidden[/red] :smile:")
+    lines = in_a_pipe(SupervisorView(messages=(message,)))
+    assert lines[0].endswith("[model] [red]hidden[/red] :smile:")
+
+
+# ------------------------------------------------------------------- terminal
+
+
+def on_a_terminal(*views: SupervisorView, no_color: bool) -> str:
+    out = io.StringIO()
+    n_threads = threading.active_count()
+    console = Console(
+        file=out,
+        width=80,
+        height=24,
+        force_terminal=True,
+        color_system="standard",
+        no_color=no_color,
+    )
+    with ProgressLine("demo", console=console, time_of_day=lambda: NOON) as progress:
+        for view in views:
+            progress.update(view)
+            assert threading.active_count() == n_threads  # no thread draws
+    return out.getvalue()
+
+
+def test_on_a_terminal_messages_stay_and_the_screen_vanishes() -> None:
+    out = on_a_terminal(VIEW, VIEW, no_color=False)
+    assert out.count("shard 1 silent for 3.0 s") == 1
+    assert "\x1b[33m" in out  # a warning is yellow
+    left = left_on_terminal(out)
+    assert left == ["11:59:58  shard 1 silent for 3.0 s: restarting it from snapshot 00412"]
+
+
+def left_on_terminal(out: str) -> list[str]:
+    """Return the lines that stand on a terminal that received `out`."""
+    lines, row = [""], 0
+    for control, text in re.findall(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)|([^\x1b\r\n]+)", out):
+        if text:
+            lines[row] += text
+        elif control == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif control.endswith("A"):
+            row -= int(control[2:-1])
+        elif control == "\x1b[2K":
+            lines[row] = ""
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def test_no_color_means_none() -> None:
+    assert "\x1b[33m" not in on_a_terminal(VIEW, no_color=True)
+
+
+def test_local_time_knows_its_zone() -> None:
+    assert local_time().tzinfo is not None
+
+
+# ---------------------------------------------------------------------- words
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (formatting.duration(0.44), "0.4 s"),
+        (formatting.duration(9.96), "10 s"),
+        (formatting.duration(59.7), "1 m 00 s"),
+        (formatting.duration(491), "8 m 11 s"),
+        (formatting.duration(3 * 3600 + 300), "3 h 05 m"),
+        (formatting.duration(52 * 3600), "2 d 04 h"),
+        (formatting.duration(None), "-"),
+        (formatting.size(0), "0 B"),
+        (formatting.size(999), "999 B"),
+        (formatting.size(1500), "1.5 kB"),
+        (formatting.size(26e9), "26.0 GB"),
+        (formatting.size(260e9), "260 GB"),
+        (formatting.size(2.6e13), "26.0 TB"),
+        (formatting.size(None), "-"),
+        (formatting.rate(3.44), "3.4"),
+        (formatting.rate(78_900.4), "78,900"),
+        (formatting.rate(None), "-"),
+        (formatting.count(None), "-"),
+        (formatting.figure(2.344), "2.34"),
+        (formatting.figure(0.01234), "0.0123"),
+        (formatting.figure(None), "-"),
+        (formatting.metric(0.398, "accuracy"), "39.8 %"),
+        (formatting.metric(0.398, "mse"), "0.40"),
+        (formatting.metric(None, "mse"), "-"),
+        (formatting.staleness(None, None), "mean -, p95 -"),
+    ],
+)
+def test_a_figure_in_words(shown: str, text: str) -> None:
+    assert shown == text

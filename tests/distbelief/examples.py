@@ -1,0 +1,225 @@
+"""Models, data sets, losses: what jobs of these tests name by import path.
+
+Right ones first, then one for each mistake that a user may make.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+
+HERE = "tests.distbelief.examples"
+NOT_CALLABLE = 3
+
+
+class Frames:
+    """Samples of two classes that a line separates."""
+
+    def __init__(
+        self,
+        *,
+        n_samples: int = 64,
+        width: int = 4,
+        dtype: torch.dtype = torch.float32,
+        n_classes: int = 2,
+    ) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.inputs = torch.randn(n_samples, width, generator=generator, dtype=dtype)
+        self.targets = (self.inputs.sum(1) > 0).long() % n_classes
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inputs[index], self.targets[index]
+
+    def __getitems__(self, indices: list[int]) -> object:
+        return self.inputs[indices], self.targets[indices]
+
+
+def frames(*, n_samples: int = 64, width: int = 4) -> Frames:
+    return Frames(n_samples=n_samples, width=width)
+
+
+def net(*, width: int = 4, hidden: Sequence[int] = (8,), n_classes: int = 2) -> nn.Module:
+    layers: list[nn.Module] = []
+    for size in hidden:
+        layers += [nn.Linear(width, size), nn.Tanh()]
+        width = size
+    return nn.Sequential(*layers, nn.Linear(width, n_classes))
+
+
+def everything_net(*, width: int = 4, n_classes: int = 2) -> nn.Module:
+    """Return a net with all that makes flat tensors difficult."""
+    return Everything(width, n_classes)
+
+
+class Everything(nn.Module):
+    """Shared, frozen, unused and transposed parameters; buffers of all kinds."""
+
+    constant: torch.Tensor
+    rebound: torch.Tensor
+
+    def __init__(self, width: int, n_classes: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.again = self.first  # shared module
+        self.tied = nn.Linear(width, width, bias=False)
+        self.tied.weight = self.first.weight  # shared parameter
+        self.norm = nn.BatchNorm1d(width)
+        self.frozen = nn.Linear(width, width)
+        self.frozen.requires_grad_(requires_grad=False)
+        self.unused = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.transposed = nn.Parameter(torch.randn(n_classes, width).t())
+        self.register_buffer("constant", torch.ones(2), persistent=False)
+        self.register_buffer("rebound", torch.zeros(1))
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.again(self.first(x)) + self.tied(x)
+        x = self.frozen(self.norm(x)) * self.scale
+        self.rebound = self.rebound + 1.0  # bound anew, not changed in place
+        return x @ self.transposed
+
+
+def dropout_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 2))
+
+
+# ------------------------------------------------------------------- mistakes
+
+
+def no_module() -> object:
+    return [1, 2]
+
+
+def module_class() -> object:
+    return nn.Identity
+
+
+def failing(*, size: int) -> nn.Module:
+    raise KeyError(size)
+
+
+def lazy_net() -> nn.Module:
+    return nn.LazyLinear(3)
+
+
+def nothing_to_train() -> nn.Module:
+    return net().requires_grad_(requires_grad=False)
+
+
+def no_parameters() -> nn.Module:
+    return nn.Identity()
+
+
+def nan_net() -> nn.Module:
+    module = nn.Linear(4, 2)
+    nn.init.constant_(module.weight, float("nan"))
+    return module
+
+
+class Wrapped(nn.Module):
+    """Returns whatever its function makes of a layer's outputs."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.kind = kind
+
+    @override
+    def forward(self, x: torch.Tensor) -> object:
+        outputs = self.layer(x)
+        match self.kind:
+            case "tuple":
+                return (outputs,)
+            case "scalar":
+                return outputs.sum()
+            case "detached":
+                return outputs.detach()
+            case "root":
+                return (outputs * 0.0).square().sum(1, keepdim=True).sqrt()
+            case _:
+                raise RuntimeError("a bug of the user's")
+
+
+def wrapped(*, kind: str) -> nn.Module:
+    return Wrapped(kind)
+
+
+def embedding_net(
+    *, n_words: int = 10, max_norm: float | None = None, sparse: bool = False
+) -> nn.Module:
+    table = nn.Embedding(n_words, 2, max_norm=max_norm, sparse=sparse)
+    return nn.Sequential(table, nn.Flatten(), nn.Linear(8, 2))
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(3, 4, 2), nn.Flatten(), nn.LazyLinear(2))
+
+
+def empty() -> object:
+    return []
+
+
+def no_dataset() -> object:
+    return 7
+
+
+def double_frames() -> Frames:
+    return Frames(dtype=torch.float64)
+
+
+def bad_labels() -> Frames:
+    dataset = Frames()
+    dataset.targets[13] = 5
+    return dataset
+
+
+def float_labels() -> list[tuple[torch.Tensor, float]]:
+    return [(torch.zeros(4), 0.5)] * 8
+
+
+def double_targets() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.zeros(4), torch.zeros(2, dtype=torch.float64))] * 8
+
+
+def flat_targets() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.zeros(4), torch.zeros(()))] * 8
+
+
+def wide_labels() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.zeros(4), torch.zeros(3, dtype=torch.int64))] * 8
+
+
+def nan_frames() -> Frames:
+    dataset = Frames()
+    dataset.inputs[9, 2] = float("nan")
+    return dataset
+
+
+def tokens() -> list[tuple[torch.Tensor, int]]:
+    return [(torch.tensor([0, 3, 12, 1]), 1)] * 8
+
+
+def loss_per_sample(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def failing_function(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    raise ValueError(f"no such thing: {outputs.ndim} {targets.ndim}")
+
+
+def listing(outputs: torch.Tensor, targets: torch.Tensor) -> object:
+    return [outputs, targets]
+
+
+def mean_output(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.mean() + 0.0 * targets.float().mean()

@@ -1,0 +1,68 @@
+"""Which gradients others wait for, and what therefore comes first."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from distbelief.execution.dataflow import dataflow, urgent
+from distbelief.execution.operations import Back, Task
+from distbelief.execution.schedule import Agenda, Timetable
+from distbelief.graph.capture import InputSpec, capture
+from distbelief.program.compiler import Compiled, compile_plan
+from distbelief.program.placement import Placement
+from tests.distbelief.program.plans import chain
+
+
+def on(machine: int) -> Placement:
+    return Placement(cuts=((),), machines=(machine,))
+
+
+def compiled(places: Mapping[str, Placement], *, n_machines: int = 2) -> Compiled:
+    return compile_plan(chain([6, 5, 4, 3, 2]), places, batch=3, n_machines=n_machines)
+
+
+STAGES = {"fc0": on(0), "fc1": on(0), "fc2": on(1), "fc3": on(1)}
+
+
+def test_all_that_leads_to_what_is_sent_back_is_urgent() -> None:
+    """Once only fc2 was, which reads what another machine computed, and fc3 was not.
+
+    So machine 1 computed the gradients of fc3's tensors while machine 0 had nothing to
+    do but to wait for that of fc1.
+    """
+    assert urgent(compiled(STAGES)) == {"fc2", "fc3"}
+    assert urgent(compiled(dict.fromkeys(STAGES, on(0)), n_machines=1)) == set()
+
+
+def test_gradients_of_tensors_come_when_nothing_urgent_is_left() -> None:
+    flow = dataflow(compiled(STAGES), 1, loss="fc3")
+    agenda = Agenda(Timetable.of(flow, 1), [3])
+    (instance,) = agenda.awaited
+    agenda.arrive(instance)
+    done = []
+    while agenda.is_ready:
+        chain_of, _ = agenda.chain()
+        done += [flow.operations[i] for i in chain_of]
+    gradients = [
+        (task.layer.name, operation.places)
+        for operation in done
+        if isinstance(operation, Back) and isinstance(task := flow.operations[operation.task], Task)
+    ]
+    assert gradients == [("fc3", (0,)), ("fc2", (0,)), ("fc3", (1, 2)), ("fc2", (1, 2))]
+
+
+def test_a_machine_that_nobody_waits_for_pushes_as_soon_as_it_can() -> None:
+    flow = dataflow(compiled(STAGES), 0, loss="fc3")
+    backs = [each for each in flow.operations if isinstance(each, Back)]
+    assert [back.places for back in backs] == [(0, 1, 2), (1, 2)]
+    assert not any(back.can_wait for back in backs)
+
+
+def test_a_gradient_that_travels_itself_does_not_wait_for_a_path() -> None:
+    """Layers 1 and 2 are cut into two bands, and each has one weight for both."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1))
+    graph = capture(net, [InputSpec(shape=(1, 10, 10))])
+    bands = Placement(cuts=((), (4,), ()), machines=(0, 1))
+    whole = Placement(cuts=((), (), ()), machines=(0,))
+    places = {"0": whole, "1": bands, "2": bands}
+    assert urgent(compile_plan(graph, places, batch=3, n_machines=2)) == {"1"}

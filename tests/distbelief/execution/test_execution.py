@@ -1,0 +1,233 @@
+"""Compiled programs, executed, against the graph itself: they are complete."""
+
+import copy
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from distbelief.graph.graph import INPUT, LayerGraph
+from distbelief.graph.operator import Step
+from distbelief.graph.ops.norms import running_averages
+from distbelief.program.compiler import Compiled, compile_plan
+from distbelief.program.step_graph import statistics_of
+from tests.distbelief.graph.reference import evaluate
+from tests.distbelief.graph.zoo.catalogue import ZOO
+from tests.distbelief.graph.zoo.comparison import tensors_of, whole_modules
+from tests.distbelief.program.plans import captured, random_plan
+from tests.distbelief.worker.in_process import Crew, Together
+
+
+pytestmark = pytest.mark.untraced
+
+BATCH = 2
+TOLERANCE = 1e-10
+SEED = 5
+
+
+LARGE = {"alexnet", "vgg16", "resnet18", "resnet50"}
+CASES = [(name, seed) for name in ZOO for seed in range(1 if name in LARGE else 3)]
+
+
+@pytest.mark.parametrize(("name", "seed"), CASES)
+def test_programs_of_random_plans_compute_what_the_graph_computes(name: str, seed: int) -> None:
+    generator = np.random.default_rng([seed, *name.encode()])
+    check(name, generator, n_machines=int(generator.integers(1, 9)))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("n_machines", range(1, 9))
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model_on_one_to_eight_machines(name: str, n_machines: int) -> None:
+    generator = np.random.default_rng([n_machines, *name.encode()])
+    check(name, generator, n_machines=n_machines)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ZOO)
+def test_float32_is_as_near_to_float64_as_one_process_is(name: str) -> None:
+    model, graph = captured(name)
+    inputs, tensors = inputs_of(graph, name), tensors_of(model)
+    exact = gradients_of(
+        graph, inputs, tensors, Step(training=True, modules=whole_modules(graph, model))
+    )
+    rounded_model = copy.deepcopy(model).float()
+    modules = whole_modules(graph, rounded_model)
+    inputs, tensors = in_float32(inputs), in_float32(tensors)
+    rounded = gradients_of(graph, inputs, tensors, Step(training=True, modules=modules))
+    generator = np.random.default_rng(list(name.encode()))
+    crew = Crew(
+        compiled=compile_plan(
+            graph, random_plan(graph, generator, n_machines=4), batch=BATCH, n_machines=4
+        ),
+        dtype=torch.float32,
+        modules=modules,
+        seeds=frozenset(graph.outputs),
+        seed_gradient=lambda _layer, output, _n: slope(output),
+    )
+    found = crew.step(inputs, tensors, seed=SEED).gradients
+    assert distance(found, exact) <= 3 * distance(rounded, exact)
+
+
+def in_float32(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: value.detach().float().requires_grad_(value.requires_grad)
+        if value.is_floating_point()
+        else value
+        for name, value in values.items()
+    }
+
+
+def gradients_of(
+    graph: LayerGraph,
+    inputs: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    step: Step,
+) -> dict[str, torch.Tensor]:
+    """Return the gradient of the objective, of all that is trained and has a part."""
+    values = evaluate(graph, inputs, tensors, step=step)
+    trained = [name for name, use in graph.tensors.items() if use.trains]
+    gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+        objective([values[name] for name in graph.outputs]),
+        [tensors[name] for name in trained],
+        allow_unused=True,
+    )
+    pairs = zip(trained, gradients, strict=True)
+    return {name: gradient for name, gradient in pairs if gradient is not None}
+
+
+def distance(found: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> float:
+    """Return the largest relative error of a tensor; of those that are not rounding.
+
+    A bias before BatchNorm has a gradient of zero: what is left of its summands is all
+    rounding, in one process as in several, and has no relative error.
+    """
+    largest = max(float(value.norm()) for value in exact.values())
+    return max(
+        float((found[name] - value).norm()) / max(float(value.norm()), 1e-3 * largest)
+        for name, value in exact.items()
+        if float(value.norm()) > 1e-12 * largest
+    )
+
+
+SMALL = ["mobilenet", "inception", "lstm", "encoder", "local"]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    name=st.sampled_from(SMALL),
+    seed=st.integers(0, 1 << 32),
+    n_machines=st.integers(1, 8),
+    micro_batches=st.integers(1, 3),
+)
+def test_any_plan_in_any_micro_batches_computes_what_the_graph_computes(
+    name: str, seed: int, n_machines: int, micro_batches: int
+) -> None:
+    _, graph = captured(name)
+    check(
+        name,
+        np.random.default_rng(seed),
+        n_machines=n_machines,
+        # Statistics of a part of the batch would be others.
+        micro_batches=1 if statistics_of(graph) else micro_batches,
+    )
+
+
+def test_one_sample_for_the_whole_batch_stays_one_in_micro_batches() -> None:
+    check("encoder", np.random.default_rng(0), n_machines=1, micro_batches=2)
+
+
+def check(
+    name: str, generator: np.random.Generator, *, n_machines: int, micro_batches: int = 1
+) -> None:
+    """Check all outputs, gradients and running statistics of one random plan."""
+    model, graph = captured(name)
+    inputs, tensors = inputs_of(graph, name), tensors_of(model)
+    modules = whole_modules(graph, model)
+    step = Step(training=True, seed=SEED, modules=modules)
+    expected = evaluate(graph, inputs, tensors, step=step)
+    compiled = compile_plan(
+        graph,
+        random_plan(graph, generator, n_machines=n_machines),
+        batch=BATCH,
+        n_machines=n_machines,
+    )
+    names = [layer.name for layer in graph.layers if layer.kind != INPUT]
+    crew = Crew(
+        compiled=compiled,
+        dtype=torch.float64,
+        micro_batches=micro_batches,
+        modules=modules,
+        outputs=frozenset(names),
+        seeds=frozenset(graph.outputs),
+        seed_gradient=lambda _layer, output, _n: slope(output),
+    )
+    found = crew.step(inputs, tensors, seed=SEED)
+    for layer in names:
+        torch.testing.assert_close(
+            found.outputs[layer], expected[layer].detach(), rtol=TOLERANCE, atol=TOLERANCE
+        )
+    assert_gradients(compiled, found, tensors, expected)
+    for tensor, layer in running_averages(graph).items():
+        torch.testing.assert_close(found.averages[tensor], expected[layer][0].detach())
+
+
+def objective(outputs: list[torch.Tensor]) -> torch.Tensor:
+    """A number that depends on all of them."""
+    return torch.stack([(value * value.atan()).sum() for value in outputs]).sum()
+
+
+def slope(output: torch.Tensor) -> torch.Tensor:
+    """The gradient of the objective with respect to one output."""
+    leaf = output.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(objective([leaf]), [leaf])
+    return gradient
+
+
+def inputs_of(graph: LayerGraph, name: str, *, batch: int = BATCH) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    found = {}
+    for layer in graph.layers:
+        if layer.kind == INPUT:
+            shape = (batch, *layer.shape)
+            if layer.is_integer:
+                n_values = ZOO[name].n_values or 2
+                value = torch.randint(n_values, shape, generator=generator)
+            else:
+                value = torch.randn(shape, generator=generator, dtype=torch.float64)
+            found[layer.name] = value
+    return found
+
+
+def assert_gradients(
+    compiled: Compiled,
+    found: Together,
+    tensors: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+) -> None:
+    """Check that what was pushed is the gradient, all of it and once."""
+    graph = compiled.graph
+    trained = [name for name, use in graph.tensors.items() if use.trains]
+    leaves = [tensors[name] for name in trained]
+    total = objective([expected[name] for name in graph.outputs])
+    gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+        total, leaves, allow_unused=True
+    )
+    for name, gradient in zip(trained, gradients, strict=True):
+        wanted = torch.zeros_like(tensors[name]) if gradient is None else gradient
+        pushed = torch.zeros_like(tensors[name])
+        for region in found.pushed.get(name, ()):
+            pushed[region.slices] += 1
+        assert pushed.max() <= 1, name
+        assert not wanted[pushed == 0].any(), name
+        torch.testing.assert_close(
+            found.gradients.get(name, torch.zeros_like(wanted)),
+            wanted,
+            rtol=TOLERANCE,
+            atol=TOLERANCE * max(1.0, float(wanted.abs().max())),
+            msg=name,
+        )

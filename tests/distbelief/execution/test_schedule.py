@@ -1,0 +1,55 @@
+"""What is done in one go, and what is left for the next."""
+
+from distbelief.execution.dataflow import dataflow
+from distbelief.execution.operations import Dataflow, Enter, Task
+from distbelief.execution.schedule import Agenda, Timetable
+from distbelief.program.compiler import compile_plan
+from distbelief.program.placement import Placement
+from tests.distbelief.program.plans import chain
+
+
+def machine_of_two_senders() -> tuple[Dataflow, Agenda]:
+    """Machine 1, to which machines 0 and 2 send a half of fc1's input each."""
+    places = {
+        "fc0": Placement(cuts=((2,),), machines=(0, 2)),
+        "fc1": Placement(cuts=((),), machines=(1,)),
+    }
+    compiled = compile_plan(chain([6, 5, 4]), places, batch=3, n_machines=3)
+    flow = dataflow(compiled, 1, loss="fc1")
+    return flow, Agenda(Timetable.of(flow, 1), [3])
+
+
+def test_a_message_that_lets_nothing_be_done_waits_for_the_next() -> None:
+    """Each had the compute lane to itself: two switches of threads for a view.
+
+    Of 16 machines that send each other small pieces, that was most of a step.
+    """
+    flow, agenda = machine_of_two_senders()
+    assert agenda.chain() == ([], 0.0)  # parameters alone
+    n_left = agenda.n_left
+    first, second = sorted(agenda.awaited)
+    agenda.arrive(first)
+    assert agenda.chain() == ([], 0.0)
+    assert agenda.n_left == n_left - 1
+    agenda.arrive(second)
+    done, _ = agenda.chain()
+    assert {first, second} < set(done)
+    kinds = [type(flow.operations[instance]) for instance in done]
+    assert kinds[: kinds.index(Task)] == [Enter] * kinds.index(Task)
+    assert agenda.n_left == 0
+
+
+def test_what_enters_last_is_not_left_behind() -> None:
+    """Nothing reads it but whoever wants it at the end."""
+    places = {
+        "fc0": Placement(cuts=((),), machines=(0,)),
+        "fc1": Placement(cuts=((),), machines=(1,)),
+    }
+    compiled = compile_plan(chain([6, 5, 4]), places, batch=3, n_machines=2)
+    flow = dataflow(compiled, 1, training=False, outputs=frozenset({"fc1"}))
+    agenda = Agenda(Timetable.of(flow, 1), [3])
+    done: list[int] = []
+    for instance in sorted(agenda.awaited):
+        agenda.arrive(instance)
+        done += agenda.chain()[0]
+    assert sorted(done) == list(range(len(flow.operations)))

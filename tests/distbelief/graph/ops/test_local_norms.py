@@ -1,0 +1,113 @@
+"""Local contrast normalisation against its formulas, and in parts."""
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.nn import functional
+
+from distbelief.graph.graph import Layer
+from distbelief.graph.operator import kind_of
+from distbelief.graph.ops.local_norms import LocalContrastNorm2d
+from distbelief.graph.ops.windows import gaussian
+from tests.distbelief.graph.ops.comparison import (
+    assert_parts_equal,
+    assert_reads_are_tight,
+    leaf,
+    partitions,
+)
+from tests.distbelief.graph.ops.test_norms import random
+
+
+def naive(x: torch.Tensor, size: int, epsilon: float) -> torch.Tensor:
+    """Place by place, as the module's documentation has it."""
+    n_rows, n_columns = x.shape[2:]
+    weights = gaussian(size)
+    radius = size // 2
+
+    def means(maps: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(maps[:, :1])
+        for row in range(n_rows):
+            for column in range(n_columns):
+                total, sum_of_weights = torch.zeros(x.shape[0], dtype=x.dtype), 0.0
+                for i in range(max(0, row - radius), min(n_rows, row + radius + 1)):
+                    for j in range(max(0, column - radius), min(n_columns, column + radius + 1)):
+                        weight = weights[i - row + radius] * weights[j - column + radius]
+                        total = total + weight * maps[:, :, i, j].mean(1)
+                        sum_of_weights += weight
+                found[:, 0, row, column] = total / sum_of_weights
+        return found
+
+    centred = x - means(x)
+    return centred / means(centred**2).sqrt().clamp_min(epsilon)
+
+
+@st.composite
+def contrasts(draw: st.DrawFn) -> Layer:
+    shape = draw(st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)))
+    return Layer(
+        name="lcn",
+        kind="local_contrast",
+        inputs=("x",),
+        input_shapes=(shape,),
+        shape=shape,
+        options={"size": draw(st.sampled_from([1, 3, 5])), "epsilon": 0.3},
+    )
+
+
+@given(contrasts(), st.data())
+@settings(max_examples=40)
+def test_local_contrast_in_parts_is_the_module(layer: Layer, data: st.DataObject) -> None:
+    x = leaf(random(2, *layer.shape))
+    expected = LocalContrastNorm2d(layer.integer("size"), epsilon=0.3)(x)
+    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    assert_parts_equal(layer, parts, expected, {"x": x}, {})
+    if layer.integer("size") > 1:
+        part = next(part for part in parts if part.n_elements)
+        assert_reads_are_tight(layer, part, {"x": x})
+
+
+def test_the_module_is_what_its_documentation_says() -> None:
+    x = random(2, 3, 5, 7)
+    for size in (1, 3, 5):
+        found = LocalContrastNorm2d(size, epsilon=0.3)(x)
+        torch.testing.assert_close(found, naive(x, size, 0.3))
+
+
+def test_a_constant_image_gives_zero_and_a_finite_gradient() -> None:
+    x = torch.full((1, 2, 6, 6), 7.0, dtype=torch.float64, requires_grad=True)
+    y = LocalContrastNorm2d(5)(x)
+    assert y.abs().max() < 1e-12
+    (gradient,) = torch.autograd.grad(y[0, 0, 0, 0], x)
+    assert bool(gradient.isfinite().all())
+
+
+@given(
+    st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3)), st.integers(1, 5), st.data()
+)
+@settings(max_examples=40)
+def test_local_response_in_parts_is_that_of_torch(
+    shape: tuple[int, ...], size: int, data: st.DataObject
+) -> None:
+    shape = shape[: data.draw(st.integers(2, 3))]
+    layer = Layer(
+        name="lrn",
+        kind="local_response",
+        inputs=("x",),
+        input_shapes=(shape,),
+        shape=shape,
+        options={"size": size, "alpha": 0.9, "beta": 0.7, "k": 1.5},
+    )
+    x = leaf(random(2, *shape))
+    expected = functional.local_response_norm(x, size, alpha=0.9, beta=0.7, k=1.5)
+    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    assert_parts_equal(layer, parts, expected, {"x": x}, {})
+    part = next(part for part in parts if part.n_elements)
+    assert_reads_are_tight(layer, part, {"x": x})
+
+
+def test_windows_without_a_middle_are_refused() -> None:
+    with pytest.raises(ValueError, match="size is 4; use an odd number"):
+        LocalContrastNorm2d(4)
+    with pytest.raises(ValueError, match="epsilon is 0"):
+        LocalContrastNorm2d(3, epsilon=0.0)
+    assert repr(LocalContrastNorm2d()) == "LocalContrastNorm2d(size=9, epsilon=0.01)"

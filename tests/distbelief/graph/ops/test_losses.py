@@ -1,0 +1,164 @@
+"""Losses split over classes and places; their mean over samples is torch's loss."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.nn import functional
+
+from distbelief.graph.ops.losses import FUNCTIONS, cross_entropy_layers, place_loss_layer
+from tests.distbelief.graph.ops.comparison import (
+    assert_layers_equal,
+    close,
+    composite_of,
+    leaf,
+    parts_of_all,
+    source,
+)
+from tests.distbelief.graph.ops.test_norms import random
+from tests.distbelief.graph.reference import evaluate
+
+
+TORCH: dict[str, Callable[..., torch.Tensor]] = {
+    "logistic": functional.binary_cross_entropy_with_logits,
+    "binary_cross_entropy": functional.binary_cross_entropy,
+    "mse": functional.mse_loss,
+    "l1": functional.l1_loss,
+    "smooth_l1": functional.smooth_l1_loss,
+    "huber": functional.huber_loss,
+    "soft_margin": functional.soft_margin_loss,
+    "poisson_nll": functional.poisson_nll_loss,
+    "kl_div": functional.kl_div,
+}
+
+
+def labels_of(n_classes: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(n_classes)
+    return torch.randint(n_classes, shape, generator=generator)
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple),
+    st.sampled_from([0.0, 0.1]),
+    st.data(),
+)
+@settings(max_examples=80)
+def test_cross_entropy_in_parts_is_that_of_torch(
+    shape: tuple[int, ...], smoothing: float, data: st.DataObject
+) -> None:
+    """Mean over samples, positions and labels that count; split over classes."""
+    soft, mean = data.draw(st.booleans()), data.draw(st.booleans())
+    scores = leaf(20 * random(3, *shape))
+    inputs = {"x": scores}
+    if soft:
+        target = random(3, *shape, seed=1).softmax(1)
+        sources = (source("x", *shape), source("t", *shape))
+    else:
+        target = labels_of(shape[0], 3, *shape[1:])
+        sources = (source("x", *shape), source("t", *shape[1:], is_integer=True))
+    ignore = data.draw(st.sampled_from([-100, 0])) if not soft else -100
+    if ignore == 0 and bool((target == 0).all()):
+        ignore = -100
+    layers = cross_entropy_layers("loss", sources, smoothing=smoothing, ignore=ignore, mean=mean)
+    parts = data.draw(parts_of_all(layers))
+    values = evaluate(
+        composite_of(layers, {**inputs, "t": target}), {**inputs, "t": target}, {}, parts=parts
+    )
+    assert values["loss"].shape == (3,)
+    expected = functional.cross_entropy(
+        scores,
+        target,
+        label_smoothing=smoothing,
+        ignore_index=ignore,
+        reduction="mean" if mean else "sum",
+    )
+    found = values["loss"].mean() if mean else values["loss"].sum()
+    close(found, expected)
+    close(torch.autograd.grad(found, scores)[0], torch.autograd.grad(expected, scores)[0])
+
+
+@given(st.integers(2, 6), st.data())
+@settings(max_examples=30)
+def test_classes_may_be_the_last_dimension_and_scores_be_logarithms(
+    n_classes: int, data: st.DataObject
+) -> None:
+    scores = leaf(random(2, 4, n_classes).log_softmax(2))
+    target = labels_of(n_classes, 2, 4)
+    layers = cross_entropy_layers(
+        "loss", (source("x", 4, n_classes), source("t", 4, is_integer=True)), dim=1, normalised=True
+    )
+    expected = functional.nll_loss(scores.movedim(2, 1), target, reduction="none").mean(1)
+    parts = data.draw(parts_of_all(layers))
+    assert_layers_equal(layers, parts, expected, {"x": scores, "t": target})
+
+
+def test_classes_that_are_ruled_out_have_no_say() -> None:
+    scores = torch.tensor([[1.0, -torch.inf, 2.0]], requires_grad=True)
+    target = torch.tensor([2])
+    layers = cross_entropy_layers("loss", (source("x", 3), source("t", is_integer=True)))
+    inputs = {"x": scores, "t": target}
+    loss = evaluate(composite_of(layers, inputs), inputs, {})["loss"].mean()
+    expected = functional.cross_entropy(scores, target)
+    assert loss.item() == pytest.approx(expected.item())
+    (gradient,) = torch.autograd.grad(loss, scores)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, scores)[0])
+
+
+def test_a_batch_whose_labels_all_count_for_nothing_has_loss_zero() -> None:
+    scores, target = leaf(random(2, 3)), torch.full((2,), -100)
+    layers = cross_entropy_layers("loss", (source("x", 3), source("t", is_integer=True)))
+    inputs = {"x": scores, "t": target}
+    loss = evaluate(composite_of(layers, inputs), inputs, {})["loss"]
+    assert loss.tolist() == [0.0, 0.0]
+    (gradient,) = torch.autograd.grad(loss.sum(), scores)
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("function", sorted(FUNCTIONS))
+@given(data=st.data())
+@settings(max_examples=12)
+def test_a_loss_of_places_in_parts_is_that_of_torch(function: str, data: st.DataObject) -> None:
+    mean = data.draw(st.booleans())
+    shape = data.draw(st.lists(st.integers(1, 4), max_size=3).map(tuple))
+    x, target = random(3, *shape), random(3, *shape, seed=1).sigmoid()
+    match function:
+        case "binary_cross_entropy":
+            x = x.sigmoid()
+        case "soft_margin":
+            target = (target - 0.5).sign()
+        case "poisson_nll":
+            target = target.round()
+        case _:
+            x = 5 * x
+    x = leaf(x)
+    argument = {"smooth_l1": {"beta": 0.7}, "huber": {"delta": 0.7}}.get(function, {})
+    layer = place_loss_layer(
+        "loss",
+        (source("x", *shape), source("t", *shape)),
+        function=function,
+        argument=0.7 if argument else 0.0,
+        mean=mean,
+    )
+    losses = TORCH[function](x, target, reduction="none", **argument).view(3, -1)
+    expected = losses.mean(1) if mean else losses.sum(1)
+    parts = data.draw(parts_of_all([layer]))
+    assert_layers_equal([layer], parts, expected, {"x": x, "t": target})
+
+
+@given(st.integers(1, 7), st.data())
+@settings(max_examples=40)
+def test_one_vs_all_is_a_logistic_loss_for_every_class(n_classes: int, data: st.DataObject) -> None:
+    x, labels = leaf(random(3, 2, n_classes)), labels_of(n_classes, 3, 2)
+    layer = place_loss_layer(
+        "loss",
+        (source("x", 2, n_classes), source("t", 2, is_integer=True)),
+        function="logistic",
+        mean=False,
+        dim=1,
+    )
+    target = functional.one_hot(labels, n_classes).double()
+    expected = functional.binary_cross_entropy_with_logits(x, target, reduction="none")
+    parts = data.draw(parts_of_all([layer]))
+    inputs = {"x": x, "t": labels}
+    assert_layers_equal([layer], parts, expected.sum((1, 2)), inputs)

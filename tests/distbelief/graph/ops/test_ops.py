@@ -1,0 +1,274 @@
+"""What holds for layers of every kind: regions lie inside, prices add up."""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, final
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+from typing_extensions import override
+
+from distbelief.graph import ops
+from distbelief.graph.graph import GraphError, Layer, Option, TensorUse
+from distbelief.graph.operator import LayerKind, Step, Work, kind_of, register
+from distbelief.graph.ops import norms
+from distbelief.graph.ops.attention import multi_head_attention_layers
+from distbelief.graph.ops.linear import product_layer
+from distbelief.graph.ops.losses import cross_entropy_layers, place_loss_layer
+from distbelief.graph.ops.reductions import reduction_layer, softmax_layers
+from distbelief.graph.ops.views import stack_layers
+from distbelief.graph.ops.windows import adaptive_pool_layers
+from distbelief.graph.region import Region, Shape
+from tests.distbelief.graph.ops.comparison import (
+    assert_parts_equal,
+    graph_of,
+    leaf,
+    partitions,
+    parts_of,
+    source,
+)
+from tests.distbelief.graph.ops.test_norms import random, uses_of
+from tests.distbelief.graph.reference import Partials, evaluate
+
+
+IMAGE: Shape = (4, 6, 8)
+
+
+def reading(
+    kind: str, shape: Shape, *, words: dict[str, Shape] | None = None, **options: Option
+) -> Layer:
+    """A layer that reads an image."""
+    return Layer(
+        name=kind,
+        kind=kind,
+        inputs=("x",),
+        input_shapes=(IMAGE,),
+        shape=shape,
+        options=options,
+        tensors={
+            word: TensorUse(name=word, shape=extents) for word, extents in (words or {}).items()
+        },
+    )
+
+
+def examples() -> list[Layer]:
+    """At least one layer of every kind."""
+    x, labels = source("x", *IMAGE), source("t", 6, 8, is_integer=True)
+    words = source("t", 5, is_integer=True)
+    sequence = source("s", 5, 8)
+    batch_norm = nn.BatchNorm2d(4)
+    twos, ones, zeros = (2, 2), (1, 1), (0, 0)
+    return [
+        reading("linear", (4, 6, 3), words={"weight": (3, 8), "bias": (3,)}),
+        reading(
+            "convolution",
+            (6, 5, 7),
+            words={"weight": (6, 2, 2, 2), "bias": (6,)},
+            groups=2,
+            stride=ones,
+            padding=zeros,
+            extra=zeros,
+            dilation=ones,
+        ),
+        reading(
+            "locally_connected",
+            (3, 3, 4),
+            words={"weight": (3, 4, 3, 16), "bias": (3, 4, 3)},
+            size=twos,
+            stride=twos,
+            padding=zeros,
+        ),
+        Layer(
+            name="embedding",
+            kind="embedding",
+            inputs=("t",),
+            input_shapes=(words.shape,),
+            shape=(5, 7),
+            options={"padding": None},
+            tensors={"weight": TensorUse(name="w", shape=(9, 7))},
+        ),
+        Layer(
+            name="parameter",
+            kind="parameter",
+            shape=(2, 3),
+            tensors={"value": TensorUse(name="value", shape=(1, 2, 3))},
+        ),
+        reading(
+            "max_pool", (4, 3, 4), size=twos, stride=twos, padding=zeros, dilation=ones, ceil=False
+        ),
+        reading(
+            "l2_pool", (4, 3, 4), size=twos, stride=twos, padding=zeros, epsilon=0.0, gaussian=False
+        ),
+        *adaptive_pool_layers("average_pool", x, sizes=(3, 4), maximum=False),
+        *adaptive_pool_layers("adaptive_average", x, sizes=(4, 4), maximum=False),
+        *adaptive_pool_layers("adaptive_max", x, sizes=(4, 4), maximum=True),
+        reading("local_contrast", IMAGE, size=3, epsilon=0.1),
+        reading("local_response", IMAGE, size=3, alpha=1.0, beta=1.0, k=1.0),
+        *norms.batch_norm_layers("bn", x, tensors=uses_of(batch_norm), epsilon=1e-5, momentum=0.1),
+        *norms.group_norm_layers("gn", x, n_groups=2, tensors={}, epsilon=1e-5),
+        *softmax_layers("softmax", x, dim=0),
+        *multi_head_attention_layers(
+            "attention",
+            (sequence, sequence, sequence),
+            n_heads=2,
+            tensors=uses_of(nn.MultiheadAttention(8, 2)),
+            causal=True,
+        ),
+        reading("dropout", IMAGE, probability=0.5, n_shared=2),
+        *stack_layers("stack", [x, x], dim=1),
+        reading("slice", (2, 2, 2), starts=(1, 0, 2), steps=(1, 3, 2)),
+        reading("pad", (4, 8, 8), before=(0, 1, 0), after=(0, 1, 0), value=0.0),
+        reading("pointwise", IMAGE, function="relu"),
+        Layer(name="expand", kind="expand", inputs=("y",), input_shapes=((4, 1),), shape=(4, 5)),
+        product_layer("product", source("p", 2, 3, 4), source("q", 2, 4, 5)),
+        reading("comparison", IMAGE, function="greater", argument=0.0),
+        Layer(
+            name="where",
+            kind="where",
+            inputs=("m", "x"),
+            input_shapes=((6, 1), IMAGE),
+            shape=IMAGE,
+            options={"no": 0.0},
+        ),
+        place_loss_layer("logistic", (x, labels), function="logistic"),
+        *cross_entropy_layers("cross_entropy", (x, labels)),
+        reading("whole", (7,), words={"w": (3, 3)}, module="m"),
+    ]
+
+
+EXAMPLES = examples()
+
+
+def test_every_kind_has_an_example() -> None:
+    assert {layer.kind for layer in EXAMPLES} == {kind.name for kind in ops.KINDS}
+
+
+@pytest.mark.parametrize("layer", EXAMPLES, ids=lambda layer: layer.name)
+@given(data=st.data())
+@settings(max_examples=4)
+def test_what_a_part_reads_and_uses_lies_inside_and_prices_add_up(
+    layer: Layer, data: st.DataObject
+) -> None:
+    kind = kind_of(layer)
+    parts = data.draw(partitions(layer.region, kind.cuts(layer)))
+    wholes = [Region.of(*shape) for shape in layer.input_shapes]
+    for part in parts:
+        reads = kind.reads(layer, part)
+        assert all(read in whole for read, whole in zip(reads, wholes, strict=True))
+        for word, use in kind.uses(layer, part).items():
+            assert use in Region.of(*layer.tensors[word].shape)
+    works = [kind.work(layer, part) for part in parts if part.n_elements]
+    whole = kind.work(layer, layer.region)
+    # Halos are computed or read twice; what causal parts do without is an estimate.
+    assert sum(work.forward for work in works) >= 0.5 * whole.forward
+    assert all(work.forward <= whole.forward for work in works)
+    assert all(work.backward <= whole.backward for work in works)
+    assert all(0 <= work.n_elements <= whole.n_elements for work in works)
+
+
+@pytest.mark.parametrize("layer", EXAMPLES, ids=lambda layer: layer.name)
+def test_even_an_empty_region_reads_what_lies_inside(layer: Layer) -> None:
+    kind = kind_of(layer)
+    wholes = [Region.of(*shape) for shape in layer.input_shapes]
+    for cut in kind.cuts(layer):
+        nothing = layer.region.replaced(cut.dim, (0, 0))
+        reads = kind.reads(layer, nothing)
+        assert all(read in whole for read, whole in zip(reads, wholes, strict=True))
+
+
+@pytest.mark.parametrize("layer", EXAMPLES, ids=lambda layer: layer.name)
+def test_a_partial_sum_reads_and_writes_what_lies_inside(layer: Layer) -> None:
+    partial = kind_of(layer).partial
+    if partial is None:
+        return
+    whole = Region.of(*layer.input_shapes[0])
+    assert partial.writes(layer, whole) == layer.region
+    for cut in partial.cuts(layer):
+        for part in whole.cut(cut.dim, [1.0, 1.0], unit=cut.unit):
+            assert partial.writes(layer, part) in layer.region
+            reads = partial.reads(layer, part)
+            assert reads[0] == part
+            for read, shape in zip(reads, layer.input_shapes, strict=True):
+                assert read in Region.of(*shape)
+
+
+@final
+class Pairs(LayerKind):
+    """A kind of a user's own: the sum of each two neighbours."""
+
+    name: ClassVar[str] = "test.pairs"
+
+    @override
+    def reads(self, layer: Layer, output: Region) -> tuple[Region, ...]:
+        ((start, stop),) = output
+        return (Region(((2 * start, 2 * stop),)),)
+
+    @override
+    def work(self, layer: Layer, output: Region) -> Work:
+        return Work(forward=float(output.n_elements))
+
+    @override
+    def compute(
+        self,
+        layer: Layer,
+        output: Region,
+        inputs: Sequence[torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        return inputs[0][:, ::2] + inputs[0][:, 1::2]
+
+
+PAIRS = Layer(name="pairs", kind="test.pairs", inputs=("x",), input_shapes=((6,),), shape=(3,))
+
+
+@given(st.data())
+@settings(max_examples=10)
+def test_a_users_own_kind_is_split_like_ours(data: st.DataObject) -> None:
+    register(Pairs())
+    x = leaf(random(2, 6))
+    parts = data.draw(parts_of(PAIRS))
+    assert_parts_equal(PAIRS, parts, x[:, ::2] + x[:, 1::2], {"x": x}, {})
+
+
+def test_a_name_that_another_kind_has_is_refused() -> None:
+    @final
+    class Other(LayerKind):
+        name: ClassVar[str] = "linear"
+        reads = Pairs.reads
+        work = Pairs.work
+        compute = Pairs.compute
+
+    with pytest.raises(GraphError, match=r"give .*Other another name"):
+        register(Other())
+    with pytest.raises(GraphError, match="'nowhere', which is not known here"):
+        kind_of(msgspec.structs.replace(PAIRS, kind="nowhere"))
+
+
+def test_a_graph_computed_with_what_does_not_fit_says_so() -> None:
+    register(Pairs())
+    graph, x = graph_of(PAIRS), torch.zeros(2, 6)
+    half = Region(((0, 2),))
+    with pytest.raises(GraphError, match="input 'x' is missing"):
+        evaluate(graph, {}, {})
+    with pytest.raises(GraphError, match="do not tile 'pairs'"):
+        evaluate(graph, {"x": x}, {}, parts={"pairs": [half]})
+    with pytest.raises(GraphError, match="do not tile the first input of 'pairs'"):
+        evaluate(graph, {"x": x}, {}, parts={"pairs": Partials((half,))})
+    whole = Partials((Region.of(6),))
+    with pytest.raises(GraphError, match="have no partial outputs"):
+        evaluate(graph, {"x": x}, {}, parts={"pairs": whole})
+    with pytest.raises(GraphError, match=r"with shape \[2\], not \[3\]"):
+        evaluate(graph, {"x": x[:, :4]}, {})
+
+
+def test_an_unknown_function_is_named() -> None:
+    x = torch.zeros(2, *IMAGE)
+    layer = reading("pointwise", IMAGE, function="zeta")
+    with pytest.raises(ValueError, match="'pointwise' has no function 'zeta'"):
+        evaluate(graph_of(layer), {"x": x}, {})
+    layer = reduction_layer("r", [source("x", *IMAGE)], function="zeta", dims=[0])
+    with pytest.raises(ValueError, match="'r' has no function 'zeta'"):
+        evaluate(graph_of(layer), {"x": x}, {})

@@ -1,0 +1,199 @@
+"""Comparisons and choices by them, in parts; and how they are captured."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+from typing_extensions import override
+
+from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.graph import INPUT, GraphError, Layer, LayerGraph
+from distbelief.graph.operator import Work, kind_of
+from distbelief.graph.ops.pointwise import COMPARISONS
+from distbelief.graph.region import Region
+from distbelief.program.compiler import with_gradient
+from tests.distbelief.graph.ops.comparison import assert_parts_equal, leaf, partitions
+from tests.distbelief.graph.ops.test_norms import random
+from tests.distbelief.graph.reference import evaluate
+
+
+SHAPE = (4, 6)
+
+
+def layer_of(kind: str, *shapes: tuple[int, ...], **options: str | float) -> Layer:
+    return Layer(
+        name="chosen",
+        kind=kind,
+        inputs=tuple(f"x{index}" for index in range(len(shapes))),
+        input_shapes=shapes,
+        shape=SHAPE,
+        options=options,
+    )
+
+
+@given(st.sampled_from(sorted(COMPARISONS)), st.data())
+@settings(max_examples=30)
+def test_a_comparison_in_parts_is_ones_and_zeros(function: str, data: st.DataObject) -> None:
+    x, y = random(2, *SHAPE).round(), random(2, 1, 6).round()
+    layer = layer_of("comparison", SHAPE, (1, 6), function=function)
+    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    expected = COMPARISONS[function](x, y).to(x.dtype)
+    assert set(expected.flatten().tolist()) <= {0.0, 1.0}
+    found = compute(layer, parts, x, y)
+    torch.testing.assert_close(found, expected)
+
+
+@given(st.data())
+@settings(max_examples=20)
+def test_a_choice_in_parts_is_the_whole(data: st.DataObject) -> None:
+    mask = random(2, 6).round()
+    x, y = leaf(random(2, *SHAPE)), leaf(random(2, 4, 1))
+    layer = layer_of("where", (6,), SHAPE, (4, 1))
+    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    expected = torch.where(mask[:, None, :] != 0, x, y)
+    leaves = {"x0": mask, "x1": x, "x2": y}
+    assert_parts_equal(layer, parts, expected, leaves, {})
+
+
+def test_numbers_stand_in_the_place_of_inputs() -> None:
+    x = random(2, *SHAPE)
+    whole = [Region.of(*SHAPE)]
+    filled = layer_of("where", SHAPE, SHAPE, yes=-2.5)
+    torch.testing.assert_close(
+        compute(filled, whole, x.round(), x), x.masked_fill(x.round() != 0, -2.5)
+    )
+    least = layer_of("comparison", SHAPE, function="less", argument=0.25)
+    torch.testing.assert_close(compute(least, whole, x), (x < 0.25).to(x.dtype))
+    words = torch.zeros(2, *SHAPE, dtype=torch.int64)
+    none = layer_of("comparison", SHAPE, function="equal", argument=0.0)
+    assert compute(none, whole, words).dtype == torch.get_default_dtype()
+
+
+def test_work_is_the_numbers_that_are_chosen() -> None:
+    part = Region(((0, 2), (1, 4)))
+    compared = layer_of("comparison", SHAPE, SHAPE, function="less")
+    assert kind_of(compared).work(compared, part) == Work(
+        forward=6.0, backward=0.0, n_elements=18.0
+    )
+    chosen = layer_of("where", SHAPE, SHAPE, SHAPE)
+    assert kind_of(chosen).work(chosen, part) == Work(forward=6.0, backward=18.0, n_elements=24.0)
+
+
+def compute(layer: Layer, parts: list[Region], *inputs: torch.Tensor) -> torch.Tensor:
+    sources = [
+        Layer(name=name, kind=INPUT, shape=shape)
+        for name, shape in zip(layer.inputs, layer.input_shapes, strict=True)
+    ]
+    graph = LayerGraph((*sources, layer), (layer.name,))
+    values = dict(zip(layer.inputs, inputs, strict=True))
+    return evaluate(graph, values, {}, parts={layer.name: parts})[layer.name]
+
+
+class Calling(nn.Module):
+    """A linear layer, and a function of what comes out."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.function = function
+        self.register_buffer("later", torch.ones(6, 6, dtype=torch.bool).triu(1))
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.function(self.linear(x))
+        return result
+
+
+class Causal(Calling):
+    """Scores of which a buffer of the model hides some."""
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.linear(x) @ x.transpose(1, 2)
+        later = self.get_buffer("later")[:4, :4]
+        hidden: torch.Tensor = scores.masked_fill(later, float("-inf"))
+        return hidden.softmax(-1)
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "where": lambda x: torch.where(x > 0, x, 0.1 * x),
+    "where of a number": lambda x: torch.where(x <= 0.5, -1.0, x),
+    "a number first": lambda x: x * (0.25 > x),  # noqa: SIM300 -- that is what is tested
+    "method": lambda x: x.where(x >= 0, x * x),
+    "keywords": lambda x: torch.where(condition=x > 0, input=x, other=x + 1),
+    "masked fill": lambda x: x.masked_fill((x < 0).transpose(1, 2).transpose(1, 2), 2),
+    "in place": lambda x: (x * 2).masked_fill_(x.abs() < 0.2, 0.0),
+    "both": lambda x: x * ((x > -0.5) & (x < 0.5)),
+    "either, not": lambda x: x * ~((x < -0.5) | torch.gt(x, 0.5)),
+    "logical": lambda x: torch.logical_not(torch.logical_or(x > 1, x < -1)).float() * x,
+    "two": lambda x: (x != x * x) * x,
+}
+
+
+@pytest.mark.parametrize("what", FUNCTIONS)
+def test_masks_are_captured_in_layers_that_can_be_split(what: str) -> None:
+    assert_captured(Calling(FUNCTIONS[what]))
+
+
+def test_scores_are_hidden_by_a_buffer() -> None:
+    assert_captured(Causal(torch.relu))
+
+
+def assert_captured(model: nn.Module) -> None:
+    """Check values and the gradient; comparisons have none."""
+    graph = capture(model, [InputSpec(shape=(4, 6))])
+    assert not any(layer.whole for layer in graph.layers)
+    compared = {layer.name for layer in graph.layers if layer.kind == "comparison"}
+    assert not compared & with_gradient(graph)
+    x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0))
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    found = evaluate(graph, {"x": x}, tensors)[graph.outputs[0]]
+    expected = model(x)
+    torch.testing.assert_close(found, expected)
+    slopes = [
+        torch.autograd.grad((value * value).sum(), list(model.parameters()))
+        for value in (found, expected)
+    ]
+    torch.testing.assert_close(*slopes)
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "write `|` or `&`": lambda x: x * ((x > 0) + (x < -1)),
+    "the mask is not the output of a layer": lambda x: x.masked_fill(
+        torch.ones(4, 6, dtype=torch.bool), 0.0
+    ),
+    "chooses whole numbers": lambda x: x * torch.where(x > 0, 1, 2),
+    "no is neither a number": lambda x: torch.where(x > 0, x, torch.ones(4, 6)),
+    "between whole and floating": lambda x: x * (x > 0).to(torch.int64),
+    "about the bits of whole numbers": lambda x: x * ((x > 0) & 3),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_cannot_be_split_is_refused(why: str) -> None:
+    with pytest.raises(GraphError, match=why.replace("|", r"\|")):
+        capture(Calling(REFUSED[why]), [InputSpec(shape=(4, 6))])
+
+
+class Inner(nn.Module):
+    @override
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.cumsum(x * mask, 1)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x, x > 0)
+        return result
+
+
+def test_a_whole_module_is_not_given_a_mask_of_numbers() -> None:
+    with pytest.raises(GraphError, match="compare inside of it"):
+        capture(Outer(), [InputSpec(shape=(4,))])

@@ -1,0 +1,278 @@
+"""What only moves elements, in parts: reshapes, permutations, slices, joins, pads."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings, strategies as st
+from torch.nn import functional
+
+from distbelief.graph.graph import GraphError, Layer, TensorUse
+from distbelief.graph.operator import Step, joined, kind_of
+from distbelief.graph.ops.views import Block, blocks, cat_layer, reshape_layer, stack_layers
+from distbelief.graph.region import Region
+from tests.distbelief.graph.ops.comparison import (
+    assert_layers_equal,
+    assert_parts_equal,
+    assert_reads_are_tight,
+    composite_of,
+    leaf,
+    partitions,
+    parts_of,
+    parts_of_all,
+    source,
+)
+from tests.distbelief.graph.ops.test_norms import random
+
+
+shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
+
+
+@st.composite
+def reshapes(draw: st.DrawFn) -> Layer:
+    """Factors of some number, put together in two ways, with ones between."""
+    factors = draw(st.lists(st.sampled_from([1, 2, 2, 3, 5]), max_size=5))
+    both = []
+    for _ in range(2):
+        shape, product = [], 1
+        for factor in factors:
+            product *= factor
+            if draw(st.booleans()):
+                shape.append(product)
+                product = 1
+        both.append((*shape, product))
+    return reshape_layer("r", source("x", *both[0]), shape=both[1])
+
+
+@given(reshapes(), st.data())
+@settings(max_examples=60)
+def test_a_reshape_in_parts_is_the_whole(layer: Layer, data: st.DataObject) -> None:
+    x = leaf(random(2, *layer.input_shapes[0]))
+    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    assert_parts_equal(layer, parts, x.reshape(2, *layer.shape), {"x": x}, {})
+    for part in parts:
+        (read,) = kind_of(layer).reads(layer, part)
+        assert read.n_elements == part.n_elements, "a cut at its unit reads its own"
+
+
+@given(reshapes(), st.data())
+@settings(max_examples=60)
+def test_any_other_region_of_a_reshape_is_right_too(layer: Layer, data: st.DataObject) -> None:
+    bounds = [
+        sorted(data.draw(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1))))
+        for n in layer.shape
+    ]
+    part = Region(tuple((low, high + 1) for low, high in bounds))
+    x = random(1, *layer.input_shapes[0])
+    (read,) = kind_of(layer).reads(layer, part)
+    tile = x[(slice(None), *read.slices)]
+    value = kind_of(layer).compute(layer, part, [tile], {}, Step())
+    whole = x.reshape(1, *layer.shape)
+    assert torch.equal(value, whole[(slice(None), *part.slices)])
+
+
+def test_blocks_are_the_finest() -> None:
+    assert blocks((16, 5, 5, 3), (400, 3)) == [
+        Block(before=(0, 1, 2), after=(0,)),
+        Block(before=(3,), after=(1,)),
+    ]
+    assert blocks((6, 1, 4), (1, 2, 3, 4)) == [
+        Block(before=(0,), after=(1, 2)),
+        Block(before=(2,), after=(3,)),
+    ]
+    assert blocks((), (1, 1)) == []
+    layer = reshape_layer("r", source("x", 16, 5, 5, 3), shape=(400, 3))
+    assert kind_of(layer).cuts(layer) == ((0, 25), (1, 1))
+    layer = reshape_layer("r", source("x", 4, 6), shape=(8, 3))
+    assert kind_of(layer).cuts(layer) == ((0, 2),)
+    with pytest.raises(GraphError, match="the elements are 6 and 8"):
+        blocks((6,), (2, 4))
+
+
+@given(shapes, st.data())
+@settings(max_examples=50)
+def test_a_permutation_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataObject) -> None:
+    dims = tuple(data.draw(st.permutations(range(len(shape)))))
+    layer = Layer(
+        name="p",
+        kind="permute",
+        inputs=("x",),
+        input_shapes=(shape,),
+        shape=tuple(shape[dim] for dim in dims),
+        options={"dims": dims},
+    )
+    x = leaf(random(2, *shape))
+    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    expected = x.permute(0, *(dim + 1 for dim in dims))
+    assert_parts_equal(layer, parts, expected, {"x": x}, {})
+    part = next(part for part in parts if part.n_elements)
+    assert_reads_are_tight(layer, part, {"x": x})
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), st.data())
+@settings(max_examples=50)
+def test_a_slice_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataObject) -> None:
+    starts = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    steps = data.draw(st.tuples(*[st.integers(1, 3)] * len(shape)))
+    ranges = [
+        range(start, data.draw(st.integers(start + 1, n)), step)
+        for start, step, n in zip(starts, steps, shape, strict=True)
+    ]
+    layer = Layer(
+        name="s",
+        kind="slice",
+        inputs=("x",),
+        input_shapes=(shape,),
+        shape=tuple(map(len, ranges)),
+        options={"starts": starts, "steps": steps},
+    )
+    x = leaf(random(2, *shape))
+    index = (slice(None), *(slice(r.start, r.stop, r.step) for r in ranges))
+    parts = data.draw(partitions(layer.region, kind_of(layer).cuts(layer)))
+    assert_parts_equal(layer, parts, x[index], {"x": x}, {})
+    part = next(part for part in parts if part.n_elements)
+    assert_reads_are_tight(layer, part, {"x": x})
+
+
+@given(shapes, st.data())
+@settings(max_examples=50)
+def test_a_padded_layer_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataObject) -> None:
+    borders = [st.tuples(*[st.integers(0, 3)] * len(shape))] * 2
+    before, after = (data.draw(border) for border in borders)
+    layer = Layer(
+        name="p",
+        kind="pad",
+        inputs=("x",),
+        input_shapes=(shape,),
+        shape=tuple(b + n + a for b, n, a in zip(before, shape, after, strict=True)),
+        options={"before": before, "after": after, "value": 2.5},
+    )
+    x = leaf(random(2, *shape))
+    pads: list[int] = []
+    for pair in zip(before, after, strict=True):
+        pads = [*pair, *pads]
+    expected = functional.pad(x, pads, value=2.5)
+    parts = data.draw(parts_of(layer))
+    assert_parts_equal(layer, parts, expected, {"x": x}, {})
+
+
+@given(shapes, st.data())
+@settings(max_examples=50)
+def test_an_expansion_in_parts_is_the_whole(shape: tuple[int, ...], data: st.DataObject) -> None:
+    ones = tuple(data.draw(st.sampled_from([1, n])) for n in shape)
+    layer = Layer(name="e", kind="expand", inputs=("x",), input_shapes=(ones,), shape=shape)
+    x = leaf(random(2, *ones))
+    parts = data.draw(parts_of(layer))
+    assert_parts_equal(layer, parts, x.expand(2, *shape), {"x": x}, {})
+
+
+@given(shapes, st.integers(1, 3), st.data())
+@settings(max_examples=50)
+def test_joined_layers_in_parts_are_the_whole(
+    shape: tuple[int, ...], n_sources: int, data: st.DataObject
+) -> None:
+    new = data.draw(st.booleans())
+    dim = data.draw(st.integers(0, len(shape) - (not new)))
+    inputs, sources = {}, []
+    for index in range(n_sources):
+        extents = list(shape)
+        if not new:
+            extents[dim] = data.draw(st.integers(1, 4))
+        inputs[f"x{index}"] = leaf(random(2, *extents, seed=index))
+        sources.append(source(f"x{index}", *extents))
+    if new:
+        layers = stack_layers("j", sources, dim=dim)
+        expected = torch.stack(list(inputs.values()), dim + 1)
+    else:
+        layers = [cat_layer("j", sources, dim=dim)]
+        expected = torch.cat(list(inputs.values()), dim + 1)
+    assert_layers_equal(layers, data.draw(parts_of_all(layers)), expected, inputs)
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_a_token_and_positions_are_added_to_every_sample(data: st.DataObject) -> None:
+    """As vision transformers do: parameters that are layers, with a batch of one."""
+    has_batch = data.draw(st.booleans())
+    batch = (1,) if has_batch else ()
+    token, positions = leaf(random(*batch, 1, 5)), leaf(random(*batch, 4, 5, seed=1))
+    scale = leaf(random(5, seed=2))
+    tensors = {"token": token, "positions": positions, "scale": scale}
+    parameters = [
+        Layer(
+            name=f"{name}.layer",
+            kind="parameter",
+            shape=tuple(value.shape[int(has_batch and name != "scale") :]),
+            tensors={"value": TensorUse(name=name, shape=tuple(value.shape))},
+        )
+        for name, value in tensors.items()
+    ]
+    x = leaf(random(3, 3, 5, seed=3))
+    cat = cat_layer("cat", [parameters[0], source("x", 3, 5)], dim=0)
+    sources = [cat, parameters[1], parameters[2]]
+    added = Layer(
+        name="added",
+        kind="pointwise",
+        inputs=tuple(layer.name for layer in sources),
+        input_shapes=tuple(layer.shape for layer in sources),
+        shape=(4, 5),
+        options={"function": "add"},
+    )
+    layers = [*parameters, cat, added]
+    expected = torch.cat([token.view(1, 1, 5).expand(3, 1, 5), x], 1)
+    expected = expected + positions + scale
+    parts = data.draw(parts_of_all(layers))
+    assert_layers_equal(layers, parts, expected, {"x": x}, tensors)
+    graph = composite_of(layers, {"x": x})
+    assert joined(graph) == {layer.name for layer in parameters}
+
+
+@given(shapes, st.sampled_from(["add", "multiply", "divide"]), st.data())
+@settings(max_examples=40)
+def test_pointwise_functions_broadcast_as_torch_does(
+    shape: tuple[int, ...], function: str, data: st.DataObject
+) -> None:
+    n_missing = data.draw(st.integers(0, len(shape)))
+    other = tuple(data.draw(st.sampled_from([1, n])) for n in shape[n_missing:])
+    inputs = {"x": leaf(random(3, *shape)), "y": leaf(random(3, *other, seed=1).abs())}
+    layer = Layer(
+        name="f",
+        kind="pointwise",
+        inputs=("x", "y"),
+        input_shapes=(shape, other),
+        shape=shape,
+        options={"function": function},
+    )
+    x, y = inputs["x"], inputs["y"].view(3, *(1,) * n_missing, *other)
+    match function:
+        case "add":
+            expected = x + y
+        case "multiply":
+            expected = x * y
+        case _:
+            expected = x / y
+    assert_parts_equal(layer, data.draw(parts_of(layer)), expected, inputs, {})
+
+
+@given(shapes.filter(lambda shape: len(shape) < 4), st.data())
+@settings(max_examples=50)
+def test_an_embedding_in_parts_is_the_whole(
+    positions: tuple[int, ...], data: st.DataObject
+) -> None:
+    padding = data.draw(st.sampled_from([None, 0, 6]))
+    generator = torch.Generator().manual_seed(math.prod(positions))
+    words = torch.randint(7, (3, *positions), generator=generator)
+    weight = leaf(random(7, 5))
+    layer = Layer(
+        name="e",
+        kind="embedding",
+        inputs=("x",),
+        input_shapes=(positions,),
+        shape=(*positions, 5),
+        options={"padding": padding},
+        tensors={"weight": TensorUse(name="weight", shape=(7, 5))},
+    )
+    expected = functional.embedding(words, weight, padding)
+    parts = data.draw(parts_of(layer))
+    assume(parts)
+    assert_parts_equal(layer, parts, expected, {"x": words}, {"weight": weight})

@@ -1,1 +1,0 @@
-"""Tests of a job: its file, supervisor, members, run directory and progress."""

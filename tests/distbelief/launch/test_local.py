@@ -1,0 +1,249 @@
+"""The launcher and its fork server, with children that do nothing of use."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from distbelief.launch import forkserver
+from distbelief.launch.local import Launcher
+from distbelief.roles.role import Address, PeerLost
+from tests.processes.commands import alive, poll
+from tests.processes.nursery import Subprocesses
+
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(120)]
+
+ONE, TWO = Address("shard-0"), Address("shard-1")
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    """A launcher whose children fail at once: there is no spec.
+
+    Its fork server is a fork of this process, which has imported all that it needs.
+    """
+    monkeypatch.setattr("distbelief.launch.local.subprocess", Subprocesses)
+    with Launcher() as launcher:
+        launcher.serve(spec=tmp_path / "none.json", log_of=lambda name: tmp_path / f"{name}.log")
+        yield launcher
+
+
+def next_losses(launcher: Launcher) -> list[PeerLost]:
+    """Wait until something ends; return what."""
+    losses: list[PeerLost] = []
+    while not losses:
+        ready, _, _ = select.select([launcher.fileno()], [], [], 60.0)
+        assert ready, "nothing happened"
+        losses = [e for e in launcher.events() if isinstance(e, PeerLost)]
+    return losses
+
+
+def test_a_process_that_fails_is_told_once_with_its_log(launcher: Launcher, tmp_path: Path) -> None:
+    launcher.launch(ONE, 3)
+    (lost,) = next_losses(launcher)
+    assert (lost.peer, lost.incarnation) == (ONE, 3)
+    assert lost.reason == f"ended with status 1 (see {tmp_path / 'shard-0.log'})"
+    assert "none.json" in (tmp_path / "shard-0.log").read_text()
+    assert launcher.n_ended == 1
+    assert launcher.events() == []
+    launcher.terminate(ONE)  # it is gone already: nothing happens
+    launcher.terminate(TWO)  # it never was
+
+
+@pytest.mark.untraced
+def test_a_fork_server_that_dies_takes_its_children_and_is_replaced(launcher: Launcher) -> None:
+    launcher.launch(ONE, 1)
+    next_losses(launcher)
+    server = launcher._server
+    assert server is not None
+    launcher._alive[TWO] = 1  # as if it ran
+    server.kill()
+    (lost,) = next_losses(launcher)
+    assert (lost.peer, lost.incarnation) == (TWO, 1)
+    assert lost.reason == "ended with the process that started it"
+    launcher.launch(ONE, 2)
+    (lost,) = next_losses(launcher)
+    assert (lost.peer, lost.incarnation) == (ONE, 2)
+
+
+def test_a_server_that_is_busy_importing_is_not_waited_for(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl+C while a job was about to try out its model took 5 s more: a process had
+    been asked for, so the server, which had not heard of that yet, was waited for."""
+    (tmp_path / "endless.py").write_text("import time\ntime.sleep(3600)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(forkserver, "MODULES_OF_MACHINES", ("endless",))
+    module = "distbelief.launch.local.CLOSE_SECONDS_MAX"
+    monkeypatch.setattr(module, 3600.0)
+    # A server that starts now has the path of this moment.
+    launcher.close()
+    with Launcher() as slow:
+        slow.serve(
+            spec=tmp_path / "none.json",
+            log_of=lambda name: tmp_path / f"{name}.log",
+            has_machines=True,
+        )
+        slow.launch(ONE, 1)
+
+
+def test_closing_twice_is_no_harm(launcher: Launcher) -> None:
+    launcher.close()
+    launcher.close()
+
+
+# --------------------------------------------------------------------- the fork server
+
+
+CHILD = """
+import os, sys, signal, time
+from distbelief.launch import forkserver
+from distbelief.core.signals import ABANDONED
+
+def child(name, incarnation, spec):
+    stubborn = name == "stubborn"
+    asked = signal.SIG_IGN if stubborn else lambda *_: None
+    signal.signal(ABANDONED, asked)
+    print(name, incarnation, spec, sys.stdin.read() == "",
+          signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+          "colorsys" in sys.modules, flush=True)
+    signal.pause()
+    print("saved", flush=True)
+    return 0
+
+forkserver.SAVE_SECONDS_MAX = 2.0
+forkserver._program = lambda _program: child
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+forkserver.ForkServer(requests=0, reports=1).serve()
+"""
+
+
+@pytest.fixture
+def server() -> Iterator["subprocess.Popen[bytes]"]:
+    """A fork server without torch, whose children wait until they are asked to end."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
+        yield server
+        server.kill()
+
+
+def ask(server: "subprocess.Popen[bytes]", request: forkserver.Request) -> None:
+    assert server.stdin is not None
+    server.stdin.write(msgspec.json.encode(request) + b"\n")
+    server.stdin.flush()
+
+
+def answer(server: "subprocess.Popen[bytes]") -> forkserver.Report:
+    assert server.stdout is not None
+    decoder: msgspec.json.Decoder[forkserver.Report]
+    decoder = msgspec.json.Decoder(forkserver.Report)
+    return decoder.decode(server.stdout.readline())
+
+
+def start(server: "subprocess.Popen[bytes]", folder: Path, name: str) -> int:
+    """Start a child; return its process once it has written to its log."""
+    log = folder / f"{name}.log"
+    ask(server, forkserver.Start(program="role", name=name, incarnation=2, spec="S", log=str(log)))
+    begun = answer(server)
+    assert isinstance(begun, forkserver.Begun)
+    poll(lambda: log.exists() and log.read_text().endswith("\n"))
+    return begun.pid
+
+
+def test_a_child_has_its_own_log_and_does_not_see_ctrl_c(
+    server: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    start(server, tmp_path, "shard-0")
+    assert (tmp_path / "shard-0.log").read_text() == "shard-0 2 S True True False\n"
+
+
+def test_a_child_has_what_the_server_was_asked_to_import(
+    server: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    """All 32 machines of a split job imported torch's compiler, each on its own.
+
+    On two cores that took them four minutes, in which some were taken for dead.
+    """
+    ask(server, forkserver.Import(modules=("colorsys", "there_is_no_such_module")))
+    start(server, tmp_path, "replica-0.0")
+    log = (tmp_path / "replica-0.0.log").read_text()
+    assert log == "replica-0.0 2 S True True True\n"
+
+
+def test_children_are_ended_by_name(server: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
+    one = start(server, tmp_path, "shard-0")
+    two = start(server, tmp_path, "shard-1")
+    ask(server, forkserver.Kill(name="shard-0"))
+    ended = answer(server)
+    assert isinstance(ended, forkserver.Ended)
+    assert (ended.name, ended.incarnation, ended.status) == ("shard-0", 2, -9)
+    assert alive([one, two]) == [two]
+
+
+def test_children_end_when_nobody_asks_any_more(
+    server: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    """They were killed, and what a shard had acknowledged since it saved was lost."""
+    pids = [start(server, tmp_path, f"shard-{k}") for k in range(3)]
+    assert server.stdin is not None
+    server.stdin.close()
+    assert server.wait(10.0) == 0
+    assert alive(pids) == []
+    for k in range(3):
+        assert (tmp_path / f"shard-{k}.log").read_text().endswith("saved\n")
+
+
+def test_who_does_not_end_when_asked_is_ended_by_force(
+    server: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    pid = start(server, tmp_path, "stubborn")
+    assert server.stdin is not None
+    server.stdin.close()
+    assert server.wait(30.0) == 0
+    assert alive([pid]) == []
+
+
+def test_told_to_leave_the_server_ends_children_at_once(
+    server: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    """The supervisor has seen to all of them before."""
+    pid = start(server, tmp_path, "shard-0")
+    ask(server, forkserver.Leave())
+    assert server.stdin is not None
+    server.stdin.close()
+    assert server.wait(10.0) == 0
+    assert alive([pid]) == []
+    assert "saved" not in (tmp_path / "shard-0.log").read_text()
+
+
+def test_sigterm_is_the_supervisors_business_while_that_lives(
+    server: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    """A service manager sends it to all: shards left before they could report."""
+    pids = [start(server, tmp_path, f"shard-{k}") for k in range(2)]
+    for pid in (*pids, server.pid):
+        os.kill(pid, signal.SIGTERM)
+    pids.append(start(server, tmp_path, "shard-2"))
+    assert alive(pids) == pids
+    assert "saved" not in (tmp_path / "shard-0.log").read_text()
+    assert server.stdin is not None
+    server.stdin.close()
+    assert server.wait(10.0) == 0
+    assert alive(pids) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_children_end_with_the_server_however_it_ends(
+    server: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    pids = [start(server, tmp_path, f"shard-{k}") for k in range(3)]
+    os.kill(server.pid, signal.SIGKILL)
+    poll(lambda: not alive(pids), seconds=10.0)

@@ -1,0 +1,288 @@
+"""The process of a role, here in a thread; the test plays its supervisor."""
+
+import errno
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import numpy as np
+import pytest
+from typing_extensions import override
+
+from distbelief.config.job import Job
+from distbelief.config.load import parse_job
+from distbelief.launch import forkserver, role_process
+from distbelief.launch.role_process import SharedShelf, Spec
+from distbelief.parameter_server.layout import Layout
+from distbelief.protocol import Failed, Finished, Heartbeat, Join, Message, Peers, Save, Saved, Stop
+from distbelief.roles.role import Address, Snapshot
+from distbelief.run.checkpoints import SnapshotStore
+from distbelief.transport.config import Reach
+from distbelief.worker.local_executor import LocalModel
+from tests.distbelief.examples import net
+from tests.links import link
+from tests.processes.commands import poll
+
+
+pytestmark = pytest.mark.processes
+
+EXAMPLES = "tests.distbelief.examples"
+
+
+def a_job(tmp_path: Path, *overrides: str) -> Job:
+    text = f"""
+        model = {{ factory = "{EXAMPLES}:net", initial = "seed" }}
+        data.train.factory = "{EXAMPLES}:frames"
+        stop.epochs = 1
+        [algorithm]
+        name = "downpour"
+        loss = "cross_entropy"
+        batch_size = 4
+        rule = {{ name = "sgd", learning_rate = 0.1 }}
+    """
+    return parse_job(text, path=tmp_path / "job.toml", overrides=overrides)
+
+
+class Supervised:
+    """A role's process, and the messages that came from it."""
+
+    def __init__(self, name: str, job: Job, folder: Path) -> None:
+        self.name = name
+        self.transport = link("supervisor", folder, run="t")
+        self.heard: list[Message] = []
+        self.status: int | None = None
+        self._job = job
+        self._folder = folder
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with self.transport:
+            model = LocalModel(net())
+            spec = Spec(
+                job=msgspec.Raw(self._job.to_json()),
+                run="t",
+                supervisor=self.transport.endpoint,
+                memory="",
+                snapshots=str(self._folder / "snapshots"),
+                layout=Layout.of(model.specs(), n_shards=1).spec,
+                initials=dict(model.initials()),
+                initial_file=None,
+                reach=Reach(directory=str(self._folder)),
+            )
+            path = self._folder / "spec.json"
+            path.write_bytes(msgspec.json.encode(spec))
+            thread = threading.Thread(target=self._run, args=(str(path),))
+            thread.start()
+            try:
+                yield
+            finally:
+                thread.join(30.0)
+            assert not thread.is_alive()
+
+    def _run(self, path: str) -> None:
+        self.status = role_process.main(self.name, 2, path)
+
+    def wait_for(self, kind: type[Message]) -> Message:
+        poll(lambda: self._listen(kind), seconds=30.0)
+        return next(message for message in self.heard if isinstance(message, kind))
+
+    def _listen(self, kind: type[Message]) -> bool:
+        self.transport.poll(0.02)
+        for envelope in self.transport.receive():
+            assert (envelope.sender, envelope.incarnation) == (self.name, 2)
+            self.heard.append(envelope.message)
+        return any(isinstance(message, kind) for message in self.heard)
+
+    def say(self, message: Message) -> None:
+        self.transport.send(self.name, message)
+
+    def connect(self) -> None:
+        join = self.wait_for(Join)
+        assert isinstance(join, Join)
+        self.transport.connect(self.name, 2, join.endpoint)
+
+
+@pytest.fixture(autouse=True)
+def _same_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def test_a_shard_lives_from_join_to_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard = Supervised("shard-0", a_job(tmp_path), tmp_path)
+    with shard.running():
+        shard.connect()
+        shard.say(Peers(entries=()))
+        shard.say(Save(label="00001"))
+        saved = shard.wait_for(Saved)
+        shard.say(Stop(reason="enough"))
+        shard.wait_for(Finished)
+    assert isinstance(saved, Saved)
+    assert saved.error is None
+    assert (tmp_path / "snapshots" / "shard-0" / "00001.safetensors").is_file()
+    assert shard.status == 0
+    assert any(isinstance(message, Heartbeat) for message in shard.heard)
+    assert "shard-0#2 info: ends: as planned" in capsys.readouterr().out
+
+
+def test_copies_of_a_shard_keep_their_snapshots_in_one_place(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path, report=pytest.fail)
+    shelf = SharedShelf(store)
+    for label, copy in (("00001", "shard-1"), ("00002", "shard-1b")):
+        values = np.zeros(3, np.float32)
+        snapshot = Snapshot(label=label, arrays={"values": values}, facts={})
+        shelf.save(Address(copy), snapshot)
+    assert store.labels("shard-1") == ["00001", "00002"]
+    for copy in ("shard-1", "shard-1b"):
+        newest = shelf.newest(Address(copy))
+        assert newest is not None
+        assert newest.label == "00002"
+    assert shelf.newest(Address("shard-0b")) is None
+
+
+@pytest.mark.parametrize(
+    ("factory", "told", "culprit_is_job"),
+    [
+        (f"{EXAMPLES}:no_dataset", "returned 7, not a data set", True),
+        (f"{EXAMPLES}:failing", "needs the argument 'size'", True),
+    ],
+)
+def test_a_role_that_cannot_be_built_says_why(
+    tmp_path: Path, factory: str, told: str, *, culprit_is_job: bool
+) -> None:
+    job = a_job(tmp_path, f"data.train.factory={factory}")
+    replica = Supervised("replica-0", job, tmp_path)
+    with replica.running():
+        failed = replica.wait_for(Failed)
+    assert isinstance(failed, Failed)
+    assert told in failed.error
+    assert failed.culprit_is_job is culprit_is_job
+    assert replica.status == 1
+
+
+def test_damage_to_a_snapshot_is_told_not_suffered(tmp_path: Path) -> None:
+    """A snapshot of another model: the shard ends, and says what to do."""
+    shard = Supervised("shard-0", a_job(tmp_path), tmp_path)
+    with shard.running():
+        shard.connect()
+        shard.say(Peers(entries=()))
+        shard.say(Save(label="00001"))
+        shard.wait_for(Saved)
+        shard.say(Stop(reason="enough"))
+    again = Supervised("shard-0", a_job(tmp_path), tmp_path)  # incarnation 2 again
+    with again.running():
+        again.connect()
+        again.say(Peers(entries=()))
+        failed = again.wait_for(Failed)
+    assert isinstance(failed, Failed)
+    assert "a resumed run must go on counting incarnations" in failed.error
+    assert not failed.culprit_is_job
+
+
+class Full(io.StringIO):
+    """A log on a full disk."""
+
+    @override
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_log_without_room_ends_no_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Full())
+    role_process.log("shard-0", 1, "info", "a word")
+
+
+class Hanging(io.StringIO):
+    """A log on a disk that does not answer until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = threading.Event()
+
+    @override
+    def write(self, text: str) -> int:
+        assert self.answers.wait(60.0)
+        return super().write(text)
+
+
+def test_a_log_on_a_disk_that_hangs_holds_up_no_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The role wrote it in the thread that answers others: it could not even join, or
+    went silent, and was taken for dead."""
+    log = Hanging()
+    monkeypatch.setattr(sys, "stdout", log)
+    shard = Supervised("shard-0", a_job(tmp_path), tmp_path)
+    with shard.running():
+        try:
+            shard.connect()
+            shard.say(Peers(entries=()))
+            shard.say(Save(label="00001"))
+            shard.wait_for(Saved)
+            shard.wait_for(Heartbeat)
+            assert log.getvalue() == ""
+        finally:
+            log.answers.set()
+            shard.say(Stop(reason="enough"))
+        shard.wait_for(Finished)
+    assert "shard-0#2 info: ends: as planned" in log.getvalue()
+
+
+def test_a_child_without_room_for_its_last_words_ends_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it would go on with its parent's code, and end its own siblings."""
+
+    class Ended(BaseException):
+        pass
+
+    def end(status: int) -> NoReturn:
+        raise Ended(status)
+
+    def run(_name: str, _incarnation: int, _spec: str) -> int:
+        return 3
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(forkserver, "end_with_parent", lambda _parent, _number: None)
+    monkeypatch.setattr(forkserver, "_redirect", lambda _log: None)
+    monkeypatch.setattr(signal, "signal", lambda _number, _handler: None)
+    monkeypatch.setattr(forkserver, "_program", lambda _program: run)
+    monkeypatch.setattr(sys, "stdout", Full())
+    monkeypatch.setattr(sys, "stderr", Full())
+    start = forkserver.Start(program="role", name="shard-0", incarnation=1, spec="", log="")
+    with pytest.raises(Ended) as caught:
+        forkserver._run(start, parent=os.getpid())
+    assert caught.value.args == (3,)
+
+
+def test_a_role_whose_log_cannot_be_made_lives_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[str, int]] = []
+
+    def give(file: int, target: int) -> None:
+        given.append((str(Path(f"/proc/self/fd/{file}").readlink()), target))
+        closing.add(file)
+
+    closing: set[int] = set()
+    monkeypatch.setattr(os, "dup2", give)
+    forkserver._redirect(str(tmp_path / "nowhere" / "shard-0.log"))
+    for file in closing:
+        os.close(file)
+    assert given == [(os.devnull, target) for target in (0, 1, 2)]
+
+
+def test_import_paths_come_first_and_once(tmp_path: Path) -> None:
+    job = a_job(tmp_path)
+    role_process.import_from(job)
+    role_process.import_from(job)
+    assert sys.path[: len(job.import_paths)] == list(job.import_paths)
+    assert sys.path.count(str(tmp_path)) == 1

@@ -1,0 +1,198 @@
+"""One copy of a shard on the bench: the test plays everybody else, and is its lane."""
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from distbelief.core.memory import Memory, PrivateMemory
+from distbelief.core.vectors import Vector, block_bounds
+from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.layout import Layout
+from distbelief.parameter_server.optimizers import SGD, UpdateRule
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.protocol import Hello, Lead, Message, Push, PushBlock
+from distbelief.roles.role import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Persist,
+    Persisted,
+    Received,
+    Seconds,
+    Send,
+    SetTimer,
+    Snapshot,
+    Started,
+    TimerFired,
+)
+from tests.distbelief.parameter_server.pair import CLIENT, layout_of
+
+
+A, B = Address("shard-0"), Address("shard-0b")
+LAYOUT = layout_of()
+N = LAYOUT.shard_size(0)
+PLUS_ONE = SGD(learning_rate=1.0)
+
+M = TypeVar("M", bound=Message)
+
+
+class OneCopy:
+    """Its work waits in `lane` until the test runs it."""
+
+    def __init__(
+        self,
+        name: Address,
+        *,
+        memory: Memory | None = None,
+        layout: Layout = LAYOUT,
+        rule: UpdateRule = PLUS_ONE,
+        restored: Snapshot | None = None,
+        unrestored: str | None = None,
+        life: int = 1,
+        ready: bool = True,
+    ) -> None:
+        self.name = name
+        self.life = life
+        self.layout = layout
+        self.memory = PrivateMemory() if memory is None else memory
+        self.now: Seconds = 0.0
+        self.timers: dict[str, Seconds] = {}
+        self.lane: deque[Compute | Persist] = deque()
+        self.snapshots: list[Snapshot] = []
+        config = ShardConfig(index=0, layout=layout, rule=rule, name=name, waits_for_lead=True)
+        zeros = partial(np.zeros, layout.shard_size(0))
+        self.shard = ParameterServerShard(config, memory=self.memory, initialise=zeros)
+        started = Started(incarnation=life, restored=restored, unrestored=unrestored)
+        self._note(self.shard.handle(started, self.now))
+        if ready:
+            self.work()
+
+    # ---------------------------------------------------------------- what happens
+
+    def receive(
+        self, message: Message, sender: Address = SUPERVISOR, *, life: int = 1
+    ) -> list[Action]:
+        event = Received(sender=sender, incarnation=life, message=message)
+        return self._note(self.shard.handle(event, self.now))
+
+    def work(self) -> list[Action]:
+        """Run the piece of work that waits."""
+        work = self.lane.popleft()
+        if isinstance(work, Persist):
+            self.snapshots.append(work.snapshot)
+            event = Persisted(label=work.snapshot.label)
+            return self._note(self.shard.handle(event, self.now))
+        done = Computed(name=work.name, result=work.work())
+        return self._note(self.shard.handle(done, self.now))
+
+    def work_all(self) -> list[Action]:
+        actions: list[Action] = []
+        while self.lane:
+            actions += self.work()
+        return actions
+
+    def wait(self, seconds: Seconds) -> list[Action]:
+        """Let time pass; fire what comes due."""
+        end, actions = self.now + seconds, list[Action]()
+        while self.timers and min(self.timers.values()) <= end:
+            name = min(self.timers, key=lambda timer: self.timers[timer])
+            self.now = max(self.now, self.timers.pop(name))
+            actions += self._note(self.shard.handle(TimerFired(name=name), self.now))
+        self.now = end
+        return actions
+
+    def _note(self, actions: Sequence[Action]) -> list[Action]:
+        for action in actions:
+            if isinstance(action, Compute | Persist):
+                self.lane.append(action)
+            elif isinstance(action, SetTimer):
+                self.timers[action.name] = action.at
+        return list(actions)
+
+    # -------------------------------------------------------------- what others say
+
+    def lead(self, pairing: int, second: str = "", *, life: int | None = None) -> list[Action]:
+        """Say it to this life, or to another one; the second is in its first."""
+        lead = Lead(
+            pairing=pairing,
+            receiver_incarnation=self.life if life is None else life,
+            second=second,
+            second_incarnation=1 if second else 0,
+        )
+        return self.receive(lead)
+
+    def hello(
+        self,
+        *,
+        sender: Address = CLIENT,
+        life: int = 1,
+        host: str = "",
+        next_sequence: int = 1,
+        holds: Vector | None = None,
+    ) -> list[Action]:
+        message = Hello(
+            layout=self.layout.fingerprint,
+            pushes=True,
+            host=host,
+            next_sequence=next_sequence,
+            holds=holds,
+        )
+        return self.receive(message, sender, life=life)
+
+    def push(self, sequence: int, *, number: int, value: float = -1.0) -> list[Action]:
+        """Send every block of a push, and the push itself."""
+        bounds = block_bounds(self.layout.shard_size(0), itemsize=8)
+        for index, (start, stop) in enumerate(bounds):
+            block = PushBlock(
+                sequence=sequence,
+                shard_incarnation=number,
+                block_index=index,
+                values=np.full(stop - start, value),
+            )
+            self.receive(block, CLIENT)
+        return self.said(sequence, number=number)
+
+    def said(self, sequence: int, *, number: int) -> list[Action]:
+        message = Push(
+            sequence=sequence,
+            shard_incarnation=number,
+            fetched_clock=0,
+            n_gradients=1,
+            samples=10 * sequence,
+        )
+        return self.receive(message, CLIENT)
+
+    # --------------------------------------------------------------------- how it is
+
+    @property
+    def values(self) -> Vector:
+        return self.shard._values.vector
+
+    @property
+    def word(self) -> str:
+        return self.shard.status()[0]
+
+    def counters(self) -> dict[str, float]:
+        return dict(self.shard.status()[1])
+
+
+def sent(actions: Sequence[Action], kind: type[M]) -> list[M]:
+    """Return the messages of this kind, in order."""
+    return [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
+
+
+def only(actions: Sequence[Action], kind: type[M]) -> M:
+    (message,) = sent(actions, kind)
+    return message
+
+
+def kinds(actions: Sequence[Action], receiver: Address) -> list[str]:
+    """Return the kinds of messages to this receiver, in order."""
+    return [
+        type(a.message).__name__ for a in actions if isinstance(a, Send) and a.receiver == receiver
+    ]

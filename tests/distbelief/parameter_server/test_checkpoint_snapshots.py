@@ -1,0 +1,166 @@
+"""A snapshot gives back every bit, or says what is wrong with it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from distbelief.core.vectors import Vector
+from distbelief.errors import StorageError
+from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, restore, take
+from distbelief.parameter_server.optimizers import SGD, Adam, Momentum, Steps
+from distbelief.parameter_server.session_state import Client
+from distbelief.roles.role import Address, Snapshot
+from tests.distbelief.parameter_server.pair import CLIENT, OTHER, layout_of
+
+
+LAYOUT = layout_of(n_shards=2, n_buffers=1)
+IDENTITY = ShardIdentity(index=0, layout=LAYOUT, rule=Adam(learning_rate=0.1))
+N = LAYOUT.shard_size(0)
+
+
+def state_of(seed: int = 0) -> ShardState:
+    stream = np.random.default_rng(seed)
+    state = IDENTITY.rule.state(LAYOUT.n_gradient(0), LAYOUT.dtype)
+    return ShardState(
+        incarnation=2,
+        clock=41,
+        values=stream.standard_normal(N),
+        state={name: stream.standard_normal(v.size) for name, v in state.items()},
+        clients=(
+            Client(
+                name=CLIENT,
+                incarnation=3,
+                watermark=(3 << 32) + 20,
+                applied=20,
+                samples=640,
+                staleness=2,
+            ),
+            Client(name=OTHER, incarnation=1),
+        ),
+        steps=Steps(41),
+    )
+
+
+def snapshot_of(state: ShardState | None = None) -> Snapshot:
+    return take("00007", state or state_of(), identity=IDENTITY)
+
+
+def with_fact(name: str, value: str) -> Snapshot:
+    snapshot = snapshot_of()
+    return replace(snapshot, facts={**snapshot.facts, name: value})
+
+
+def without_fact(name: str) -> Snapshot:
+    snapshot = snapshot_of()
+    facts = {key: value for key, value in snapshot.facts.items() if key != name}
+    return replace(snapshot, facts=facts)
+
+
+@given(st.integers(0, 2**32))
+def test_values_rule_state_clock_and_watermarks_come_back_bit_for_bit(seed: int) -> None:
+    state = state_of(seed)
+    back = restore(snapshot_of(state), identity=IDENTITY, incarnation=3)
+    assert back.values.tobytes() == state.values.tobytes()
+    assert back.state.keys() == state.state.keys()
+    for name, vector in state.state.items():
+        assert back.state[name].tobytes() == vector.tobytes()
+    assert back.clock == 41
+    assert back.incarnation == 3
+    first, second = back.clients
+    assert (first.name, first.incarnation) == (CLIENT, 3)
+    assert (first.watermark, first.applied) == ((3 << 32) + 20, 20)
+    assert (first.samples, first.staleness) == (640, 2)
+    assert not first.greeted
+    assert second.name == OTHER
+
+
+def test_what_was_pushed_in_parts_is_counted_on() -> None:
+    steps = Steps.read(np.array([38, 0, 3, 1, 2, 5, 5, 1]), size=N)
+    back = restore(snapshot_of(replace(state_of(), steps=steps)), identity=IDENTITY, incarnation=3)
+    assert back.steps.words().tolist() == [38, 0, 3, 1, 2, 5, 5, 1]
+
+
+def test_of_older_snapshots_every_push_was_whole() -> None:
+    back = restore(without_fact("steps"), identity=IDENTITY, incarnation=3)
+    assert back.steps.words().tolist() == [41, 0]
+
+
+def test_what_is_restored_does_not_share_the_snapshots_memory() -> None:
+    snapshot = snapshot_of()
+    back = restore(snapshot, identity=IDENTITY, incarnation=3)
+    back.values[:] = 0.0
+    assert snapshot.arrays["values"].any()
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "message"),
+    [
+        (with_fact("format", "other"), "format is 'other'.*another version"),
+        (with_fact("layout", "abc"), "layout is 'abc'.*number of shards it was made"),
+        (with_fact("index", "1"), "index is '1', not '0'.*another shard"),
+        (with_fact("rule", "sgd"), "rule is 'sgd', not 'adam'.*resume with that rule"),
+        (with_fact("clock", "-1"), "clock is '-1', not a count"),
+        (with_fact("clock", "9" * 30), "not a count; delete it"),
+        (with_fact("incarnation", "nan"), "incarnation is 'nan'"),
+        (with_fact("incarnation", "3"), "must go on counting incarnations"),
+        (with_fact("clients", "{"), "clients cannot be read.*delete it"),
+        (with_fact("clients", '{"a": {"incarnation": -1}}'), "clients cannot be read"),
+        (with_fact("steps", "[1"), "steps cannot be read.*delete it"),
+        (with_fact("steps", "[1, 2]"), "steps cannot be read.*no counts of pushes"),
+        (with_fact("steps", "[-1, 0]"), "steps cannot be read"),
+        (without_fact("clients"), "fact 'clients' is missing"),
+        (without_fact("format"), "fact 'format' is missing"),
+    ],
+)
+def test_a_foreign_or_damaged_header_is_named_with_its_mend(
+    snapshot: Snapshot, message: str
+) -> None:
+    with pytest.raises(StorageError, match=f"'00007' of shard 0.*{message}"):
+        restore(snapshot, identity=IDENTITY, incarnation=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("values", np.zeros(N - 1), rf"shape \({N - 1},\).*not \({N},\)"),
+        ("values", np.zeros(N, np.float32), "dtype float32"),
+        ("values", np.zeros((1, N)), "shape"),
+        ("values", None, "'values' is missing"),
+        ("state.first_moment", None, "is missing|mean nothing"),
+        ("state.other", np.zeros(3), r"\['state.other'\] mean nothing"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(name: str, array: Vector | None, message: str) -> None:
+    snapshot = snapshot_of()
+    state_name = next(key for key in snapshot.arrays if key.startswith("state."))
+    key = state_name if name == "state.first_moment" else name
+    changed = dict(snapshot.arrays)
+    if array is None:
+        del changed[key]
+    else:
+        changed[key] = array
+    with pytest.raises(StorageError, match=message):
+        restore(replace(snapshot, arrays=changed), identity=IDENTITY, incarnation=3)
+
+
+def test_another_rule_does_not_take_this_rules_state() -> None:
+    identity = replace(IDENTITY, rule=Momentum(learning_rate=0.1))
+    with pytest.raises(StorageError, match="rule is 'adam', not 'momentum'"):
+        restore(snapshot_of(), identity=identity, incarnation=3)
+
+
+def test_a_rule_without_state_has_only_values() -> None:
+    identity = replace(IDENTITY, rule=SGD(learning_rate=0.1))
+    state = replace(state_of(), state={}, clients=())
+    snapshot = take("1", state, identity=identity)
+    assert snapshot.arrays.keys() == {"values"}
+    back = restore(snapshot, identity=identity, incarnation=3)
+    assert back.clients == ()
+
+
+def test_clients_have_any_name() -> None:
+    state = replace(state_of(), clients=(Client(name=Address('a"b\n'), incarnation=1),))
+    back = restore(snapshot_of(state), identity=IDENTITY, incarnation=3)
+    assert [client.name for client in back.clients] == ['a"b\n']

@@ -1,0 +1,312 @@
+"""A shard under a coordinator: orders in, answers out."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from distbelief.core.memory import PrivateMemory
+from distbelief.errors import LocalProtocolError
+from distbelief.parameter_server.config import ShardConfig
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.optimizers import SGD
+from distbelief.parameter_server.push_handler import Applying
+from distbelief.parameter_server.session_state import Client, Slot
+from distbelief.parameter_server.shard import ParameterServerShard
+from distbelief.protocol import (
+    Attach,
+    Fold,
+    GrantedSet,
+    Keep,
+    Mark,
+    Open,
+    Order,
+    Perform,
+    Performed,
+    Publish,
+    Push,
+    Recall,
+    Save,
+    Saved,
+    Seal,
+    Stop,
+    Task,
+)
+from distbelief.protocol.vector_commands import Axpy, Dot, Fill
+from distbelief.roles.role import (
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Event,
+    Halt,
+    PeerLost,
+    Persist,
+    Persisted,
+    Received,
+    Send,
+    Snapshot,
+    Started,
+)
+
+
+COORDINATOR, SUPERVISOR = Address("coordinator"), Address("supervisor")
+LAYOUT = Layout.of([TensorSpec(name="w", shape=(64,))], n_shards=1, dtype="float64")
+
+
+class Bench:
+    """One shard, whose work is done at once, or when the test says so."""
+
+    def __init__(self, *, restored: Snapshot | None = None, waits_for_lead: bool = False) -> None:
+        self.shard = ParameterServerShard(
+            ShardConfig(
+                index=0, layout=LAYOUT, rule=SGD(learning_rate=1.0), waits_for_lead=waits_for_lead
+            ),
+            memory=PrivateMemory(),
+            initialise=lambda: np.ones(LAYOUT.shard_size(0)),
+        )
+        self.holds = False
+        self.held: list[Compute | Persist] = []
+        self.saved: list[Snapshot] = []
+        self.disk_error: str | None = None
+        incarnation = 1 if restored is None else 2
+        self.happen(Started(incarnation=incarnation, restored=restored))
+
+    def happen(self, event: Event) -> list[Action]:
+        """Let it happen, and the work that it calls for; return what else was done."""
+        done: list[Action] = []
+        actions: Sequence[Action] = self.shard.handle(event, 0.0)
+        for action in actions:
+            if not isinstance(action, Compute | Persist):
+                done.append(action)
+            elif self.holds:
+                self.held.append(action)
+            else:
+                done += self.work(action)
+        return done
+
+    def work(self, action: Compute | Persist) -> list[Action]:
+        if isinstance(action, Compute):
+            return self.happen(Computed(name=action.name, result=action.work()))
+        if self.disk_error is None:
+            self.saved.append(action.snapshot)
+        label = action.snapshot.label
+        return self.happen(Persisted(label=label, error=self.disk_error))
+
+    def order(
+        self, number: int, task: Task, *, epoch: int = 1, mark: Mark | None = None
+    ) -> Performed | None:
+        """Give an order; return the answer."""
+        message = Order(epoch=epoch, number=number, task=task, mark=mark)
+        answers = answers_in(
+            self.happen(Received(sender=COORDINATOR, incarnation=1, message=message))
+        )
+        assert len(answers) <= 1
+        return answers[0] if answers else None
+
+    def begun(self) -> "Bench":
+        self.order(1, Attach())
+        self.order(2, Recall(cut=0, whole=False))
+        return self
+
+
+def answers_in(actions: Sequence[Action]) -> list[Performed]:
+    return [
+        action.message
+        for action in actions
+        if isinstance(action, Send) and isinstance(action.message, Performed)
+    ]
+
+
+def drives(bench: Bench) -> bool:
+    return bench.shard._orders.drives
+
+
+MEASURE = Perform(commands=(Dot(x="parameters", y="parameters"),))
+DOUBLE = Perform(commands=(Axpy(target="parameters", a=1.0, x="parameters"),))
+
+
+def test_a_repeated_order_is_answered_again_and_not_performed_again() -> None:
+    bench = Bench().begun()
+    first, again = bench.order(3, DOUBLE), bench.order(3, DOUBLE)
+    assert first == again
+    assert bench.order(2, MEASURE) is None  # an older one
+    measured = bench.order(4, MEASURE)
+    assert measured is not None
+    assert measured.scalars == (4.0 * 64,)
+
+
+def test_an_order_under_way_is_answered_by_the_last_word() -> None:
+    bench = Bench().begun()
+    bench.holds = True
+    assert bench.order(3, DOUBLE) is None
+    alive = bench.order(3, DOUBLE)
+    assert alive is not None
+    assert alive.number == 2
+    (work,) = bench.held
+    (answer,) = answers_in(bench.work(work))
+    assert answer.number == 3
+
+
+def test_an_order_waits_for_work_under_way() -> None:
+    bench = Bench()
+    bench.holds = True
+    bench.happen(Received(sender=SUPERVISOR, incarnation=1, message=Save(label="1")))
+    assert bench.order(1, Attach()) is None
+    alive = bench.order(1, Attach())
+    assert alive is not None
+    assert alive.number == 0
+    (save,) = bench.held
+    bench.holds = False
+    actions = bench.work(save)
+    assert any(isinstance(a, Send) and isinstance(a.message, Saved) for a in actions)
+    (answer,) = answers_in(actions)
+    assert answer.number == 1
+    assert [record.cut for record in answer.cuts] == [0]
+
+
+def test_an_older_epoch_hears_of_the_present_one() -> None:
+    bench = Bench().begun()
+    bench.order(1, Attach(), epoch=5)
+    answer = bench.order(3, DOUBLE)
+    assert answer is not None
+    assert (answer.epoch, answer.number) == (5, 1)
+
+
+def test_nobody_drives_who_has_not_attached() -> None:
+    answer = Bench().order(4, DOUBLE)
+    assert answer is not None
+    assert (answer.epoch, answer.number) == (0, 0)
+
+
+def test_what_another_epoch_began_is_not_answered() -> None:
+    bench = Bench().begun()
+    bench.holds = True
+    bench.order(3, DOUBLE)
+    assert bench.order(1, Attach(), epoch=2) is None
+    bench.holds = False
+    (answer,) = answers_in(bench.work(bench.held[0]))
+    assert (answer.epoch, answer.number) == (2, 1)
+
+
+def test_an_order_that_cannot_be_performed_changes_nothing() -> None:
+    bench = Bench().begun()
+    bad = Perform(commands=(Fill(target="parameters", a=5.0), Dot(x="a", y="a")))
+    answer = bench.order(3, bad)
+    assert answer is not None
+    assert answer.error is not None
+    assert "needs vector 'a'" in answer.error
+    measured = bench.order(4, MEASURE)
+    assert measured is not None
+    assert measured.scalars == (64.0,)
+
+
+def test_an_evaluation_of_nothing_is_nothing() -> None:
+    """No examples say that the loss is not a number."""
+    bench = Bench().begun()
+    opened = bench.order(
+        3, Open(point="trial", before=(Fill(target="trial", a=3.0),), first_grant=1, n_staged_max=2)
+    )
+    assert opened is not None
+    assert opened.clock == 1
+    assert bench.shard._values.vector[0] == 3.0
+    assert bench.shard.status()[1]["orders"] == 3.0
+    missing = bench.order(4, Fold(sets=(GrantedSet(set_index=0, grant=1),), void=(2,)))
+    assert missing is not None
+    assert missing.error is not None
+    short = bench.order(5, Seal(gradient="g", n_examples=4, after=()))
+    assert short is not None
+    assert short.error is not None
+    assert "sealed with 4 examples; this shard counts 0" in short.error
+    after = (Dot(x="g", y="g"),)
+    sealed = bench.order(6, Seal(gradient="g", n_examples=0, after=after))
+    assert sealed is not None
+    assert np.isnan(sealed.scalars[0])
+
+
+def test_what_is_not_there_cannot_be_published() -> None:
+    bench = Bench().begun()
+    answer = bench.order(3, Publish(point="trial"))
+    assert answer is not None
+    assert answer.error is not None
+    assert "'trial' is to be published" in answer.error
+
+
+def test_who_is_told_the_last_order_is_free() -> None:
+    bench = Bench().begun()
+    assert drives(bench)
+    bench.order(3, DOUBLE)
+    bench.order(4, Publish(point="parameters"))
+    assert not drives(bench)
+    assert bench.shard._values.vector[0] == 2.0
+
+
+def test_a_cut_is_saved_with_its_vectors_and_restored() -> None:
+    bench = Bench().begun()
+    bench.order(3, DOUBLE)
+    mark = Mark(cut=9, vectors=("parameters",))
+    kept = bench.order(4, Keep(label="00001", cut=9), mark=mark)
+    assert kept is not None
+    assert kept.error is None
+    (snapshot,) = bench.saved
+    assert snapshot.arrays["values"][0] == 2.0  # the parameters, not a trial point
+    other = Bench(restored=snapshot)
+    attached = other.order(1, Attach(), epoch=2)
+    assert attached is not None
+    held = [(9, True), (0, False), (9, False)]
+    assert [(r.cut, r.whole) for r in attached.cuts] == held
+    other.order(2, Recall(cut=9, whole=True), epoch=2)
+    measured = other.order(3, MEASURE, epoch=2)
+    assert measured is not None
+    assert measured.scalars == (4.0 * 64,)
+
+
+def test_a_disk_that_refuses_a_cut_is_told() -> None:
+    bench = Bench().begun()
+    bench.disk_error = "no space"
+    mark = Mark(cut=9, vectors=("parameters",))
+    kept = bench.order(3, Keep(label="00001", cut=9), mark=mark)
+    assert kept is not None
+    assert kept.error == "no space"
+    not_present = bench.order(4, Keep(label="00002", cut=8))
+    assert not_present is not None
+    assert not_present.error is not None
+
+
+def test_one_of_two_copies_cannot_be_driven() -> None:
+    answer = Bench(waits_for_lead=True).order(1, Attach())
+    assert answer is not None
+    assert answer.error is not None
+    assert "set shard_copies = 1" in answer.error
+
+
+def test_a_push_of_no_evaluation_is_taken_and_forgotten() -> None:
+    bench = Bench()
+    assert "sets_refused" not in bench.shard.status()[1]
+    orders = bench.begun().shard._orders
+    push = Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1, grant=5)
+    client = Client(name=Address("replica-0"), incarnation=1)
+    work, _ = orders.collecting(Applying(client, Slot(np.zeros(64)), push, 0))
+    work()
+    assert bench.shard.status()[1]["sets_refused"] == 1.0
+    assert bench.shard.status()[1]["set_vectors"] == 0.0
+
+
+def test_no_order_is_begun_after_stop() -> None:
+    bench = Bench().begun()
+    bench.happen(Received(sender=SUPERVISOR, incarnation=1, message=Stop(reason="")))
+    assert bench.order(3, DOUBLE) is None
+
+
+def test_without_a_supervisor_a_driven_shard_saves_no_point_on_trial() -> None:
+    """Only snapshots that the coordinator has asked all shards for fit together."""
+    bench = Bench().begun()
+    bench.order(3, DOUBLE)
+    gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="gone", for_good=True)
+    assert bench.happen(gone)[-1] == Halt(error="gone")
+    assert bench.saved == []
+
+
+def test_answers_of_nobodys_work_are_a_bug() -> None:
+    with pytest.raises((AssertionError, LocalProtocolError)):
+        Bench().happen(Computed(name="order", result=None))

@@ -1,0 +1,462 @@
+"""A second, message by message: what it takes, what it drops, how it comes to lead."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from distbelief.core.memory import PrivateMemory
+from distbelief.errors import DistBeliefError, RemoteProtocolError, StorageError
+from distbelief.parameter_server.optimizers import Adagrad
+from distbelief.parameter_server.session_state import slots_bytes
+from distbelief.protocol import (
+    Acknowledge,
+    ClientRecord,
+    Finished,
+    Follow,
+    Forward,
+    Lead,
+    Leading,
+    Message,
+    PushBlock,
+    PushCredit,
+    Save,
+    Saved,
+    StateBlock,
+    StateCredit,
+    Stop,
+    Welcome,
+    Whole,
+)
+from distbelief.roles.role import SUPERVISOR, Action, Address, Halt, PeerLost, Persist, Send
+from distbelief.simulation.storage import HostMemory
+from tests.distbelief.parameter_server.pair import CLIENT, OTHER, TEST, shard_of
+from tests.distbelief.parameter_server.shard_copies import (
+    LAYOUT,
+    A,
+    B,
+    N,
+    OneCopy,
+    kinds,
+    only,
+    sent,
+)
+
+
+def record_of(
+    name: str = CLIENT, *, watermark: int = 1, applied: int = 1, life: int = 1
+) -> ClientRecord:
+    return ClientRecord(
+        name=name,
+        incarnation=life,
+        watermark=watermark,
+        applied=applied,
+        samples=10 * applied,
+        staleness=0,
+    )
+
+
+def following(
+    pairing: int, *, clock: int, clients: Sequence[ClientRecord] = (), life: int = 1
+) -> Follow:
+    return Follow(pairing=pairing, receiver_incarnation=life, clock=clock, clients=tuple(clients))
+
+
+def follow(
+    copy: OneCopy, pairing: int = 2, *, clock: int = 5, clients: Sequence[ClientRecord] = ()
+) -> list[Action]:
+    message = following(pairing, clock=clock, clients=clients)
+    return copy.receive(message, A)
+
+
+def piece(copy: OneCopy, *, pairing: int = 2, clock: int = 5, size: int = N) -> list[Action]:
+    """Send all that the leader holds: sevens."""
+    values = np.full(size, 7.0)
+    message = StateBlock(pairing=pairing, clock=clock, index=0, values=values)
+    return copy.receive(message, A)
+
+
+def forward(clock: int, *, pairing: int = 2, region: str = "", watermark: int = 1) -> Forward:
+    return Forward(
+        pairing=pairing,
+        clock=clock,
+        client=record_of(watermark=watermark, applied=watermark),
+        n_pushing=1,
+        slots_region=region,
+        slot=watermark % 2,
+    )
+
+
+def block(clock: int, *, pairing: int = 2, value: float = -1.0) -> PushBlock:
+    return PushBlock(
+        sequence=clock + 1, shard_incarnation=pairing, block_index=0, values=np.full(N, value)
+    )
+
+
+def whole_second() -> OneCopy:
+    copy = OneCopy(B)
+    follow(copy)
+    piece(copy)
+    return copy
+
+
+def pushed(copy: OneCopy, clock: int, *, watermark: int = 1) -> list[Action]:
+    """Forward a push in one block."""
+    copy.receive(block(clock), A)
+    return copy.receive(forward(clock, watermark=watermark), A)
+
+
+# -------------------------------------------------------------- becoming its equal
+
+
+def test_it_says_nothing_to_clients_until_it_leads_and_then_to_all() -> None:
+    copy = OneCopy(B)
+    assert copy.word == "waiting"
+    assert copy.hello() == []
+    assert copy.push(1, number=1) == []
+    follow(copy, clients=[record_of(), record_of(OTHER)])
+    piece(copy)
+    assert copy.word == "following"
+    assert copy.hello() == []
+    actions = copy.lead(3)
+    assert copy.word == "serving"
+    welcome = only(actions, Welcome)
+    assert (welcome.shard_incarnation, welcome.clock) == (3, 5)
+    assert (welcome.watermark, welcome.applied, welcome.samples) == (1, 1, 10)
+    assert only(actions, Leading).shard_incarnation == 3
+    assert kinds(actions, OTHER) == ["Leading"]
+
+
+def test_with_all_pieces_it_is_whole_and_says_so_to_leader_and_supervisor() -> None:
+    copy = OneCopy(B)
+    credit = only(follow(copy), StateCredit)
+    assert (credit.pairing, credit.clock, credit.received) == (2, 5, 0)
+    assert copy.counters()["whole"] == 0
+    actions = piece(copy)
+    assert only(actions, StateCredit).received == 1
+    assert only(actions, Whole).pairing == 2
+    counters = copy.counters()
+    assert (counters["pairing"], counters["whole"], counters["leading"]) == (2, 2, 0)
+    assert (copy.values == 7.0).all()
+    assert sent(piece(copy), Whole) == []
+
+
+def test_a_piece_of_another_clock_or_out_of_turn_is_dropped() -> None:
+    copy = OneCopy(B)
+    follow(copy)
+    assert only(piece(copy, clock=4), StateCredit).received == 0
+    late = StateBlock(pairing=2, clock=5, index=1, values=np.zeros(N))
+    assert only(copy.receive(late, A), StateCredit).received == 0
+    assert (copy.values == 0.0).all()
+
+
+def test_a_piece_that_comes_while_a_push_is_applied_is_dropped() -> None:
+    copy = OneCopy(B)
+    follow(copy)
+    pushed(copy, 5)
+    assert only(piece(copy), StateCredit).received == 0
+    assert only(copy.work(), Acknowledge).clock == 6
+    assert only(piece(copy, clock=6), StateCredit).received == 1
+
+
+def test_a_piece_of_the_wrong_size_names_both_sizes() -> None:
+    copy = OneCopy(B)
+    follow(copy)
+    with pytest.raises(RemoteProtocolError, match=f"has 64 elements.*not {N} of"):
+        piece(copy, size=64)
+
+
+def test_pieces_hold_values_and_state() -> None:
+    copy = OneCopy(B, rule=Adagrad(learning_rate=1.0))
+    follow(copy)
+    n_state = LAYOUT.n_gradient(0)
+    values = np.concatenate([np.full(N, 3.0), np.full(n_state, 4.0)])
+    message = StateBlock(pairing=2, clock=5, index=0, values=values)
+    only(copy.receive(message, A), Whole)
+    assert (copy.values == 3.0).all()
+    assert (copy.shard._values.state["sum_of_squares"] == 4.0).all()
+
+
+# --------------------------------------------------------------------------- pushes
+
+
+def test_pushes_are_applied_in_the_order_of_clocks_each_once() -> None:
+    copy = whole_second()
+    assert pushed(copy, 6) == []  # the one before is missing
+    pushed(copy, 5)
+    answer = only(copy.work(), Acknowledge)
+    assert (answer.sequence, answer.shard_incarnation, answer.clock) == (6, 2, 6)
+    pushed(copy, 6, watermark=2)
+    copy.work()
+    assert (copy.values[:100] == 9.0).all()
+    again = only(copy.receive(forward(5), A), Acknowledge)
+    assert (again.sequence, again.clock) == (6, 7)
+    assert not copy.lane
+
+
+def test_a_push_that_waits_is_answered_by_a_sign_of_life() -> None:
+    copy = whole_second()
+    pushed(copy, 5)
+    answer = only(copy.receive(forward(5), A), PushCredit)
+    assert (answer.sequence, answer.received) == (6, 1)
+
+
+def test_a_push_is_read_from_the_slot_that_the_leader_lent() -> None:
+    host = HostMemory("here", n_bytes_max=1 << 20)
+    leaders, seconds = host.lend(), host.lend()
+    region = leaders.create("slots", n_bytes=slots_bytes(N, itemsize=8))
+    region.view(np.float64)[N:] = -2.0
+    copy = OneCopy(B, memory=seconds)
+    before = host.n_bytes
+    follow(copy)
+    piece(copy)
+    copy.receive(forward(5, region="slots"), A)
+    assert only(copy.work(), Acknowledge).sequence == 6
+    assert (copy.values == 9.0).all()
+    assert host.n_bytes == before
+
+
+def test_memory_that_it_cannot_reach_is_asked_for_in_blocks() -> None:
+    copy = whole_second()
+    answer = only(copy.receive(forward(5, region="elsewhere"), A), PushCredit)
+    assert (answer.sequence, answer.received) == (6, 0)
+    assert only(copy.receive(block(5), A), PushCredit).received == 1
+    assert copy.receive(block(7), A) == []  # there is room for two pushes
+    copy.receive(forward(5), A)
+    assert only(copy.work(), Acknowledge).sequence == 6
+    assert only(copy.receive(block(5), A), Acknowledge).sequence == 6
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_block_that_cannot_be_is_refused(index: int) -> None:
+    copy = whole_second()
+    message = PushBlock(sequence=6, shard_incarnation=2, block_index=index, values=np.zeros(N + 1))
+    with pytest.raises(RemoteProtocolError, match="shard-0 sent"):
+        copy.receive(message, A)
+
+
+# ------------------------------------------------------------------------- pairings
+
+
+def test_a_lower_pairing_is_dropped_whatever_it_says() -> None:
+    copy = whole_second()
+    follow(copy, 4, clock=8)
+    late: list[Message] = [
+        forward(8),
+        block(8),
+        StateBlock(pairing=2, clock=8, index=0, values=np.zeros(N)),
+        following(2, clock=9),
+    ]
+    for message in late:
+        assert copy.receive(message, A) == []
+    assert copy.receive(block(8, pairing=4), Address("shard-9")) == []
+    assert copy.counters()["pairing"] == 4
+
+
+def test_a_higher_pairing_begins_anew_once_the_work_under_way_has_ended() -> None:
+    copy = whole_second()
+    pushed(copy, 5)
+    assert follow(copy, 4, clock=8) == []
+    assert copy.counters()["whole"] == 0
+    credit = only(copy.work(), StateCredit)
+    assert (credit.pairing, credit.clock, credit.received) == (4, 8, 0)
+    assert only(piece(copy, pairing=4, clock=8), Whole).pairing == 4
+
+
+def test_a_follow_that_is_repeated_changes_nothing_once_a_piece_is_held() -> None:
+    copy = whole_second()
+    pushed(copy, 5)
+    copy.work()
+    credit = only(follow(copy), StateCredit)
+    assert (credit.clock, credit.received) == (6, 1)
+    # Before that the newest counts: the leader has gone on meanwhile.
+    copy = OneCopy(B)
+    follow(copy)
+    assert only(follow(copy, clock=9), StateCredit).clock == 9
+
+
+def test_a_follow_that_was_overtaken_does_not_undo_what_was_acknowledged() -> None:
+    copy = OneCopy(B)
+    follow(copy, clients=[record_of(watermark=0, applied=0)])
+    pushed(copy, 5)
+    assert only(copy.work(), Acknowledge).sequence == 6  # clients are told of it
+    # The window of clock 5 comes late: it lacks that push.
+    credit = only(follow(copy), StateCredit)
+    assert (credit.clock, credit.received) == (6, 0)
+    assert sent(piece(copy), Whole) == []
+    assert copy.counters()["whole"] == 0
+    follow(copy, clock=6, clients=[record_of()])
+    assert only(piece(copy, clock=6), Whole).pairing == 2
+    welcome = only([*copy.lead(3), *copy.hello()], Welcome)
+    assert (welcome.clock, welcome.watermark, welcome.applied) == (6, 1, 1)
+
+
+def test_of_two_follows_that_wait_the_later_one_counts() -> None:
+    copy = OneCopy(B)
+    follow(copy)
+    pushed(copy, 5)
+    assert follow(copy, clock=8) == []
+    assert follow(copy, clock=7) == []
+    assert only(copy.work(), StateCredit).clock == 8
+
+
+def test_a_follow_waits_for_the_values_it_begins_with() -> None:
+    copy = OneCopy(B, ready=False)
+    assert follow(copy) == []
+    assert only(copy.work(), StateCredit).received == 0
+
+
+# -------------------------------------------------------------------------- leading
+
+
+def test_it_leads_once_all_that_it_has_taken_is_applied_and_no_more() -> None:
+    copy = whole_second()
+    pushed(copy, 5, watermark=1)
+    pushed(copy, 6, watermark=2)
+    copy.receive(block(7), A)
+    assert copy.lead(3) == []
+    assert copy.receive(forward(7), A) == []
+    assert copy.lead(3) == []
+    assert sent(copy.work(), Acknowledge) == []
+    actions = copy.work()
+    assert only(actions, Leading).shard_incarnation == 3
+    assert (copy.counters()["clock"], copy.counters()["leading"]) == (7, 1)
+    welcome = only(copy.hello(), Welcome)
+    assert (welcome.watermark, welcome.applied) == (2, 2)
+
+
+def test_without_a_supervisor_only_who_leads_saves() -> None:
+    """Both copies keep their snapshots in one place, and the leader has everything."""
+    gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="gone", for_good=True)
+    copy = whole_second()
+    pushed(copy, 5, watermark=1)
+    copy.work_all()
+    assert copy.shard.handle(gone, copy.now)[-1] == Halt(error="gone")
+    copy = whole_second()
+    pushed(copy, 5, watermark=1)
+    copy.work_all()
+    copy.lead(3)
+    copy.work_all()
+    (persist,) = copy.shard.handle(gone, copy.now)
+    assert isinstance(persist, Persist)
+    assert persist.snapshot.facts["clock"] == "6"
+
+
+def test_who_has_never_followed_leads_with_what_it_began_with() -> None:
+    first = OneCopy(A, ready=False)
+    assert first.lead(1) == []
+    first.work()
+    assert first.word == "serving"
+    first.receive(Save(label="1"))
+    assert only(first.work(), Saved).error is None
+    copy = OneCopy(B, restored=first.snapshots[0])
+    copy.lead(2)
+    assert copy.word == "serving"
+
+
+def test_a_snapshot_of_a_later_pairing_is_not_led_with() -> None:
+    first = OneCopy(A)
+    first.lead(7)
+    first.receive(Save(label="1"))
+    first.work()
+    copy = OneCopy(B, restored=first.snapshots[0])
+    with pytest.raises(StorageError, match="of pairing 7, and it is told to lead as 7"):
+        copy.lead(7)
+
+
+def test_where_all_snapshots_are_damaged_a_copy_follows_but_does_not_lead() -> None:
+    """One whose leader lives needs none; without one it would begin anew."""
+    copy = OneCopy(B, unrestored="no snapshot of shard-0 is whole")
+    follow(copy)
+    copy = OneCopy(B, unrestored="no snapshot of shard-0 is whole")
+    with pytest.raises(StorageError, match="no snapshot of shard-0 is whole"):
+        copy.lead(3)
+
+
+def test_who_is_not_whole_cannot_lead_and_its_life_is_over() -> None:
+    copy = OneCopy(B)
+    follow(copy)
+    with pytest.raises(DistBeliefError, match="holds 0 of 1 pieces of what shard-0"):
+        copy.lead(3)
+    copy = whole_second()
+    pushed(copy, 5)
+    follow(copy, 4)
+    with pytest.raises(DistBeliefError, match="told to lead"):
+        copy.lead(5)
+
+
+def test_after_it_leads_its_former_leader_is_not_heard() -> None:
+    copy = whole_second()
+    copy.lead(3)
+    for message in (forward(5), block(5), following(2, clock=9)):
+        assert copy.receive(message, A) == []
+    with pytest.raises(DistBeliefError, match="leads as pairing 4 where shard-0b led"):
+        follow(copy, 4)
+
+
+def test_a_lead_that_was_overtaken_is_not_obeyed() -> None:
+    copy = whole_second()
+    assert copy.lead(2) == []
+    assert copy.word == "following"
+    copy.lead(5)
+    assert copy.lead(4, A) == []
+    assert copy.counters()["pairing"] == 5
+
+
+def test_what_was_told_a_former_life_is_not_obeyed() -> None:
+    """Two lives led under one number, and no client could tell them apart."""
+    copy = OneCopy(B, life=3)
+    assert copy.lead(6, life=2) == []
+    assert copy.counters()["pairing"] == 0
+    assert copy.receive(following(6, clock=9, life=2), A) == []
+    assert copy.word == "waiting"
+    # It would have given up the snapshot it began from.
+    copy.lead(7)
+    assert copy.word == "serving"
+    assert copy.lead(8, A, life=2) == []
+    assert copy.counters()["pairing"] == 7
+
+
+# ------------------------------------------------------------------------ mistakes
+
+
+def test_a_second_that_is_told_to_stop_ends_at_once_and_leaves_nothing() -> None:
+    copy = whole_second()
+    pushed(copy, 5)
+    pushed(copy, 6)
+    copy.receive(Stop(reason="enough"))
+    actions = copy.work()
+    only(actions, Finished)
+    assert isinstance(actions[-1], Halt)
+    assert not copy.lane
+    assert isinstance(copy.memory, PrivateMemory)
+    assert not copy.memory._regions
+
+
+def test_a_second_that_is_asked_for_a_snapshot_says_whom_to_ask() -> None:
+    copy = whole_second()
+    saved = only(copy.receive(Save(label="1")), Saved)
+    assert saved.error is not None
+    assert "ask the one that does" in saved.error
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Lead(pairing=1, receiver_incarnation=1, second="", second_incarnation=0),
+        following(1, clock=0),
+        Acknowledge(sequence=1, shard_incarnation=1, clock=1, staleness=0),
+    ],
+)
+def test_a_shard_of_one_copy_hears_nothing_of_all_this(message: Message) -> None:
+    shard = shard_of(LAYOUT, PrivateMemory())
+    copy = OneCopy(B)
+    copy.shard = shard
+    with pytest.raises(RemoteProtocolError, match="the only copy of its shard"):
+        copy.receive(message, TEST)
+
+
+def test_answers_meant_for_an_earlier_life_are_dropped() -> None:
+    copy = OneCopy(B)
+    credit = StateCredit(pairing=1, clock=0, received=1)
+    assert not [a for a in copy.receive(credit, A) if isinstance(a, Send)]

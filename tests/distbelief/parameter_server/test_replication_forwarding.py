@@ -1,0 +1,335 @@
+"""A leader with a second, message by message: what it sends, and what it holds."""
+
+import numpy as np
+import pytest
+
+from distbelief.core.memory import PrivateMemory
+from distbelief.parameter_server.config import ABSENCE_SECONDS_MAX
+from distbelief.parameter_server.replication import (
+    ALONE_SECONDS,
+    SILENCE_SECONDS,
+    STALL_SECONDS,
+    TICK_SECONDS,
+)
+from distbelief.parameter_server.session_state import slot_views
+from distbelief.protocol import (
+    Acknowledge,
+    Alone,
+    Follow,
+    Forward,
+    Message,
+    PushBlock,
+    PushCredit,
+    Refused,
+    StateBlock,
+    StateCredit,
+    Stop,
+    Welcome,
+)
+from distbelief.roles.role import SUPERVISOR, Action, Halt, PeerLost
+from tests.distbelief.parameter_server.pair import CLIENT, LARGE, OTHER, layout_of
+from tests.distbelief.parameter_server.shard_copies import A, B, N, OneCopy, kinds, only, sent
+
+
+def credit(
+    copy: OneCopy, received: int, *, pairing: int = 2, clock: int = 0, life: int = 1
+) -> list[Action]:
+    message = StateCredit(pairing=pairing, clock=clock, received=received)
+    return copy.receive(message, B, life=life)
+
+
+def acknowledge(copy: OneCopy, clock: int, *, pairing: int = 2, life: int = 1) -> list[Action]:
+    """Say that the second has applied the push of that clock."""
+    message = Acknowledge(
+        sequence=clock + 1, shard_incarnation=pairing, clock=clock + 1, staleness=0
+    )
+    return copy.receive(message, B, life=life)
+
+
+def leader(*, host: str = "", whole: bool = True) -> OneCopy:
+    """A leader with a client, and a second that answers nothing by itself."""
+    copy = OneCopy(A, memory=PrivateMemory(host=host) if host else None)
+    copy.lead(1)
+    copy.hello(host=host)
+    copy.lead(2, B)
+    if whole:
+        credit(copy, 0)
+        credit(copy, 1)
+    return copy
+
+
+def pushed(copy: OneCopy, sequence: int, *, number: int = 1) -> list[Action]:
+    """Push by blocks; return what is done when that begins."""
+    return copy.push(sequence, number=number)
+
+
+# ---------------------------------------------------------------------- building
+
+
+def test_nothing_is_forwarded_and_all_acknowledged_before_the_second_is_there() -> None:
+    copy = OneCopy(A)
+    copy.lead(1)
+    copy.hello()
+    assert only(copy.lead(2, B), Follow).pairing == 2
+    assert sent(pushed(copy, 1), Forward) == []
+    assert only(copy.work(), Acknowledge).sequence == 1
+    follow = only(copy.wait(TICK_SECONDS), Follow)
+    assert (follow.clock, follow.clients[0].watermark) == (1, 1)
+    assert not sent(copy.wait(60.0), Alone)
+
+
+def test_the_first_window_comes_with_the_clock_and_the_clients_as_they_are() -> None:
+    copy = leader(whole=False)
+    pushed(copy, 1)
+    copy.work()
+    actions = credit(copy, 0)
+    assert kinds(actions, B) == ["Follow", "StateBlock"]
+    follow, piece = only(actions, Follow), only(actions, StateBlock)
+    assert (follow.clock, piece.clock, piece.index) == (1, 1, 0)
+    assert follow.clients[0].applied == 1
+    assert (piece.values[:100] == 1.0).all()
+    assert not sent(credit(copy, 1, clock=1), StateBlock)
+
+
+def test_a_window_waits_for_the_push_that_is_being_applied() -> None:
+    copy = leader(whole=False)
+    pushed(copy, 1)
+    assert sent(credit(copy, 0), StateBlock) == []
+    actions = copy.work()
+    assert only(actions, StateBlock).clock == 1
+    assert only(actions, Acknowledge).sequence == 1  # it was not forwarded
+
+
+def test_between_two_windows_one_push_is_applied_at_the_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("distbelief.core.vectors.BLOCK_BYTES", 512)
+    monkeypatch.setattr("distbelief.parameter_server.replication.WINDOW_PIECES", 1)
+    copy = leader(whole=False)
+    assert N == 192
+    actions = credit(copy, 0)
+    assert [p.index for p in sent(actions, StateBlock)] == [0]
+    assert kinds(pushed(copy, 1), B)[-1:] == ["Forward"]
+    pushed(copy, 2)
+    copy.work()
+    assert not copy.lane  # a window is due, once the second has that push
+    credit(copy, 1)
+    actions = acknowledge(copy, 0)
+    assert [(p.index, p.clock) for p in sent(actions, StateBlock)] == [(1, 1)]
+    assert kinds(actions, CLIENT) == ["Acknowledge"]
+    assert len(copy.lane) == 1
+
+
+def test_a_window_that_is_lost_is_sent_again_from_where_the_second_is() -> None:
+    copy = leader(whole=False)
+    credit(copy, 0)
+    assert kinds(copy.wait(TICK_SECONDS), B) == ["Follow", "Follow", "StateBlock"]
+
+
+# ----------------------------------------------------------------------- forwarding
+
+
+def test_a_push_is_acknowledged_when_it_is_applied_on_both_sides() -> None:
+    for second_is_first in (False, True):
+        copy = leader()
+        actions = pushed(copy, 1)
+        forward = only(actions, Forward)
+        assert (forward.clock, forward.client.watermark, forward.client.applied) == (0, 1, 1)
+        assert only(actions, PushBlock).sequence == 1
+        if second_is_first:
+            assert sent(acknowledge(copy, 0), Acknowledge) == []
+            actions = copy.work()
+        else:
+            assert sent(copy.work(), Acknowledge) == []
+            actions = acknowledge(copy, 0)
+        told = only(actions, Acknowledge)
+        assert (told.sequence, told.shard_incarnation, told.clock) == (1, 1, 1)
+
+
+def test_what_is_held_nobody_is_told_of() -> None:
+    copy = leader()
+    pushed(copy, 1)
+    copy.work()
+    welcome = only(copy.hello(), Welcome)
+    assert (welcome.watermark, welcome.applied, welcome.clock) == (0, 0, 1)
+    answer = copy.said(1, number=1)
+    assert kinds(answer, CLIENT) == ["PushCredit"]
+    pushed(copy, 2)
+    copy.work()
+    told = only(acknowledge(copy, 0), Acknowledge)
+    assert told.sequence == 1
+    assert only(copy.said(1, number=1), Acknowledge).sequence == 1
+    assert kinds(copy.said(2, number=1), CLIENT) == ["PushCredit"]
+    assert only(acknowledge(copy, 1), Acknowledge).sequence == 2
+
+
+def test_a_block_of_what_is_held_is_answered_by_a_sign_of_life() -> None:
+    """Its slot is not lent again, and the client does not take the shard for dead."""
+    copy = leader()
+    pushed(copy, 1)
+    copy.work()
+    block = PushBlock(
+        sequence=1, shard_incarnation=1, block_index=0, values=np.zeros(N), answer=True
+    )
+    answer = copy.receive(block, CLIENT)
+    assert kinds(answer, CLIENT) == ["PushCredit"]
+    assert only(answer, PushCredit).received == 1
+    assert only(acknowledge(copy, 0), Acknowledge).sequence == 1
+
+
+def test_who_is_gone_keeps_its_slots_until_nothing_of_it_is_held() -> None:
+    """The second may still read them: it would apply what another client put there."""
+    copy = leader()
+    pushed(copy, 1)
+    copy.work()
+    lost = PeerLost(peer=CLIENT, incarnation=1, reason="killed")
+    copy._note(copy.shard.handle(lost, copy.now))
+    copy.wait(ABSENCE_SECONDS_MAX + 1.0)
+    assert copy.counters()["slots_bytes"] > 0
+    acknowledge(copy, 0)
+    copy.wait(ABSENCE_SECONDS_MAX + 1.0)
+    assert copy.counters()["slots_bytes"] == 0
+
+
+def test_a_new_life_of_a_client_waits_until_nothing_of_the_old_one_is_held() -> None:
+    copy = leader()
+    pushed(copy, 1)
+    copy.work()
+    assert "busy" in only(copy.hello(life=2, next_sequence=100), Refused).reason
+    welcome = only(acknowledge(copy, 0), Welcome)
+    assert (welcome.watermark, welcome.applied, welcome.samples) == (99, 0, 10)
+
+
+def test_a_slot_in_shared_memory_is_named_and_left_alone_while_it_is_held() -> None:
+    copy = leader(host="here")
+    region = only(copy.hello(host="here"), Welcome).slots_region
+    assert region == "shard-0.1.slots-0"
+    slots = slot_views(copy.memory.attach(region), n_elements=N, dtype=np.dtype(np.float64))
+    slots[1][:] = -1.0
+    actions = copy.said(1, number=1)
+    assert kinds(actions, B) == ["Forward"]
+    forward = only(actions, Forward)
+    assert (forward.slots_region, forward.slot) == (region, 1)
+    copy.work()
+    assert (slots[1] == -1.0).all()
+    # The second cannot reach it.
+    answer = PushCredit(sequence=1, shard_incarnation=2, received=0)
+    assert kinds(copy.receive(answer, B), B) == ["PushBlock", "Forward"]
+    acknowledge(copy, 0)
+    slots[0][:] = -1.0
+    assert kinds(copy.said(2, number=1), B) == ["PushBlock", "Forward"]
+
+
+def test_blocks_go_out_as_far_as_the_second_has_taken_them() -> None:
+    copy = OneCopy(A, layout=layout_of(LARGE))
+    copy.lead(1)
+    copy.hello()
+    copy.lead(2, B)
+    n_pieces = copy.shard._values.n_pieces
+    credit(copy, 0)
+    credit(copy, n_pieces)
+    actions = pushed(copy, 1)
+    assert kinds(actions, B) == ["PushBlock"] * 3 + ["Forward"]
+    taken = PushCredit(sequence=1, shard_incarnation=2, received=2)
+    copy.receive(taken, B)
+    again = copy.wait(2 * TICK_SECONDS)
+    assert [b.block_index for b in sent(again, PushBlock)][:1] == [2]
+    assert kinds(again, B)[:2] == ["PushBlock", "Forward"]
+
+
+def test_words_of_others_and_of_other_pairings_mean_nothing() -> None:
+    copy = leader()
+    pushed(copy, 1)
+    copy.work()
+    assert acknowledge(copy, 0, pairing=1) == []
+    assert acknowledge(copy, 0, life=2) == []
+    strangers: list[Message] = [
+        Acknowledge(sequence=1, shard_incarnation=2, clock=1, staleness=0),
+        StateCredit(pairing=2, clock=0, received=1),
+        PushCredit(sequence=1, shard_incarnation=2, received=0),
+    ]
+    for message in strangers:
+        assert copy.receive(message, CLIENT) == []
+    assert kinds(acknowledge(copy, 0), CLIENT) == ["Acknowledge"]
+
+
+def test_only_the_life_of_the_second_that_was_named_is_its_second() -> None:
+    copy = leader(whole=False)
+    assert credit(copy, 0, life=2) == []
+    assert sent(pushed(copy, 1), Forward) == []
+    copy.work()
+    follow = only(copy.wait(TICK_SECONDS), Follow)
+    assert follow.receiver_incarnation == 1
+    assert kinds(credit(copy, 0), B) == ["Follow", "StateBlock"]
+
+
+# -------------------------------------------------------------------------- silence
+
+
+def test_a_silent_second_is_asked_again_and_then_complained_of() -> None:
+    copy = leader()
+    pushed(copy, 1)
+    copy.work()
+    actions = copy.wait(SILENCE_SECONDS - 0.01)
+    assert len(sent(actions, Forward)) >= 2
+    assert sent(actions, Alone) == []
+    actions = copy.wait(2 * ALONE_SECONDS)
+    assert [alone.pairing for alone in sent(actions, Alone)] == [2, 2]
+    assert kinds(actions, SUPERVISOR) == ["Alone", "Alone"]
+    assert kinds(actions, CLIENT) == []  # until the supervisor says so
+    assert only(copy.lead(3), Acknowledge).sequence == 1
+    pushed(copy, 2)
+    assert only(copy.work(), Acknowledge).sequence == 2
+    assert copy.wait(60.0) == []
+
+
+def test_a_second_that_only_says_that_it_lives_is_let_go_in_the_end() -> None:
+    copy = leader()
+    pushed(copy, 1)
+    copy.work()
+    alive = PushCredit(sequence=1, shard_incarnation=2, received=1)
+    n_alone = 0
+    for _ in range(int(STALL_SECONDS / 0.25) + 4):
+        copy.receive(alive, B)
+        n_alone += len(sent(copy.wait(0.25), Alone))
+        assert not n_alone or copy.now >= STALL_SECONDS
+    assert n_alone
+
+
+def test_a_leader_that_stood_still_itself_complains_of_nobody() -> None:
+    copy = leader()
+    pushed(copy, 1)
+    copy.work()
+    copy.now += 30.0
+    assert sent(copy.wait(0.0), Alone) == []
+
+
+def test_a_later_lead_lets_go_of_the_second_and_one_that_is_late_does_nothing() -> None:
+    copy = leader()
+    pushed(copy, 1)  # being applied
+    pushed(copy, 2)
+    copy.work()
+    assert copy.lead(2) == []
+    assert copy.lead(1) == []
+    actions = copy.lead(4, B)
+    assert only(actions, Acknowledge).sequence == 1
+    assert only(actions, Follow).pairing == 4
+    # The second push was being applied, and is not held.
+    assert only(copy.work(), Acknowledge).sequence == 2
+    assert copy.counters()["pairing"] == 4
+    assert only(copy.hello(), Welcome).shard_incarnation == 1  # as it began to lead
+
+
+def test_who_is_told_to_stop_does_not_wait_for_its_second() -> None:
+    copy = leader()
+    pushed(copy, 1)
+    copy.work()
+    actions = copy.receive(Stop(reason="enough"))
+    assert kinds(actions, CLIENT) == ["Acknowledge"]
+    assert isinstance(actions[-1], Halt)
+
+
+def test_the_second_averages_buffers_over_as_many_clients() -> None:
+    copy = leader()
+    copy.hello(sender=OTHER)
+    assert only(pushed(copy, 1), Forward).n_pushing == 2

@@ -1,0 +1,328 @@
+"""A shard's vectors against numpy on the whole vectors, on any number of shards."""
+
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from numpy.typing import NDArray
+
+from distbelief.core.vectors import Vector
+from distbelief.errors import LocalProtocolError, RemoteProtocolError, StorageError
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.vector_store import Algebra
+from distbelief.protocol.vector_commands import (
+    Axpy,
+    Command,
+    Copy,
+    Dot,
+    Drop,
+    Fill,
+    Function,
+    Gram,
+    LinearCombination,
+    Multiply,
+    Norm,
+    Pointwise,
+    Scalars,
+    Scale,
+    Term,
+    combine,
+)
+
+
+ElementType = Literal["float32", "float64"]
+Doubles = NDArray[np.float64]
+
+
+class Shards:
+    """Some shards, and whole vectors laid out over them, element after element."""
+
+    def __init__(self, size: int, *, n_shards: int = 1, dtype: ElementType = "float64") -> None:
+        spec = [TensorSpec(name="w", shape=(size,)), TensorSpec(name="z", shape=(3,))]
+        self.layout = Layout.of(spec, n_shards=n_shards, dtype=dtype)
+        self.algebras = [Algebra(self.layout, k) for k in range(n_shards)]
+
+    def put(self, name: str, values: Doubles) -> None:
+        for elements, part in self._parts(name):
+            part[:] = values[elements]
+
+    def get(self, name: str) -> Doubles:
+        whole = np.zeros(sum(t.n_elements for t in self.layout.tensors))
+        for elements, part in self._parts(name):
+            whole[elements] = part
+        return whole
+
+    def perform(self, *batch: Command) -> Scalars:
+        return combine(batch, [algebra.perform(batch) for algebra in self.algebras])
+
+    def _parts(self, name: str) -> Iterator[tuple[slice, Vector]]:
+        first = self.layout.tensors[0].n_elements
+        for k, algebra in enumerate(self.algebras):
+            vector = algebra.vector(name)
+            for s in self.layout.segments(k):
+                start = first * s.tensor_index + s.start
+                yield (
+                    slice(start, start + s.n_elements),
+                    vector[s.offset : s.offset + s.n_elements],
+                )
+
+
+def made(size: int, *, seed: int) -> Doubles:
+    values = np.random.default_rng(seed).normal(size=size + 3)
+    values[np.abs(values) < 0.3] = 0.0
+    return values
+
+
+def plain(function: Function, x: Doubles, y: Doubles, a: float) -> Doubles:
+    """Element by element, from the definitions."""
+    pairs = zip(x.tolist(), y.tolist(), strict=True)
+    return np.array([plain_element(function, p, q, a) for p, q in pairs])
+
+
+def plain_element(function: Function, x: float, y: float, a: float) -> float:
+    def sign(t: float) -> float:
+        return float((t > 0) - (t < 0))
+
+    shrunk = y - a if y > a else (y + a if y < -a else 0.0)
+    return {
+        "sign": sign(x),
+        "absolute": abs(x),
+        "clip": min(max(x, -a), a),
+        "soft_threshold": x - a if x > a else (x + a if x < -a else 0.0),
+        "align": x if x * y > 0 else 0.0,
+        "oppose": x if x * y < 0 else 0.0,
+        "orthant": sign(x) if x else sign(-y),
+        "pseudo_gradient": y + a * sign(x) if x else shrunk,
+    }[function]
+
+
+@settings(max_examples=40)
+@given(
+    size=st.integers(1, 400),
+    n_shards=st.integers(1, 5),
+    dtype=st.sampled_from(get_args(ElementType)),
+    a=st.sampled_from([0.0, 0.5, -1.25]),
+)
+def test_commands_do_what_numpy_does_on_any_number_of_shards(
+    size: int, n_shards: int, dtype: ElementType, a: float
+) -> None:
+    shards = Shards(size, n_shards=n_shards, dtype=dtype)
+    x, y = (made(size, seed=seed).astype(dtype).astype(float) for seed in (1, 2))
+    shards.put("x", x)
+    shards.put("y", y)
+    shards.perform(
+        Copy(target="copy", x="x"),
+        Fill(target="fill", a=a),
+        Copy(target="scale", x="x"),
+        Scale(target="scale", a=a),
+        Copy(target="axpy", x="y"),
+        Axpy(target="axpy", a=a, x="x"),
+        Copy(target="product", x="x"),
+        Multiply(target="product", x="y"),
+        LinearCombination(target="sum", terms=(Term(a, "x"), Term(2.0, "y"), Term(0.5, "fill"))),
+        LinearCombination(target="y2", terms=(Term(1.0, "y"),)),
+        LinearCombination(target="y2", terms=(Term(3.0, "y2"), Term(1.0, "y2"))),
+        LinearCombination(target="many", terms=(*(Term(0.25, "x"),) * 4, Term(a, "y"))),
+    )
+    expected = {
+        "copy": x,
+        "fill": np.full(size + 3, a),
+        "scale": a * x,
+        "axpy": y + a * x,
+        "product": x * y,
+        "sum": a * x + 2.0 * y + 0.5 * a,
+        "y2": 4.0 * y,
+        "many": x + a * y,
+    }
+    for name, values in expected.items():
+        np.testing.assert_allclose(
+            shards.get(name),
+            values.astype(dtype).astype(float),
+            rtol=1e-15,
+            atol=1e-15,
+            err_msg=name,
+        )
+
+    dot, norm_1, norm_2, norm_inf, *gram = shards.perform(
+        Dot(x="x", y="y"),
+        Norm(x="fill", order="1"),  # padding would show
+        Norm(x="x", order="2"),
+        Norm(x="x", order="inf"),
+        Gram(rows=("x", "y"), columns=("y", "x", "x")),
+    )
+    np.testing.assert_allclose(dot, x @ y, atol=1e-13)
+    np.testing.assert_allclose(norm_1, abs(a) * (size + 3))
+    np.testing.assert_allclose(norm_2, np.linalg.norm(x))
+    assert norm_inf == np.abs(x).max()
+    np.testing.assert_allclose(gram, [x @ y, x @ x, x @ x, y @ y, y @ x, y @ x], atol=1e-13)
+
+
+@pytest.mark.parametrize("function", get_args(Function))
+@pytest.mark.parametrize("n_shards", [1, 3])
+def test_pointwise_functions_are_what_they_are_defined_as(
+    function: Function, n_shards: int
+) -> None:
+    shards = Shards(300, n_shards=n_shards)
+    x, y = made(300, seed=3), made(300, seed=4)
+    shards.put("x", x)
+    shards.put("y", y)
+    shards.perform(Pointwise(target="t", function=function, x="x", y="y", a=0.7))
+    np.testing.assert_allclose(shards.get("t"), plain(function, x, y, 0.7), rtol=1e-15, atol=0.0)
+    shards.perform(Pointwise(target="x", function=function, x="x", y="y", a=0.7))
+    np.testing.assert_array_equal(shards.get("x"), shards.get("t"))
+    for k, algebra in enumerate(shards.algebras):
+        n = sum(segment.n_elements for segment in shards.layout.segments(k))
+        assert np.count_nonzero(algebra.vector("t")) <= n  # padding stays zero
+
+
+def test_signs_agree_even_where_the_product_vanishes() -> None:
+    shards = Shards(1)
+    shards.put("x", np.full(4, 1e-200))
+    shards.perform(Pointwise(target="t", function="align", x="x", y="x"))
+    np.testing.assert_array_equal(shards.get("t"), np.full(4, 1e-200))
+
+
+def test_vectors_longer_than_a_piece_are_whole() -> None:
+    size = 20_000
+    shards = Shards(size, n_shards=2, dtype="float32")
+    x = made(size, seed=5).astype(np.float32).astype(float)
+    shards.put("x", x)
+    square, largest, absolute = shards.perform(
+        LinearCombination(target="twice", terms=(Term(2.0, "x"),)),
+        Pointwise(target="size", function="absolute", x="x"),
+        Dot(x="x", y="x"),
+        Norm(x="x", order="inf"),
+        Norm(x="x", order="1"),
+    )
+    np.testing.assert_array_equal(shards.get("twice"), 2.0 * x)
+    np.testing.assert_array_equal(shards.get("size"), np.abs(x))
+    np.testing.assert_allclose([square, absolute], [x @ x, np.abs(x).sum()], rtol=1e-13)
+    assert largest == np.abs(x).max()
+
+
+def test_float32_vectors_are_summed_in_float64() -> None:
+    shards = Shards(100_000, dtype="float32")
+    shards.perform(Fill(target="x", a=1e30))
+    (square,) = shards.perform(Dot(x="x", y="x"))
+    np.testing.assert_allclose(square, 100_003 * float(np.float32(1e30)) ** 2)
+
+
+def test_what_a_command_writes_is_rounded_once() -> None:
+    shards = Shards(1, dtype="float32")
+    shards.perform(
+        Fill(target="x", a=1.0),
+        Fill(target="tiny", a=2.0**-25),
+        LinearCombination(
+            target="sum", terms=(Term(1.0, "x"), Term(1.0, "tiny"), Term(1.5, "tiny"))
+        ),
+    )
+    assert shards.get("sum")[0] == 1.0 + 2.0**-23  # one by one, neither would count
+
+
+def test_numbers_that_are_none_are_answers_too() -> None:
+    shards = Shards(2)
+    shards.put("x", np.array([np.nan, 1e308, 1.0, 1.0, 1.0]))
+    shards.perform(Scale(target="x", a=1e300))
+    dot, norm = shards.perform(Dot(x="x", y="x"), Norm(x="x", order="inf"))
+    assert np.isnan(dot)
+    assert np.isnan(norm)
+
+
+def test_a_shard_without_parameters_measures_nothing() -> None:
+    layout = Layout.of([TensorSpec(name="w", shape=(3,))], n_shards=2)
+    empty = Algebra(layout, 1)
+    batch = (Fill(target="x", a=1.0), Dot(x="x", y="x"), Norm(x="x", order="inf"))
+    assert empty.perform(batch) == (0.0, 0.0)
+
+
+# -------------------------------------------------------------- all or nothing
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((Scale(target="x", a=2.0), Copy(target="t", x="y")), "needs vector 'y'"),
+        ((Scale(target="x", a=2.0), Scale(target="y", a=2.0)), "needs vector 'y'"),
+        ((Drop(names=("x",)), Dot(x="x", y="x")), "command 1 of 2, Dot"),
+        ((Scale(target="x", a=2.0), Drop(names=("kept",))), "are the shard's"),
+        (
+            (Scale(target="x", a=2.0), Fill(target="y", a=0.0), Fill(target="z", a=0.0)),
+            "bound of 2",
+        ),
+        (
+            (Scale(target="x", a=2.0), Gram(rows=("x",) * 129, columns=("x",) * 128)),
+            "16512 numbers",
+        ),
+    ],
+)
+def test_a_batch_that_cannot_be_performed_changes_nothing(
+    batch: tuple[Command, ...], message: str
+) -> None:
+    layout = Layout.of([TensorSpec(name="w", shape=(5,))], n_shards=1, dtype="float64")
+    algebra = Algebra(layout, 0, n_vectors_max=2)
+    algebra.bind("kept", np.zeros(64))
+    algebra.perform((Fill(target="x", a=1.0),))
+    with pytest.raises(RemoteProtocolError, match=message):
+        algebra.perform(batch)
+    assert algebra.names() == ("kept", "x")
+    assert algebra.perform((Norm(x="x", order="inf"),)) == (1.0,)
+
+
+def test_vectors_made_from_within_count_as_well() -> None:
+    layout = Layout.of([TensorSpec(name="w", shape=(5,))], n_shards=1)
+    algebra = Algebra(layout, 0, n_vectors_max=1)
+    algebra.vector("x")
+    algebra.vector("x")
+    with pytest.raises(RemoteProtocolError, match="bound of 1"):
+        algebra.vector("y")
+
+
+# ------------------------------------------------------------ bound, saved, priced
+
+
+def test_a_bound_vector_is_written_in_place_and_not_saved() -> None:
+    layout = Layout.of([TensorSpec(name="w", shape=(5,))], n_shards=1)
+    algebra = Algebra(layout, 0)
+    values = np.zeros(64, np.float32)
+    algebra.bind("parameters", values)
+    algebra.perform((Fill(target="x", a=3.0), Copy(target="parameters", x="x")))
+    assert values[:6].tolist() == [3.0] * 5 + [0.0]
+    assert set(algebra.export()) == {"x"}
+    with pytest.raises(LocalProtocolError, match=r"shape \(63,\)"):
+        algebra.bind("parameters", np.zeros(63, np.float32))
+
+
+def test_what_is_saved_is_restored_to_the_bit_and_nothing_else() -> None:
+    layout = Layout.of([TensorSpec(name="w", shape=(5,))], n_shards=1, dtype="float64")
+    first, second = Algebra(layout, 0), Algebra(layout, 0)
+    first.vector("s0")[:] = np.random.default_rng(0).normal(size=64)
+    first.vector("y0")[:] = np.nan
+    second.bind("parameters", np.zeros(64))
+    second.vector("stale")
+    saved = first.export()
+    assert set(first.export(["y0", "absent"])) == {"y0"}
+    second.restore(saved)
+    assert second.names() == ("parameters", "s0", "y0")
+    first.perform((Scale(target="s0", a=0.0),))
+    assert second.vector("s0").any()  # a copy
+    assert np.isnan(second.vector("y0")).all()
+
+
+@pytest.mark.parametrize("wrong", [np.zeros(63), np.zeros(64, np.float32)])
+def test_a_saved_vector_that_does_not_fit_is_refused(wrong: NDArray[np.float64]) -> None:
+    layout = Layout.of([TensorSpec(name="w", shape=(5,))], n_shards=1, dtype="float64")
+    algebra = Algebra(layout, 0)
+    algebra.vector("x")
+    with pytest.raises(StorageError, match="vector 's0' has shape"):
+        algebra.restore({"s0": wrong})
+    assert algebra.names() == ("x",)
+
+
+def test_the_cost_counts_passes_over_memory() -> None:
+    layout = Layout.of([TensorSpec(name="w", shape=(100,))], n_shards=1)
+    algebra = Algebra(layout, 0)
+    assert algebra.cost((Copy(target="t", x="x"),)).n_bytes == 2 * 128 * 4
+    gram = Gram(rows=("s", "y"), columns=("s", "y", "g"))
+    assert algebra.cost((gram,)).n_bytes == 3 * 128 * 4

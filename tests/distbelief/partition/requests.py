@@ -1,0 +1,38 @@
+"""What is planned in tests of the planner: a small net on a few machines."""
+
+from collections.abc import Mapping
+from functools import cache
+
+from distbelief.graph.graph import LayerGraph
+from distbelief.partition.cost_model import AnalyticCosts, single_sample
+from distbelief.partition.planner import Planned, plan
+from distbelief.partition.search import Order
+from distbelief.program.cluster import Cluster
+from distbelief.program.placement import Placement
+from tests.distbelief.partition.plans import equal, fully_connected
+
+
+def order(graph: LayerGraph, cluster: Cluster, *, batch: int = 32) -> Order:
+    costs = AnalyticCosts(cluster, batch=batch, single=single_sample(graph))
+    return Order(graph=graph, cluster=cluster, batch=batch, costs=costs, pins={})
+
+
+@cache
+def planned(*counts: int, memory: float | None = None) -> tuple[Planned, ...]:
+    """Three layers on equal machines."""
+    graph = fully_connected(40, 600, 400, 50)
+    return tuple(plan(order(graph, equal(max(counts), memory=memory)), counts))
+
+
+def permuted(placements: Mapping[str, Placement], to: Mapping[int, int]) -> dict[str, Placement]:
+    """The same plan, its machines numbered otherwise."""
+    return {name: _permuted(placement, to) for name, placement in placements.items()}
+
+
+def _permuted(placement: Placement, to: Mapping[int, int]) -> Placement:
+    combine = placement.combine
+    return Placement(
+        cuts=placement.cuts,
+        machines=tuple(to[machine] for machine in placement.machines),
+        combine=None if combine is None else _permuted(combine, to),
+    )

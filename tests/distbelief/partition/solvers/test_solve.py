@@ -1,0 +1,109 @@
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from distbelief.graph.graph import GraphError
+from distbelief.partition.solvers import dynamic_programming, solve as solve_module
+from distbelief.partition.solvers.problem import PROOF, Problem
+from distbelief.partition.solvers.solve import solve
+from tests.distbelief.partition.solvers.problems import best, chain, crowded, problems
+
+
+@pytest.mark.untraced
+@settings(max_examples=25)
+@given(problems())
+def test_it_finds_what_enumeration_finds(problem: Problem) -> None:
+    expected = best(problem)
+    if expected is None:
+        with pytest.raises(GraphError, match="finite cost"):
+            solve(problem)
+        return
+    solution = solve(problem)
+    assert solution.exact
+    assert solution.feasible == expected.feasible
+    assert solution.cost == pytest.approx(expected.cost, rel=PROOF)
+    assert solution.cost == problem.cost(solution.choice)
+    assert solution.bound <= expected.cost * (1 + PROOF)
+    assert solution == solve(problem)
+
+
+@settings(max_examples=15)
+@given(problems())
+def test_without_tables_or_programs_bounds_still_hold(problem: Problem) -> None:
+    expected = best(problem)
+    if expected is None:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_programming, "ENTRIES_MAX", 0)
+        patch.setattr(solve_module, "VARIABLES_MAX", 0)
+        try:
+            solution = solve(problem)
+        except GraphError:
+            return  # where much is forbidden, nothing may be found
+    assert expected.feasible or not solution.feasible
+    if solution.feasible or not expected.feasible:
+        assert solution.bound <= expected.cost * (1 + PROOF) + 1e-9
+    if solution.feasible and solution.exact:
+        assert solution.cost == pytest.approx(expected.cost, rel=PROOF)
+
+
+def test_where_tables_are_too_large_a_program_proves() -> None:
+    n = 8
+    rng = np.random.default_rng(5)
+    clique = Problem(
+        costs=tuple(rng.random(6) for _ in range(n)),
+        edges={(u, v): rng.random((6, 6)) * 0.2 for v in range(n) for u in range(v)},
+    )
+    solution = solve(clique)
+    assert solution.exact
+    assert solution.cost == pytest.approx(solution.bound, rel=PROOF)
+
+
+def test_pins_hold() -> None:
+    free = chain(8, 4, seed=2)
+    costs = [own.copy() for own in free.costs]
+    costs[3][[0, 1, 3]] = np.inf
+    pinned = solve(Problem(costs=tuple(costs), edges=free.edges))
+    assert pinned.choice[3] == 2
+    assert pinned.exact
+    assert pinned.cost >= solve(free).cost
+
+
+def test_scaling_all_times_changes_nothing_else() -> None:
+    problem = chain(20, 5, seed=4, skip=3)
+    scaled = Problem(
+        costs=tuple(1e-6 * costs for costs in problem.costs),
+        edges={pair: 1e-6 * table for pair, table in problem.edges.items()},
+    )
+    assert solve(problem).choice == solve(scaled).choice
+
+
+def test_caps_that_do_not_bind_leave_elimination_exact() -> None:
+    assert solve(crowded(5, caps=5)).solver == "elimination"
+    assert solve(crowded(5, caps=4)).cost == 6
+
+
+def test_an_offender_is_named_if_nothing_fits() -> None:
+    solution = solve(crowded(5, caps=2))
+    assert not solution.feasible
+    assert solution.offending == (0,)
+    assert solution.overrun == 1.5
+    assert solution.exact
+
+
+def test_when_time_is_over_the_best_known_and_its_bound_are_returned() -> None:
+    rng = np.random.default_rng(7)
+    n, k, machines = 8, 4, 3
+    free = chain(n, k, seed=7, skip=3)
+    memory = rng.random((n, k, machines))
+    problem = Problem(
+        costs=free.costs, edges=free.edges, memory=tuple(memory), caps=np.full(machines, 0.4 * n)
+    )
+    ticks = count()
+    solution = solve(problem, seconds=40, clock=lambda: float(next(ticks)))
+    patient = solve(problem, seconds=20)
+    assert solution.bound <= patient.cost <= solution.cost
+    assert not solution.exact
+    assert patient.feasible

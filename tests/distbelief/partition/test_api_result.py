@@ -1,0 +1,307 @@
+"""`distbelief.plan`: whose times it plans with, and what it says of that."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typing_extensions import override
+
+import distbelief
+from distbelief.graph.capture import InputSpec
+from distbelief.graph.graph import INPUT, GraphError
+from distbelief.partition.cost_model import ProfiledCosts
+from distbelief.partition.planner import order_of
+from distbelief.partition.profiling import this_host as this_host_module
+from distbelief.partition.profiling.layer_timer import profiled
+from distbelief.partition.profiling.profile import Figures, add, load, this_host
+from distbelief.partition.profiling.this_host import HERE, Network, here
+from distbelief.partition.search import Order
+from distbelief.program.cluster import Cluster
+from distbelief.program.plan import load as load_plan
+
+
+FIGURES = Figures(
+    flops=1e10,
+    memory_rate=1e10,
+    message_rate=1e9,
+    memory=1e9,
+    overhead=1e-5,
+    jitter=0.0,
+    date="2012-12-03T12:00:00+00:00",
+)
+EXAMPLE = torch.zeros(4, 12)
+
+
+@pytest.fixture(autouse=True)
+def _known_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of its own, where this machine's figures are already."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(this_host_module, "seconds", lambda: 1e-3)
+    add(this_host(), figures=FIGURES)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def order(
+    model: nn.Module | None = None,
+    *,
+    cluster: str | Cluster = HERE,
+    shape: tuple[int, ...] = (12,),
+    loss: str = "cross_entropy",
+    profile: bool = False,
+    told: list[str] | None = None,
+) -> Order:
+    return order_of(
+        model or net(),
+        [InputSpec(shape=shape)],
+        batch=4,
+        loss=loss,
+        counts=[1, 2],
+        cluster=cluster,
+        pins={},
+        exactly=False,
+        profile=profile,
+        tell=(told if told is not None else []).append,
+    )
+
+
+def test_machines_like_this_one_take_the_times_measured_here() -> None:
+    made = order()
+    assert made.cluster == here(2)
+    assert isinstance(made.costs, ProfiledCosts)
+    assert made.costs.is_absolute
+    for layer in made.graph.layers:
+        if layer.kind != INPUT:
+            assert made.costs.knows(layer)
+    kept = load(this_host())
+    assert kept is not None
+    (first,) = [x for x in made.graph.layers if x.name == "0"]
+    whole = [row["whole"].forward[-1] for row in kept.layers.values()]
+    assert made.costs.forward(first, first.region, 1) in whole
+
+
+def test_the_step_of_one_machine_is_the_sum_of_its_layers() -> None:
+    outlook = distbelief.plan(net(), EXAMPLE, cluster="here")
+    made = outlook.order
+    total = sum(
+        made.costs.forward(x, x.region, 0) + made.costs.backward(x, x.region, 0)
+        for x in made.graph.layers
+        if x.kind != INPUT
+    )
+    forecast = outlook.planned[0].forecast
+    assert forecast.median == pytest.approx(total)
+    assert forecast.lower_bound <= forecast.median * (1 + 1e-9)
+
+
+def test_a_second_planning_measures_nothing() -> None:
+    told: list[str] = []
+    order(told=told)
+    assert told[0] == "measuring this machine"
+    assert told[1].startswith(f"measuring layer 1 of {len(told) - 1}: ")
+    content, again = this_host().path.read_bytes(), list[str]()
+    order(told=again)
+    assert again == told[:1]
+    assert this_host().path.read_bytes() == content
+
+
+def test_what_was_measured_on_a_busy_machine_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Such a profile was once kept for good.
+    kept = order().costs
+    told: list[str] = []
+    monkeypatch.setattr(this_host_module, "seconds", lambda: 2.5e-4)
+    made = order(told=told)
+    assert told[0] == "measuring this machine anew: it was 4.0 times as slow before"
+    assert told[2].startswith("measuring layer 1 of ")
+    assert isinstance(kept, ProfiledCosts)
+    assert isinstance(made.costs, ProfiledCosts)
+    assert made.costs.profile.layers.keys() == kept.profile.layers.keys()
+    assert made.costs.profile.layers != kept.profile.layers
+    assert made.costs.profile.figures != FIGURES
+    outlook = distbelief.plan(net(), EXAMPLE, cluster="here")
+    assert "from when this host was 4.0 times as slow." in outlook.origin
+
+
+def test_on_a_busy_machine_nothing_is_measured_again_but_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order()
+    content = this_host().path.read_bytes()
+    monkeypatch.setattr(this_host_module, "seconds", lambda: 2e-3)
+    outlook = distbelief.plan(net(), EXAMPLE, cluster="here")
+    assert this_host().path.read_bytes() == content
+    assert "This host is 2.0 times as slow now as it was then" in outlook.origin
+    assert f"delete {this_host().path}." in outlook.origin
+
+
+def test_a_little_slower_or_faster_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    order()
+    content = this_host().path.read_bytes()
+    for now in (0.85e-3, 1.2e-3):
+        monkeypatch.setattr(this_host_module, "seconds", lambda now=now: now)
+        order()
+        assert this_host().path.read_bytes() == content
+
+
+def test_other_machines_are_as_much_slower_as_layers_are_here() -> None:
+    plain, profiled_order = (order(cluster="rack-1g"), order(cluster="rack-1g", profile=True))
+    same = order(cluster=here(2), profile=True)
+    measured = order()
+    assert isinstance(profiled_order.costs, ProfiledCosts)
+    assert not profiled_order.costs.is_absolute
+    layer = plain.graph["0"]
+    ratios = []
+    for made in (plain, profiled_order, same, measured):
+        forward = made.costs.forward(layer, layer.region, 0)
+        ratios.append(forward)
+    arithmetic_here = 1e-5 + 4 * 4 * (12 + 8) / 1e10 + 4 * (12 * 8 + 8) / 1e10
+    assert ratios[2] == pytest.approx(ratios[3])
+    assert ratios[1] / ratios[0] == pytest.approx(ratios[3] / arithmetic_here, rel=0.1)
+
+
+def test_the_remark_names_where_costs_are_from(tmp_path: Path) -> None:
+    outlook = distbelief.plan(net(), EXAMPLE, machines=2, cluster="here")
+    host, date = this_host(), load(this_host())
+    assert date is not None
+    threads = "thread" if host.n_threads == 1 else "threads"
+    where = (
+        f"from profile of {date.date[:10]} on this host ({host.processor}, "
+        f"{host.n_threads} {threads}; measured), machines"
+    )
+    said = (
+        f"Costs: layer times {where} like it (measured). The network is assumed: 1 "
+        "Gbit/s, latency 100 us, and 100 us that a message keeps its ends."
+    )
+    assert outlook.remarks[-1] == said
+    assert said in str(outlook)
+    outlook.save(tmp_path / "plan.json")
+    plan = load_plan(tmp_path / "plan.json")
+    assert plan.predicted is not None
+    assert plan.predicted.costs == said
+    assert plan.cluster.name == "here"
+    scaled = distbelief.plan(net(), EXAMPLE, cluster="rack-1g", profile=True)
+    assert scaled.origin.startswith(
+        f"Costs: layer efficiency {where} from cluster 'rack-1g' (assumed). "
+    )
+    plain = distbelief.plan(net(), EXAMPLE, cluster="rack-1g")
+    assert plain.origin.startswith(
+        "Costs: assumed figures of cluster 'rack-1g', no measured layer. "
+    )
+
+
+def test_a_busy_host_is_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (6.2, 0.0, 0.0))
+    outlook = distbelief.plan(net(), EXAMPLE, cluster="here")
+    busy = (
+        "Others used this host meanwhile (3.1 programs per processor), so times may be "
+        f"too long: to measure again, delete {this_host().path}."
+    )
+    assert busy in outlook.origin
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert busy in distbelief.plan(net(), EXAMPLE[:2], cluster="here").origin
+    this_host().path.unlink()
+    add(this_host(), figures=FIGURES)
+    assert busy not in distbelief.plan(net(), EXAMPLE, cluster="here").origin
+
+
+def test_where_nobody_knows_the_load_none_is_remarked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> None:
+        raise OSError
+
+    monkeypatch.setattr("os.getloadavg", unknown)
+    assert "Others" not in distbelief.plan(net(), EXAMPLE, cluster="here").origin
+
+
+def test_a_network_of_ones_own_between_machines_like_this_one() -> None:
+    network = Network(bandwidth=1.25e9, latency=1e-5, message_overhead=0.0)
+    cluster = here(2, network=network)
+    outlook = distbelief.plan(net(), EXAMPLE, cluster=cluster, profile=True)
+    assert "network is as given: 10 Gbit/s, latency 10 us" in outlook.origin
+
+
+def test_layers_too_large_to_be_measured_are_counted() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(12, 20_000), nn.Linear(20_000, 20_000))
+    outlook = distbelief.plan(model, EXAMPLE, cluster="here")
+    assert ("; 1 of 2 layers by arithmetic: 1 too large to be measured here.") in outlook.origin
+
+
+def test_layers_that_were_not_measured_in_time_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = order(cluster="rack-1g").graph
+    few = profiled(graph, batch=4)
+    key, *_ = few.layers
+    this_host().path.unlink()
+    add(this_host(), figures=FIGURES)
+    kept = add(this_host(), layers={key: few.layers[key]})
+    monkeypatch.setattr("distbelief.partition.planner.profiled", lambda *_, **__: kept)
+    outlook = distbelief.plan(net(), EXAMPLE, loss="cross_entropy", cluster="here")
+    n_layers = sum(layer.kind != INPUT for layer in graph.layers)
+    assert (
+        f"; {n_layers - 1} of {n_layers} layers by arithmetic: {n_layers - 1} not "
+        "measured in time, or at all."
+    ) in outlook.origin
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5, batch_first=True)
+        self.last = nn.Linear(5, 3)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states, _ = self.lstm(x)
+        result: torch.Tensor = self.last(states)
+        return result
+
+
+def test_modules_that_are_called_whole_are_measured_and_left_as_they_were() -> None:
+    model = Recurrent()
+    model.lstm.eval()
+    made = order(model, shape=(7, 6), loss="")
+    assert isinstance(made.costs, ProfiledCosts)
+    whole = [layer for layer in made.graph.layers if layer.whole]
+    assert whole
+    assert all(made.costs.knows(layer) for layer in whole)
+    assert (model.lstm.training, model.last.training) == (False, True)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_loss_that_is_computed_whole_is_measured_if_it_takes_its_targets() -> None:
+    made = order(loss="multilabel_soft_margin")
+    assert isinstance(made.costs, ProfiledCosts)
+    assert made.costs.knows(made.graph["loss"])
+
+
+def test_mistakes_are_told_before_anything_is_measured() -> None:
+    this_host().path.unlink()
+    with pytest.raises(GraphError, match="33 are asked for"):
+        distbelief.plan(net(), EXAMPLE, machines=33, cluster="rack-1g", profile=True)
+    with pytest.raises(GraphError, match="there is no cluster 'her'"):
+        distbelief.plan(net(), EXAMPLE, cluster="her", profile=True)
+    assert not this_host().path.exists()
+
+
+@pytest.mark.parametrize("machines", [0, (), (0, 1)])
+def test_no_machines_are_a_mistake(machines: int | tuple[int, ...]) -> None:
+    with pytest.raises(GraphError, match="machines"):
+        distbelief.plan(net(), EXAMPLE, machines=machines, cluster="here")
+
+
+@pytest.mark.parametrize("example", [torch.zeros(()), (EXAMPLE, EXAMPLE[:1])])
+def test_an_example_is_a_batch(example: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+    with pytest.raises(GraphError, match="the example is no batch"):
+        distbelief.plan(net(), example)
+
+
+def test_whole_numbers_are_inputs_too() -> None:
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Flatten(), nn.Linear(48, 10))
+    words = torch.full((4, 6), 49)
+    outlook = distbelief.plan(model, words, loss="cross_entropy", cluster="here")
+    assert outlook.fits

@@ -1,0 +1,55 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from distbelief.partition.planner import played
+from distbelief.partition.problem import build
+from tests.distbelief.partition.plans import equal, zoo
+from tests.distbelief.partition.requests import order, permuted, planned
+
+
+pytestmark = pytest.mark.untraced
+
+
+FORECASTS = [done.forecast for done in planned(1, 2, 4)]
+GRAPH = zoo("alexnet")
+CLUSTER = equal(4, latency=1e-4)
+_, DECODER = build(GRAPH, CLUSTER, batch=32)
+
+
+def test_its_figures_are_those_of_the_step() -> None:
+    for forecast in FORECASTS:
+        assert forecast.seconds == tuple(sorted(forecast.seconds))
+        assert forecast.speed_up * forecast.median == pytest.approx(forecast.one_machine_seconds)
+        assert forecast.efficiency * len(forecast.used) == pytest.approx(forecast.speed_up)
+        assert forecast.lower_bound <= forecast.median
+        assert len(forecast.memory) == forecast.n_machines
+        assert {p for pair in forecast.link_bytes for p in pair} <= set(forecast.used)
+
+
+def test_the_gap_is_what_the_model_has_above_its_bound() -> None:
+    forecast = replace(FORECASTS[0], model_seconds=3.0, model_bound=2.0)
+    assert forecast.gap == pytest.approx(0.5)
+    assert replace(forecast, model_bound=3.5).gap == 0.0  # rounding
+    assert replace(forecast, model_seconds=None).gap is None
+    assert replace(forecast, model_bound=0.0).gap is None
+
+
+def test_it_fits_unless_somebody_offends() -> None:
+    assert FORECASTS[0].fits
+    assert not replace(FORECASTS[0], offenders=(0,)).fits
+
+
+@settings(max_examples=15)
+@given(data=st.data(), to=st.permutations(range(4)))
+def test_equal_machines_may_be_numbered_otherwise(data: st.DataObject, to: list[int]) -> None:
+    choice = [data.draw(st.integers(0, len(node.candidates) - 1)) for node in DECODER.nodes]
+    placements = DECODER(choice)
+    asked = order(GRAPH, CLUSTER)
+    one = played(asked, placements, n_machines=4)
+    other = played(asked, permuted(placements, dict(enumerate(to))), n_machines=4)
+    assert other.step_seconds == pytest.approx(one.step_seconds, rel=1e-12)
+    moved = {(to[p], to[q]): n for (p, q), n in one.link_bytes.items()}
+    assert dict(other.link_bytes) == moved
+    assert [other.memory_bytes[to[m]] for m in range(4)] == list(one.memory_bytes)

@@ -1,0 +1,140 @@
+"""What `--verify` compares, and how; with processes: `tests/processes/test_verify`."""
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import distbelief
+from distbelief.errors import JobError
+from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.graph import Builder
+from distbelief.graph.losses import append_loss
+from distbelief.partition import verify
+from distbelief.partition.verify import Agreement, Link, Verified
+from distbelief.partition.verify_run import Rehearsal
+
+
+def verified(
+    agreements: Sequence[Agreement], links: Sequence[Link] = (), *, n_machines: int = 2
+) -> Verified:
+    return Verified(
+        n_machines=n_machines,
+        agreements=agreements,
+        links=links,
+        predicted_seconds=0.5,
+        measured_seconds=1.0,
+        alone_seconds=1.5,
+        cluster="rack-1g",
+        n_cores=2,
+    )
+
+
+GOOD = Agreement(name="outputs", error=2e-6, rounding=1e-6)
+BAD = Agreement(name="0.weight", error=4e-6, rounding=1e-6)
+
+
+def text_of(found: Verified) -> str:
+    console = Console(width=100, color_system=None)
+    with console.capture() as capture:
+        found.show(console)
+    return capture.get()
+
+
+def test_three_times_ones_own_rounding_agrees() -> None:
+    assert GOOD.agrees
+    assert not BAD.agrees
+    assert Agreement(name="tiny", error=9e-7, rounding=0.0).agrees
+
+
+def test_bytes_have_to_be_exact() -> None:
+    link = Link(sender=0, receiver=1, predicted=10, sent=10)
+    assert verified([GOOD], [link]).passed
+    other = Link(sender=1, receiver=0, predicted=10, sent=9)
+    assert not verified([GOOD], [link, other]).passed
+
+
+def test_what_is_wrong_is_shown() -> None:
+    said = text_of(verified([GOOD, BAD], n_machines=4))
+    assert "differs" in said
+    assert "The plan is NOT right here." in said
+    assert "4 machines share 2 cores here" in said
+    assert "1.50x" in said
+    assert "2.00 times that" in said
+
+
+def test_all_of_it_is_plain_data() -> None:
+    link = Link(sender=0, receiver=1, predicted=10, sent=10)
+    plain = verified([GOOD], [link]).plain()
+    assert plain["passed"] is True
+    assert plain["errors"] == {"outputs": {"plan": 2e-6, "one_process": 1e-6}}
+    assert plain["links"] == [{"from": 0, "to": 1, "predicted_bytes": 10, "sent_bytes": 10}]
+
+
+def test_a_gradient_of_rounding_is_measured_by_the_others() -> None:
+    exact = {
+        "outputs": torch.ones(2, dtype=torch.float64),
+        "loss": torch.ones((), dtype=torch.float64),
+        "weight": torch.ones(3, dtype=torch.float64),
+        "bias": torch.full((3,), 1e-17, dtype=torch.float64),
+    }
+    rounded = {name: tensor.float() for name, tensor in exact.items()}
+    found = rounded | {"bias": torch.full((3,), 5e-10)}
+    agreements = verify._compared(found, rounded, exact)
+    assert all(each.agrees for each in agreements)
+    assert agreements[-1].name == "bias"
+    assert agreements[-1].error == pytest.approx(5e-7)
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    builder = Builder(aliases={})
+    for name in ("x", "y", "targets"):
+        builder.input(name, (3,), is_integer=False)
+    graph = builder.finish(["x"])
+    with pytest.raises(JobError, match="name the loss"):
+        verify._check(graph, "")
+    with pytest.raises(JobError, match="one input, and this one has 2"):
+        verify._check(graph, "mse")
+
+
+def test_words_are_drawn_from_all_that_every_table_has() -> None:
+    """They were all word 0, so that a plan of a split table was hardly looked at."""
+    known = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3))
+    hidden = nn.Sequential(nn.Embedding(7, 4, scale_grad_by_freq=True), nn.Flatten())
+    for module, words in ((known, set(range(7))), (hidden, {0})):
+        graph = append_loss(capture(module, [InputSpec(shape=(3,), n_values=7)]), "cross_entropy")
+        sample = verify._sample(graph)
+        inputs, labels = verify._batch(graph, sample, batch=64, loss="cross_entropy")
+        assert set(inputs.flatten().tolist()) == words
+        assert inputs.dtype == labels.dtype == torch.int64
+
+
+def test_sums_of_nothing_are_zero() -> None:
+    assert verify._distance(torch.zeros(0), torch.zeros(0)) == 0.0
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def test_sigterm_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended a verification at once; the folder with all weights stayed in /tmp."""
+    outlook = distbelief.plan(net(), torch.zeros(8, 4), loss="cross_entropy", machines=(2,))
+    folders: list[Path] = []
+
+    def end(rehearsal: Rehearsal, *, n_machines: int) -> None:
+        assert n_machines <= 2
+        folders.append(Path(rehearsal.folder))
+        assert (folders[0] / "w.safetensors").is_file()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(verify, "rehearse", end)
+    with pytest.raises(SystemExit) as caught:
+        verify.verify(outlook, factory=f"{__name__}:net", loss="cross_entropy", n_cores=2)
+    assert caught.value.code == 143
+    assert not folders[0].exists()

@@ -1,0 +1,108 @@
+"""One process drops what machines drop; with processes: `tests/processes/test_verify`.
+
+A graph computed in parts by its kinds, as machines do it, stands in for them.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from typing_extensions import override
+
+from distbelief.errors import JobError
+from distbelief.graph.capture import InputSpec, capture
+from distbelief.graph.graph import LayerGraph
+from distbelief.graph.operator import Step
+from distbelief.partition.verify import SameMasks
+from tests.distbelief.graph.reference import evaluate
+
+
+SEED = 7
+
+
+def images() -> nn.Module:
+    """As AlexNet: dropout of channels and of elements."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.ReLU(),
+        nn.Dropout2d(0.2),
+        nn.Flatten(),
+        nn.Dropout(0.5),
+        nn.Linear(64, 8),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.3, inplace=True),
+        nn.Dropout(0.0),
+        nn.Linear(8, 3),
+    )
+
+
+class Words(nn.Module):
+    """Drops weights of attention, and by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True)
+        self.last = nn.Linear(8, 3)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.dropout(self.encode(x), 0.2, self.training)
+        result: torch.Tensor = self.last(y.mean(1))
+        return result
+
+
+def graph_of(model: nn.Module, *shape: int) -> LayerGraph:
+    return capture(model, [InputSpec(shape=shape)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("net", "shape"), [(images, (2, 4, 4)), (Words, (5, 8))])
+def test_one_process_drops_what_machines_drop(
+    net: type[nn.Module], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """It was refused: "chance differs from process to process"."""
+    torch.manual_seed(0)
+    model = net().to(dtype)
+    x = torch.rand(6, *shape, dtype=dtype)
+    graph = graph_of(model, *shape)
+    found = evaluate(
+        graph,
+        {graph.layers[0].name: x},
+        dict(model.state_dict()),
+        step=Step(training=True, seed=SEED),
+    )[graph.outputs[0]]
+    masks = SameMasks(graph, seed=SEED)
+    with masks:
+        expected = model(x)
+    masks.check()
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(model(x), expected)  # of chance of its own
+
+
+class Noisy(nn.Module):
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"), [(Noisy(), "rand_like"), (nn.RReLU(), "rrelu_with_noise")]
+)
+def test_what_else_is_drawn_is_refused_by_name(part: nn.Module, said: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), part)
+    graph = graph_of(model, 4)
+    with (
+        pytest.raises(JobError, match=rf"{said}.*differ.*nn\.Dropout"),
+        SameMasks(graph, seed=SEED),
+    ):
+        model(torch.zeros(3, 4))
+
+
+def test_a_mask_of_another_layer_is_no_mask_of_this_one() -> None:
+    graph = graph_of(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), 4)
+    other = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.4))
+    with pytest.raises(JobError, match="'1'"), SameMasks(graph, seed=SEED):
+        other(torch.zeros(3, 4))
+    masks = SameMasks(graph, seed=SEED)
+    with pytest.raises(JobError, match="'1'"):
+        masks.check()

@@ -1,0 +1,60 @@
+"""Traces of outages as text, and what is said of mistakes in them."""
+
+import math
+
+import pytest
+
+from distbelief.graph.graph import GraphError
+from distbelief.program.cluster import Lost, Outages, read_trace
+
+
+TRACE = """seconds,machine,away
+# in no order
+20, 1, 5
+10,0,300
+
+end,3600
+"""
+
+
+def test_a_trace_is_read_in_order_of_time() -> None:
+    trace = read_trace(TRACE, n_machines=2)
+    assert trace.covers == 3600
+    assert trace.outages == (
+        Lost(at=10.0, machine=0, away=300.0),
+        Lost(at=20.0, machine=1, away=5.0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "ends without the line 'end,SECONDS'"),
+        ("10,0,5", "ends without the line 'end,SECONDS'"),
+        ("10,0,5\nend,9", "ends early: an outage at 10.0 s"),
+        ("10,0\nend,9", "line 1 of a trace has 2 cells: write seconds,machine,away"),
+        ("10,2,5\nend,99", "names machine '2'; there are 2, counted from 0"),
+        ("10,-1,5\nend,99", "names machine '-1'"),
+        ("-1,0,5\nend,99", "line 1 of a trace has '-1' where seconds should be"),
+        ("1,0,soon\nend,99", "has 'soon' where seconds should be"),
+        ("1,0,5\nend", "line 2 of a trace has '' where seconds should be"),
+        ("1,0,5\nend,inf", "has 'inf' where seconds should be"),
+    ],
+)
+def test_a_mistake_names_the_line_and_the_mend(text: str, says: str) -> None:
+    with pytest.raises(GraphError, match=says):
+        read_trace(text, n_machines=2)
+
+
+def test_a_trace_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distbelief.program.cluster.N_OUTAGES_MAX", 2)
+    with pytest.raises(GraphError, match="has 3 lines; use 2 at most"):
+        read_trace("1,0,5\n2,0,5\nend,9", n_machines=1)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
+def test_a_process_that_cannot_be_is_refused(seconds: float) -> None:
+    with pytest.raises(GraphError, match="mean_time"):
+        Outages(mean_time=seconds, away=1.0)
+    with pytest.raises(GraphError, match="group"):
+        Outages(mean_time=1.0, away=1.0, group=0)

@@ -1,0 +1,199 @@
+"""Messages of compiled plans, against counting every index (DB-1, DB-2)."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from distbelief.graph.graph import INPUT, GraphError, LayerGraph
+from distbelief.graph.operator import joined, kind_of
+from distbelief.graph.region import Region, Shape
+from distbelief.program.compiler import Compiled, compile_plan
+from distbelief.program.instructions import Fetch, Message, Push, Receive, Send
+from distbelief.program.placement import Placement, grid
+from tests.distbelief.program.plans import captured, chain, random_plan
+
+
+BATCH = 3
+Counts = npt.NDArray[np.int64]
+
+
+def counted(shape: Shape, regions: Sequence[Region]) -> Counts:
+    """How often each index occurs."""
+    counts = np.zeros(shape, dtype=np.int64)
+    for region in regions:
+        counts[region.slices] += 1
+    return counts
+
+
+def received(compiled: Compiled, kind: str, name: str, machine: int) -> list[Message]:
+    return [
+        message
+        for message in compiled.messages
+        if (message.kind, message.name, message.receiver) == (kind, name, machine)
+    ]
+
+
+def needs(
+    graph: LayerGraph, plan: Mapping[str, Placement], name: str, machine: int
+) -> list[Region]:
+    """What a machine reads of a layer, straight from the kinds."""
+    found = []
+    for layer in graph.consumers[name]:
+        kind, placement = kind_of(layer), plan[layer.name]
+        partial = kind.partial if placement.combine else None
+        shape = layer.input_shapes[0] if partial else layer.shape
+        for owner, cell in placement.cells(shape):
+            if owner == machine:
+                reads = (partial or kind).reads(layer, cell)
+                pairs = zip(layer.inputs, reads, strict=True)
+                found += [region for read, region in pairs if read == name]
+    return found
+
+
+def drawn(name: str, seed: int) -> tuple[LayerGraph, dict[str, Placement], Compiled]:
+    _, graph = captured(name)
+    generator = np.random.default_rng([seed, *name.encode()])
+    n_machines = int(generator.integers(2, 6))
+    plan = random_plan(graph, generator, n_machines=n_machines)
+    return graph, plan, compile_plan(graph, plan, batch=BATCH, n_machines=n_machines)
+
+
+MODELS = ("inception", "unet", "encoder", "vision transformer", "local", "mobilenet")
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", MODELS)
+def test_each_index_that_is_needed_and_not_owned_comes_once(name: str, seed: int) -> None:
+    graph, plan, compiled = drawn(name, seed)
+    once = joined(graph)
+    for layer in graph.layers:
+        owners = [] if layer.kind == INPUT else plan[layer.name].owners(layer)
+        for machine in range(compiled.n_machines):
+            own = counted(layer.shape, [r for m, r in owners if m == machine])
+            needed = counted(layer.shape, needs(graph, plan, layer.name, machine)) > 0
+            messages = received(compiled, "state", layer.name, machine)
+            came = counted(layer.shape, [r for m in messages for r in m.regions])
+            wanted = needed & (own == 0) & (layer.kind != INPUT)
+            np.testing.assert_array_equal(came, wanted.astype(np.int64))
+            n_bytes = 4 * (1 if layer.name in once else BATCH) * int(wanted.sum())
+            assert sum(message.n_bytes for message in messages) == n_bytes
+            for message in messages:
+                theirs = counted(layer.shape, [r for m, r in owners if m == message.sender])
+                assert all(theirs[region.slices].all() for region in message.regions)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_between_two_machines_goes_one_message_of_a_kind_and_name(name: str) -> None:
+    _, _, compiled = drawn(name, 2)
+    keys = [(m.kind, m.name, m.sender, m.receiver) for m in compiled.messages]
+    assert len(set(keys)) == len(keys)
+    assert all(message.sender != message.receiver for message in compiled.messages)
+    assert all(message.n_bytes > 0 for message in compiled.messages)
+    assert compiled.n_messages == len(keys)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_go_the_way_that_states_came(name: str) -> None:
+    _, _, compiled = drawn(name, 3)
+    ways = {(m.kind, m.name, m.sender, m.receiver): m.regions for m in compiled.messages}
+    for (kind, layer, sender, receiver), regions in ways.items():
+        if kind == "gradient":
+            assert layer in compiled.gradients
+            assert ways["state", layer, receiver, sender] == regions
+        if kind == "partial_gradient":
+            assert ways["partial", layer, receiver, sender] == regions
+        if kind == "parameter_gradient":
+            assert ways["parameter", layer, receiver, sender] == regions
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_number_of_a_tensor_is_kept_by_one_of_its_users(name: str) -> None:
+    graph, _, compiled = drawn(name, 4)
+    for tensor, users in compiled.demands.tensors.items():
+        shape = graph.tensors[tensor].shape
+        kept = compiled.kept[tensor]
+        all_used = sum(counted(shape, regions) for regions in users.values())
+        np.testing.assert_array_equal(
+            counted(shape, [region for _, region in kept]), np.asarray(all_used) > 0
+        )
+        for machine, regions in users.items():
+            own = [region for keeper, region in kept if keeper == machine]
+            came = received(compiled, "parameter", tensor, machine)
+            came_regions = [region for message in came for region in message.regions]
+            np.testing.assert_array_equal(
+                counted(shape, [*own, *came_regions]), counted(shape, regions)
+            )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_programs_send_and_receive_every_message_once(name: str) -> None:
+    _, _, compiled = drawn(name, 5)
+    sent, got = [], []
+    for program in compiled.programs:
+        for instruction in program.instructions:
+            if isinstance(instruction, Send):
+                assert instruction.message.sender == program.machine
+                sent.append(instruction.message)
+            if isinstance(instruction, Receive):
+                assert instruction.message.receiver == program.machine
+                got.append(instruction.message)
+    order = [str(message) for message in compiled.messages]
+    assert sorted(map(str, sent)) == sorted(order)
+    assert sorted(map(str, got)) == sorted(order)
+
+
+def test_a_weight_that_three_bands_share_is_cut_in_three() -> None:
+    """The drawing in distbelief.program.compiler."""
+    _, graph = captured("vgg16")
+    convolution = max(
+        (layer for layer in graph.layers if layer.kind == "convolution"),
+        key=lambda layer: (layer.shape[1] >= 3, layer.shape[0]),
+    )
+    plan = {
+        layer.name: Placement.whole(len(layer.shape), 2)
+        for layer in graph.layers
+        if layer.kind != INPUT
+    }
+    shape = convolution.shape
+    plan[convolution.name] = grid(shape, [[1.0], [1.0] * 3, *[[1.0]] * (len(shape) - 2)], [2, 0, 1])
+    compiled = compile_plan(graph, plan, batch=1, n_machines=3)
+    weight = convolution.tensors["weight"]
+    rows = weight.shape[0]
+    bounds = [0, round(rows / 3), round(2 * rows / 3), rows]
+    assert [m for m, _ in compiled.kept[weight.name]] == [2, 0, 1]
+    assert [r.intervals[0] for _, r in compiled.kept[weight.name]] == list(pairwise(bounds))
+    kinds = [m.kind for m in compiled.messages if m.name == weight.name]
+    assert kinds.count("parameter") == kinds.count("parameter_gradient") == 6
+    for machine in range(3):
+        instructions = compiled.program(machine).instructions
+        fetched = [i for i in instructions if isinstance(i, Fetch)]
+        pushed = [i for i in instructions if isinstance(i, Push)]
+        assert [i.regions for i in fetched if i.tensor == weight.name] == [
+            i.regions for i in pushed if i.tensor == weight.name
+        ]
+
+
+def test_plans_for_other_graphs_are_refused_with_a_word() -> None:
+    graph = chain([4, 6, 2])
+    plan = {"fc0": Placement.whole(1, 0), "fc1": Placement.whole(1, 1)}
+    for broken, words in (
+        ({"fc0": plan["fc0"]}, "no placement for 'fc1'"),
+        ({**plan, "x": Placement.whole(1, 0)}, "'x', an input"),
+        ({**plan, "fc7": Placement.whole(1, 0)}, "'fc7', which is no layer"),
+        ({**plan, "fc1": Placement.whole(1, 2)}, "machine 2; there are 2"),
+    ):
+        with pytest.raises(GraphError, match=words):
+            compile_plan(graph, broken, batch=1, n_machines=2)
+
+
+def test_between_fully_connected_layers_everybody_sends_to_everybody() -> None:
+    n = 48
+    graph = chain([5, 96, 96])
+    plan = {name: grid((96,), [[1.0] * n], range(n)) for name in ("fc0", "fc1")}
+    compiled = compile_plan(graph, plan, batch=2, n_machines=n)
+    counts = {(way.kind, way.name): len(way) for way in compiled.traffic}
+    assert counts == {("state", "fc0"): n * (n - 1), ("gradient", "fc0"): n * (n - 1)}
+    assert {way.n_bytes.sum() for way in compiled.traffic} == {n * (n - 1) * 2 * 2 * 4}

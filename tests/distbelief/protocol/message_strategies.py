@@ -1,0 +1,203 @@
+"""Hypothesis strategies: any legal message, any array that may cross a process."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import cast, get_args, get_type_hints
+
+import msgspec
+import numpy as np
+from hypothesis import strategies as st
+
+from distbelief.core.vectors import ELEMENT_TYPES, Vector
+from distbelief.protocol import (
+    Account,
+    Assignment,
+    Blob,
+    ClientRecord,
+    Count,
+    CutRecord,
+    Duties,
+    Duty,
+    DutyEnded,
+    Fold,
+    GrantedSet,
+    HostReport,
+    Mark,
+    Message,
+    Name,
+    Offer,
+    PartStaged,
+    PeerEntry,
+    Performed,
+    Piece,
+    SetOrder,
+    SetResult,
+    SetTask,
+    ShardVersion,
+    Task,
+    Text,
+)
+from distbelief.protocol.fields import Rate
+from distbelief.protocol.membership import Warnings
+from distbelief.protocol.vector_commands import Axpy, Batch, Dot, Scalars, VectorName
+
+
+MESSAGES: tuple[type[Message], ...] = get_args(Message)
+
+counts = st.integers(0, 2**63 - 1)
+names = st.text(max_size=128)
+vector_names = st.sampled_from(["trial", "s0", "A-9_.x"])
+
+
+@st.composite
+def vectors(draw: st.DrawFn) -> Vector:
+    """Any bits at all, NaN among them; sometimes none; sometimes not contiguous."""
+    dtype = draw(st.sampled_from(list(ELEMENT_TYPES.values())))
+    raw = draw(st.binary(max_size=256))
+    values = np.frombuffer(raw[: len(raw) // 8 * 8], np.uint8).view(dtype)
+    return values[:: draw(st.sampled_from([1, 2, -1]))]
+
+
+client_records = st.builds(
+    ClientRecord,
+    name=names,
+    incarnation=counts,
+    watermark=counts,
+    applied=counts,
+    samples=counts,
+    staleness=counts,
+)
+
+_BY_HINT: list[tuple[object, st.SearchStrategy[object]]] = [
+    (Count, counts),
+    (Count | None, st.none() | counts),
+    (Name, names),
+    (Text, st.text(max_size=2000)),
+    (Text | None, st.none() | st.text(max_size=50)),
+    (float, st.floats()),
+    (Rate, st.floats(0.0, 1e18)),
+    (bool, st.booleans()),
+    (tuple[Name, ...], st.lists(names, max_size=4).map(tuple)),
+    (Warnings, st.lists(st.text(max_size=50), max_size=8).map(tuple)),
+    (Vector, vectors()),
+    (Vector | None, st.none() | vectors()),
+    (dict[Name, float], st.dictionaries(names, st.floats(), max_size=4)),
+    (
+        tuple[PeerEntry, ...],
+        st.lists(
+            st.builds(PeerEntry, name=names, incarnation=counts, endpoint=names, host=names),
+            max_size=4,
+        ).map(tuple),
+    ),
+    (ClientRecord, client_records),
+    (tuple[ClientRecord, ...], st.lists(client_records, max_size=3).map(tuple)),
+]
+
+
+def _values_of(hint: object) -> st.SearchStrategy[object]:
+    for known, strategy in _BY_HINT:
+        if known == hint:
+            return strategy
+    raise NotImplementedError(f"add a strategy for {hint} to message_strategies")
+
+
+def _structs_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
+    """Any legal struct of one kind."""
+    hints = get_type_hints(kind, include_extras=True)
+    fields = {field.name: _values_of(hints[field.name]) for field in msgspec.structs.fields(kind)}
+    return st.builds(kind, **fields)
+
+
+def _tuples_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[object]:
+    return st.lists(_structs_of(kind), max_size=3).map(tuple)
+
+
+_OF_SANDBLASTER = [
+    (VectorName, vector_names),
+    (Scalars, st.lists(st.floats(), max_size=3).map(tuple)),
+    (
+        Batch,
+        st.lists(
+            st.builds(Axpy, target=vector_names, a=st.floats(), x=vector_names)
+            | st.builds(Dot, x=vector_names, y=vector_names),
+            max_size=3,
+        ).map(tuple),
+    ),
+]
+_BY_HINT += _OF_SANDBLASTER
+_BY_HINT += [(get_type_hints(Mark, include_extras=True)["vectors"], st.just(("s0", "y0")))]
+_BY_HINT += [(Mark | None, st.none() | _structs_of(Mark))]
+_BY_HINT += [
+    (get_type_hints(kind, include_extras=True)[field], strategy)
+    for kind, field, strategy in (
+        (Fold, "sets", _tuples_of(GrantedSet)),
+        (Fold, "void", st.lists(counts, max_size=3).map(tuple)),
+        (Performed, "cuts", _tuples_of(CutRecord)),
+        (Assignment, "versions", _tuples_of(ShardVersion)),
+        (Assignment, "tasks", _tuples_of(SetTask)),
+        (Account, "results", _tuples_of(SetResult)),
+        (SetOrder, "versions", _tuples_of(ShardVersion)),
+        (SetOrder, "keeps", st.lists(counts, max_size=3).map(tuple)),
+        (PartStaged, "grants", st.lists(counts, max_size=3).map(tuple)),
+        (Offer, "cores", st.integers(1, 4096)),
+        (Offer, "devices", st.lists(names, max_size=3).map(tuple)),
+        (Duties, "duties", _tuples_of(Duty)),
+        (DutyEnded, "reason", st.text(max_size=2048)),
+        (Piece, "content", st.binary(max_size=200).map(Blob)),
+    )
+]
+_BY_HINT += [(get_type_hints(HostReport, include_extras=True)["ended"], _tuples_of(DutyEnded))]
+_BY_HINT += [(SetOrder | None, st.none() | _structs_of(SetOrder))]
+_BY_HINT += [(Task, st.one_of([_structs_of(kind) for kind in get_args(Task)]))]
+
+
+def of_kind(kind: type[Message]) -> st.SearchStrategy[Message]:
+    """Any legal message of one kind."""
+    return cast("st.SearchStrategy[Message]", _structs_of(kind))
+
+
+messages = st.sampled_from(MESSAGES).flatmap(of_kind)
+
+
+def same(left: object, right: object) -> bool:
+    """Whether two messages are equal, bit by bit where they hold arrays."""
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        equal = left.dtype == right.dtype and left.tobytes() == right.tobytes()
+    elif isinstance(left, Blob) and isinstance(right, Blob):
+        equal = left.content == right.content
+    elif isinstance(left, msgspec.Struct) and type(left) is type(right):
+        equal = all(
+            same(getattr(left, name), getattr(right, name)) for name in left.__struct_fields__
+        )
+    else:
+        equal = repr(left) == repr(right)  # NaN is NaN here, and -0.0 is not 0.0
+    return equal
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One way to spoil the frames of a message."""
+
+    frame: int
+    start: int
+    n_removed: int
+    inserted: bytes
+
+    def apply(self, frames: Sequence[bytes]) -> list[bytes]:
+        """Return spoilt copies."""
+        spoilt = list(frames)
+        index = self.frame % len(spoilt)
+        frame = spoilt[index]
+        start = self.start % (len(frame) + 1)
+        spoilt[index] = frame[:start] + self.inserted + frame[start + self.n_removed :]
+        return spoilt
+
+
+mutations = st.builds(
+    Mutation,
+    frame=st.integers(0, 1),
+    start=st.integers(0, 300),
+    n_removed=st.integers(0, 8),
+    inserted=st.binary(max_size=8)
+    | st.sampled_from([b"\xdd\xff\xff\xff\xff", b"\x91" * 9, b"\xc7\x0c\xff", b"\xcb"]),
+)

@@ -1,0 +1,68 @@
+"""Laws that hold for every message of the protocol."""
+
+import re
+from typing import get_args, get_type_hints
+
+import pytest
+
+from distbelief import protocol
+from distbelief.core.vectors import Vector
+from distbelief.protocol import Blob, Message, Push
+from distbelief.protocol.codec import FRAMES_MAX
+from distbelief.protocol.fields import AnyMessage
+from tests.distbelief.protocol.message_strategies import MESSAGES
+
+
+def test_the_union_holds_every_message_of_the_module() -> None:
+    declared = {
+        value
+        for value in vars(protocol).values()
+        if isinstance(value, type) and issubclass(value, AnyMessage) and value is not AnyMessage
+    }
+    assert set(MESSAGES) == declared
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_a_message_says_who_sends_it_to_whom_and_what_for(kind: type[Message]) -> None:
+    assert re.match(r"[A-Z]\w+ -> \w+: .", kind.__doc__ or "")
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_a_message_is_immutable_and_tagged_by_its_name(kind: type[Message]) -> None:
+    assert kind.__struct_config__.frozen
+    assert kind.__struct_config__.tag == kind.__name__
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_no_message_has_more_arrays_than_the_wire_carries(kind: type[Message]) -> None:
+    hints = get_type_hints(kind).values()
+    assert sum(hint in {Vector, Blob} for hint in hints) <= FRAMES_MAX - 1
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_arrays_are_fields_of_messages_never_hidden_inside_them(kind: type[Message]) -> None:
+    hints = get_type_hints(kind).values()
+    assert all(Vector not in get_args(hint) for hint in hints if hint != Vector | None)
+
+
+def test_what_must_not_be_sent_twice_carries_the_receivers_incarnation() -> None:
+    about_one_life = {
+        "Fetch", "ParameterBlock", "Credit", "PushBlock", "PushCredit", "Push",
+        "Acknowledge", "Welcome", "Leading",
+    }  # fmt: skip
+    about_one_pairing = {
+        "Lead", "Alone", "Whole", "Follow", "StateBlock", "StateCredit", "Forward",
+    }  # fmt: skip
+    for fence, expected in (
+        ("shard_incarnation", about_one_life),
+        ("pairing", about_one_pairing),
+        ("receiver_incarnation", {"Lead", "Follow"}),  # the first of each pairing
+    ):
+        carrying = {kind.__name__ for kind in MESSAGES if fence in kind.__struct_fields__}
+        assert carrying == expected
+
+
+def test_messages_cannot_be_changed() -> None:
+    push = Push(sequence=1, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
+    with pytest.raises(AttributeError):
+        push.sequence = 2  # type: ignore[misc]

@@ -1,0 +1,274 @@
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from safetensors.numpy import load_file, save_file
+
+from distbelief.core import files
+from distbelief.core.vectors import Vector
+from distbelief.errors import LocalProtocolError, StorageError
+from distbelief.roles.role import FIRST_LABEL, NEWEST, Snapshot
+from distbelief.run.checkpoints import N_KEPT, SnapshotStore
+from tests.distbelief.limits import largest_file
+
+
+def snapshot(label: str, *, n: int = 1000) -> Snapshot:
+    values = np.arange(n, dtype=np.float32) + float(int(label, 36) % 1000)
+    return Snapshot(
+        label=label,
+        arrays={"values": values, "state.sum": values.astype(np.float64)},
+        facts={"clock": label, "clients": '{"replica-0": 3}'},
+    )
+
+
+class Told(list[str]):
+    """Remembers what a store reports."""
+
+    def __call__(self, text: str) -> None:
+        self.append(text)
+
+
+def store_at(path: Path) -> tuple[SnapshotStore, Told]:
+    told = Told()
+    return SnapshotStore(path / "snapshots", report=told), told
+
+
+def assert_same(one: Snapshot | None, other: Snapshot) -> None:
+    assert one is not None
+    assert one.label == other.label
+    assert one.facts == other.facts
+    assert one.arrays.keys() == other.arrays.keys()
+    for name, values in other.arrays.items():
+        assert one.arrays[name].dtype == values.dtype
+        np.testing.assert_array_equal(one.arrays[name], values)
+
+
+# ------------------------------------------------------------------ snapshots
+
+
+def test_the_newest_snapshot_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    store, told = store_at(tmp_path)
+    for label in ("00001", "00002"):
+        store.save("shard-0", snapshot(label))
+    assert_same(store.newest("shard-0"), snapshot("00002"))
+    assert store.newest("shard-1") is None
+    assert told == []
+
+
+def test_a_snapshot_that_nobody_asked_for_takes_the_place_of_the_newest(tmp_path: Path) -> None:
+    """So the next label of the supervisor, who knows nothing of it, is above it."""
+    store, told = store_at(tmp_path)
+    store.save("shard-0", replace(snapshot("00009"), label=NEWEST))
+    assert store.labels("shard-0") == [FIRST_LABEL]
+    for label in ("00001", "00002"):
+        store.save("shard-0", snapshot(label))
+    store.save("shard-0", replace(snapshot("00009"), label=NEWEST))
+    assert_same(store.newest("shard-0"), replace(snapshot("00009"), label="00002"))
+    assert store.labels("shard-0") == [FIRST_LABEL, "00001", "00002"]
+    assert told == []
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint16, np.int64])
+def test_every_element_type_that_travels_can_be_kept(
+    tmp_path: Path, dtype: type[np.generic]
+) -> None:
+    store, _ = store_at(tmp_path)
+    values: Vector = np.arange(5).astype(dtype)
+    kept = Snapshot(label="1", arrays={"a": values, "none": values[:0]}, facts={})
+    store.save("shard-0", kept)
+    assert_same(store.newest("shard-0"), kept)
+
+
+def test_another_program_can_read_a_snapshot(tmp_path: Path) -> None:
+    store, _ = store_at(tmp_path)
+    store.save("shard-0", snapshot("00001"))
+    path = tmp_path / "snapshots" / "shard-0" / "00001.safetensors"
+    np.testing.assert_array_equal(load_file(path)["values"], snapshot("00001").arrays["values"])
+
+
+def test_the_last_three_are_kept_and_other_roles_left_alone(tmp_path: Path) -> None:
+    store, _ = store_at(tmp_path)
+    store.save("shard-1", snapshot("00001"))
+    for number in range(5):
+        store.save("shard-0", snapshot(f"{number:05d}"))
+    assert store.labels("shard-0") == ["00002", "00003", "00004"]
+    assert store.labels("shard-1") == ["00001"]
+
+
+def test_labels_sort_by_number_beyond_their_leading_zeros(tmp_path: Path) -> None:
+    store, _ = store_at(tmp_path)
+    for label in ("99999", "100000"):
+        store.save("shard-0", snapshot(label))
+    newest = store.newest("shard-0")
+    assert newest is not None
+    assert newest.label == "100000"
+
+
+@given(where=st.integers(0, 10**6), bit=st.integers(0, 7))
+def test_a_single_changed_bit_is_noticed(
+    tmp_path_factory: pytest.TempPathFactory, where: int, bit: int
+) -> None:
+    store, told = store_at(tmp_path_factory.mktemp("store"))
+    store.save("shard-0", snapshot("00001", n=64))
+    store.save("shard-0", snapshot("00002", n=64))
+    path = store.path("shard-0", "00002")
+    content = bytearray(path.read_bytes())
+    content[where % len(content)] ^= 1 << bit
+    path.write_bytes(content)
+    newest = store.newest("shard-0")
+    if newest is not None and newest.label == "00002":  # padding of the header
+        assert_same(newest, snapshot("00002", n=64))
+    else:
+        assert_same(newest, snapshot("00001", n=64))
+        assert len(told) == 1
+
+
+@given(share=st.floats(0, 0.999))
+def test_a_snapshot_cut_anywhere_is_passed_over_reported_and_kept(
+    tmp_path_factory: pytest.TempPathFactory, share: float
+) -> None:
+    store, told = store_at(tmp_path_factory.mktemp("store"))
+    store.save("shard-0", snapshot("00001"))
+    store.save("shard-0", snapshot("00002"))
+    path = store.path("shard-0", "00002")
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    assert_same(store.newest("shard-0"), snapshot("00001"))
+    assert len(told) == 1
+    assert told[0].startswith(f"snapshot {path} is damaged and passed over (")
+    assert path.exists()
+
+
+def test_a_damaged_snapshot_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
+    store, _ = store_at(tmp_path)
+    store.save("shard-0", snapshot("00001"))
+    store.save("shard-0", snapshot("00002"))
+    store.path("shard-0", "00002").write_bytes(b"cut")
+    for number in range(3, 3 + N_KEPT):
+        store.save("shard-0", snapshot(f"{number:05d}"))
+    assert store.labels("shard-0") == ["00002", "00003", "00004", "00005"]
+
+
+def test_a_snapshot_moved_to_another_label_is_not_trusted(tmp_path: Path) -> None:
+    store, told = store_at(tmp_path)
+    store.save("shard-0", snapshot("00001"))
+    store.path("shard-0", "00001").rename(store.path("shard-0", "00009"))
+    with pytest.raises(StorageError, match="its checksum is another"):
+        store.newest("shard-0")
+    assert told == []
+
+
+def test_a_safetensors_file_of_somebody_else_is_passed_over(tmp_path: Path) -> None:
+    store, told = store_at(tmp_path)
+    store.save("shard-0", snapshot("00001"))
+    other = {"values": np.zeros(4, np.float32)}
+    save_file(other, store.path("shard-0", "00002"))
+    assert_same(store.newest("shard-0"), snapshot("00001"))
+    assert "it has no checksum" in told[0]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("harm", [flip, cut, empty])
+def test_where_all_are_damaged_that_is_an_error_that_names_them(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    """The newest was None, as if nothing was ever saved, and the run began anew."""
+    store, told = store_at(tmp_path)
+    for label in ("00001", "00002"):
+        store.save("shard-0", snapshot(label))
+    for label in ("00001", "00002"):
+        harm(store.path("shard-0", label))
+    with pytest.raises(StorageError) as caught:
+        store.newest("shard-0")
+    text = str(caught.value)
+    assert text.startswith("no snapshot of shard-0 is whole: ")
+    assert all(f"{store.path('shard-0', f'0000{n}')} (" in text for n in (1, 2))
+    assert told == []
+
+
+def test_it_is_told_which_older_one_is_used_and_what_that_costs(tmp_path: Path) -> None:
+    store, told = store_at(tmp_path)
+    for label in ("00007", "00009"):
+        store.save("shard-0", snapshot(label))  # their clocks are their numbers
+    damaged = store.path("shard-0", "00009")
+    flip(damaged)
+    store.newest("shard-0")
+    (line,) = told
+    assert line == (
+        f"snapshot {damaged} is damaged and passed over (its checksum is another); "
+        "00007.safetensors is used instead, 2 pushes older, and the damaged one left "
+        "where it is"
+    )
+
+
+def test_what_cannot_be_read_is_not_called_damaged_and_not_passed_over(tmp_path: Path) -> None:
+    """It was: after a backup put back by another user, the run went back in time."""
+    store, told = store_at(tmp_path)
+    store.save("shard-0", snapshot("00001"))
+    unreadable = store.path("shard-0", "00002")
+    unreadable.mkdir()  # may be read by nobody, not even by root
+    with pytest.raises(StorageError, match=f"cannot read {unreadable}: Is a directory"):
+        store.newest("shard-0")
+    with pytest.raises(StorageError, match="it need not be damaged"):
+        store.is_whole("shard-0", "00002")
+    assert told == []
+
+
+def test_a_file_that_no_snapshot_can_be_is_left_alone(tmp_path: Path) -> None:
+    store, told = store_at(tmp_path)
+    store.save("shard-0", snapshot("00001"))
+    path = store.path("shard-0", "00001")
+    path.with_name("00001 (copy).safetensors").write_bytes(path.read_bytes())
+    assert_same(store.newest("shard-0"), snapshot("00001"))
+    assert told == []
+
+
+def test_without_room_the_old_snapshots_stay_and_the_path_is_named(tmp_path: Path) -> None:
+    store, told = store_at(tmp_path)
+    store.save("shard-0", snapshot("00001"))
+    with largest_file(4096), pytest.raises(StorageError) as caught:
+        store.save("shard-0", snapshot("00002"))
+    path = store.path("shard-0", "00002")
+    assert str(caught.value).startswith(f"cannot write {path}: the file would be too l")
+    assert_same(store.newest("shard-0"), snapshot("00001"))
+    assert [file.name for file in path.parent.iterdir()] == ["00001.safetensors"]
+    assert told == []
+
+
+def test_what_a_dying_writer_left_is_no_snapshot(tmp_path: Path) -> None:
+    store, told = store_at(tmp_path)
+    store.save("shard-0", snapshot("00001"))
+    path = store.path("shard-0", "00002")
+    path.with_name(f"{path.name}.77{files.TEMPORARY}").write_bytes(b"half")
+    assert store.labels("shard-0") == ["00001"]
+    assert_same(store.newest("shard-0"), snapshot("00001"))
+    assert told == []
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "snapshots").write_text("a file")
+    store, _ = store_at(tmp_path)
+    with pytest.raises(StorageError, match=r"cannot make .*snapshots/shard-0: "):
+        store.save("shard-0", snapshot("00001"))
+
+
+@pytest.mark.parametrize("label", ["", "../x", "a/b", ".hidden", "x" * 200])
+def test_a_label_cannot_lead_out_of_the_directory(tmp_path: Path, label: str) -> None:
+    store, _ = store_at(tmp_path)
+    with pytest.raises(LocalProtocolError, match="cannot name a snapshot's file"):
+        store.path("shard-0", label)

@@ -1,0 +1,270 @@
+"""Jobs with a coordinator: what is otherwise for them."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distbelief.config.job import StopTable, Verdict, done
+from distbelief.errors import StorageError
+from distbelief.protocol import Begin, Evaluate, Finished, Peers, Progress, Save, Saved, Stop
+from distbelief.roles.role import Action, Halt, Send, Snapshot
+from distbelief.run.checkpoints import SET_ASIDE, SnapshotStore, agreed_label, set_aside
+from distbelief.run.directory import RunDirectory, Status
+from distbelief.run.resume import read_legacy
+from distbelief.supervisor.membership import Kind
+from distbelief.supervisor.state import SupervisorConfig
+from distbelief.supervisor.stop_rules import StopRules
+from distbelief.supervisor.view import SupervisorView
+from tests.distbelief.supervisor.test_supervisor import Desk, sent
+
+
+ROSTER: tuple[tuple[str, Kind], ...] = (
+    ("shard-0", "shard"),
+    ("shard-1", "shard"),
+    ("coordinator", "coordinator"),
+    ("replica-0", "replica"),
+    ("replica-1", "replica"),
+    ("evaluator", "evaluator"),
+)
+
+
+def verdict(counters: Mapping[str, float]) -> Verdict:
+    return Verdict(reason="no step is better", failed=counters["reason"] > 0)
+
+
+def config(*, stop: StopTable | None = None, shard_restarts_max: int = 5) -> SupervisorConfig:
+    return SupervisorConfig(
+        roster=ROSTER,
+        stop=StopRules(stop or StopTable(), n_train=100, has_test=False),
+        fields=("iteration", "gradient_norm"),
+        verdict=verdict,
+        shard_restarts_max=shard_restarts_max,
+    )
+
+
+@pytest.fixture
+def desk() -> Desk:
+    desk = Desk(config())
+    desk.join()
+    return desk
+
+
+def iterate(desk: Desk, step: int, *, loss: float = 1.0) -> list[Action]:
+    progress = Progress(
+        step=step, samples=100 * step, loss=loss, seconds_computing=0.0, seconds_waiting=0.0
+    )
+    return desk.hear("coordinator", progress)
+
+
+def end(desk: Desk, name: str, **counters: float) -> list[Action]:
+    return desk.hear(name, Finished(counters=counters))
+
+
+def test_coordinator_and_replicas_meet_and_all_begin() -> None:
+    desk = Desk(config())
+    actions = desk.join()
+    newest = {
+        str(action.receiver): {entry.name for entry in action.message.entries}
+        for action in actions
+        if isinstance(action, Send) and isinstance(action.message, Peers)
+    }
+    assert newest["coordinator"] == {"shard-0", "shard-1", "replica-0", "replica-1"}
+    assert newest["replica-0"] == {"shard-0", "shard-1", "coordinator"}
+    assert newest["evaluator"] == {"shard-0", "shard-1"}
+    assert sent(actions, Begin) == ["coordinator", "replica-0", "replica-1"]
+
+
+def test_its_progress_is_that_of_the_job(desk: Desk) -> None:
+    iterate(desk, 3, loss=2.0)
+    iterate(desk, 4, loss=1.5)
+    view = desk.supervisor.view(desk.now)
+    assert (view.step, view.samples, view.loss) == (4, 400, 1.5)
+    desk.beat("coordinator", iteration=4.0, gradient_norm=math.nan, reason=-1.0)
+    view = desk.supervisor.view(desk.now)
+    assert view.figures == {"iteration": 4.0}  # what is shown, and is a number
+    role = view.roles[2]
+    assert role.counters == {"iteration": 4.0, "reason": -1.0}
+    desk.beat("replica-0", samples=10.0)
+    desk.now += 1.0
+    desk.beat("replica-0", samples=60.0)
+    assert desk.supervisor.view(desk.now).roles[3].rate == 50.0
+
+
+def test_a_loss_that_is_no_number_changes_nothing(desk: Desk) -> None:
+    iterate(desk, 1, loss=2.0)
+    iterate(desk, 2, loss=math.nan)
+    assert desk.supervisor.view(desk.now).loss == 2.0
+
+
+def test_a_new_life_of_it_goes_on_counting(desk: Desk) -> None:
+    iterate(desk, 4)
+    desk.die("coordinator")
+    assert desk.told[-1] == "coordinator was ended by signal SIGKILL: restarting it"
+    assert sent(desk.join("coordinator"), Begin) == ["coordinator"]
+    iterate(desk, 5)
+    assert desk.supervisor.view(desk.now).step == 5
+
+
+def test_it_is_asked_for_snapshots_as_long_as_it_lives(desk: Desk) -> None:
+    iterate(desk, 1)
+    actions = desk.pass_time(31.0, beats=[name for name, _ in ROSTER])
+    assert sent(actions, Save)
+    assert set(sent(actions, Save)) == {"coordinator"}
+    desk.hear("coordinator", Saved(label="00001", clock=1, error=None))
+    desk.die("shard-0")
+    assert "restarting it from snapshot 00001" in desk.told[-1]
+    assert "the run goes on from there" in desk.told[-1]
+    assert "lost" not in desk.told[-1]
+
+
+def test_the_job_ends_with_it(desk: Desk) -> None:
+    iterate(desk, 7)
+    actions = end(desk, "coordinator", reason=0.0)
+    assert sent(actions, Stop) == ["replica-0", "replica-1"]
+    assert not sent(actions, Save)
+    end(desk, "replica-0")
+    actions = end(desk, "replica-1")
+    assert sent(actions, Save) == ["shard-0", "shard-1"]
+    assert sent(actions, Evaluate) == ["evaluator"]
+    assert desk.supervisor.view(desk.now).stop_reason == "no step is better"
+    assert desk.supervisor.error is None
+
+
+def test_an_end_that_is_a_failure_fails_the_job(desk: Desk) -> None:
+    iterate(desk, 0)
+    end(desk, "coordinator", reason=1.0)
+    assert desk.supervisor.error == "no step is better"
+
+
+def test_it_is_stopped_first_by_a_rule_of_the_job() -> None:
+    desk = Desk(config(stop=StopTable(loss=0.5)))
+    desk.join()
+    iterate(desk, 1, loss=0.6)
+    actions = iterate(desk, 2, loss=0.4)
+    assert sent(actions, Stop) == ["coordinator", "replica-0", "replica-1"]
+    assert desk.supervisor.view(desk.now).stop_reason == "training loss 0.40 reached"
+
+
+def test_what_a_watcher_wants_is_done_at_the_next_tick(desk: Desk) -> None:
+    iterate(desk, 1)
+    desk.supervisor.wind_up("enough")
+    desk.supervisor.wind_up("too late")
+    assert sent(desk.pass_time(0.25), Stop) == ["coordinator", "replica-0", "replica-1"]
+    assert desk.supervisor.view(desk.now).stop_reason == "enough"
+    assert not desk.supervisor.interrupted
+
+
+def test_if_it_did_not_end_in_order_no_point_on_trial_is_saved(desk: Desk) -> None:
+    iterate(desk, 1)
+    desk.supervisor.wind_up("enough")
+    desk.pass_time(0.25)
+    desk.die("coordinator")
+    end(desk, "replica-0")
+    actions = end(desk, "replica-1")
+    assert not sent(actions, Save)
+    assert "the run is as its last snapshot has it" in desk.told[-1]
+    assert desk.supervisor.error is not None
+    assert sent(actions, Stop) == ["shard-0", "shard-1", "evaluator"]
+
+
+def test_without_it_there_is_no_job() -> None:
+    desk = Desk(config(shard_restarts_max=1))
+    desk.join()
+    desk.die("coordinator")
+    desk.join("coordinator")
+    actions = desk.die("coordinator")
+    assert desk.supervisor.error is not None
+    assert "the coordinator cannot be kept alive after 1 restart" in (desk.supervisor.error)
+    assert not [action for action in actions if isinstance(action, Halt)]
+
+
+def test_a_job_that_computes_a_large_batch_stands_not_still(desk: Desk) -> None:
+    names = [name for name, _ in ROSTER]
+    for index in range(70):
+        desk.beat("replica-0", samples=10.0 * index)
+        desk.pass_time(1.0, beats=[name for name in names if name != "replica-0"])
+    assert not [text for text in desk.told if "no step" in text]
+    assert done({}).reason == "the coordinator is done"
+
+
+# ------------------------------------------------------------------------ what fits
+
+
+def save(store: SnapshotStore, role: str, label: str, **facts: str) -> None:
+    arrays = {"values": np.zeros(4, np.float32)}
+    store.save(role, Snapshot(label=label, arrays=arrays, facts=facts))
+
+
+def test_only_snapshots_of_one_round_fit_together(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path, report=print)
+    shards = ["shard-0", "shard-1"]
+    assert set_aside(store, shards) == ()
+    for label in ("00001", "00002", "00003"):
+        save(store, "shard-0", label)
+    assert agreed_label(store, shards) is None
+    for label in ("00001", "00002"):
+        save(store, "shard-1", label)
+    assert agreed_label(store, shards) == "00002"
+    store.path("shard-1", "00002").write_bytes(b"cut short")
+    (told,) = set_aside(store, shards)
+    lacks = store.path("shard-1", "00003")
+    assert told.startswith(f"snapshot 00003 is not whole: {lacks} (it is not there)")
+    assert "the run goes on from 00001, the newest that all have" in told
+    assert store.labels("shard-0") == store.labels("shard-1") == ["00001"]
+    left = store.path("shard-0", "00003")
+    assert left.with_name(f"{left.name}{SET_ASIDE}").is_file()
+    assert set_aside(store, shards) == ()
+
+
+def test_without_one_shards_snapshots_those_of_the_others_are_not_put_away(tmp_path: Path) -> None:
+    """A directory was deleted: the run began anew, and put the others' away."""
+    store = SnapshotStore(tmp_path, report=print)
+    for label in ("00001", "00002"):
+        save(store, "shard-0", label)
+    with pytest.raises(StorageError) as caught:
+        set_aside(store, ["shard-0", "shard-1"])
+    lacks = store.path("shard-1", "00002")
+    assert f"{lacks} (it is not there)" in str(caught.value)
+    assert store.labels("shard-0") == ["00001", "00002"]
+
+
+def test_a_first_round_that_a_kill_cut_short_begins_anew(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path, report=print)
+    save(store, "shard-0", "00001")
+    (told,) = set_aside(store, ["shard-0", "shard-1"])
+    assert "it was the first, so the run begins anew" in told
+    assert not store.labels("shard-0")
+
+
+def test_a_first_round_that_is_damaged_does_not(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path, report=print)
+    for shard in ("shard-0", "shard-1"):
+        save(store, shard, "00001")
+    damaged = store.path("shard-1", "00001")
+    damaged.write_bytes(b"")
+    with pytest.raises(StorageError, match=f"{damaged} .*header too small"):
+        set_aside(store, ["shard-0", "shard-1"])
+    assert store.labels("shard-0") == store.labels("shard-1") == ["00001"]
+
+
+def test_a_run_goes_on_above_all_lives_of_its_coordinator(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run")
+    store = SnapshotStore(run.snapshots, report=print)
+    save(store, "shard-0", "00004", incarnation="1", clock="9")
+    fresh = read_legacy(run, store, n_shards=1, coordinator="coordinator")
+    assert fresh.before.samples == {"coordinator": 0}
+    save(store, "coordinator", "000000000007", incarnation="3")
+    view = SupervisorView(samples=500, step=5)
+    run.write_status(Status(name="x", pid=1, written=0.0, view=view))
+    legacy = read_legacy(run, store, n_shards=1, coordinator="coordinator")
+    assert legacy.incarnation == 4
+    assert legacy.label == 5
+    assert legacy.before.samples == {"coordinator": 500}
+    assert legacy.trained
+    run.status_file.write_bytes(b"{")
+    legacy = read_legacy(run, store, n_shards=1, coordinator="coordinator")
+    assert legacy.before.samples == {"coordinator": 0}
+    run.close()

@@ -1,0 +1,120 @@
+"""A run whose snapshots are damaged does not begin anew, unless it is told to."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distbelief.errors import StorageError
+from distbelief.roles.role import Snapshot
+from distbelief.run.checkpoints import SnapshotStore
+from distbelief.run.resume import begin_anew, read_legacy
+from tests.distbelief.run.test_reshard import Run, damage, job
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run that has trained, and saved."""
+    run = Run(tmp_path / "run")
+    run.train(run.take_up(job()), 40, 52)
+    return run
+
+
+def path(run: Run, shard: str, label: str = "00001") -> Path:
+    return run.directory.snapshots / shard / f"{label}.safetensors"
+
+
+def refusal(run: Run) -> str:
+    """Return why the run does not go on; nothing of it has changed."""
+    before = run.files()
+    with pytest.raises(StorageError) as caught:
+        run.take_up(job())
+    assert run.files() == before
+    text = str(caught.value)
+    assert "begin anew" in text
+    assert "--from-scratch" in text
+    return text
+
+
+def test_a_run_of_which_all_is_damaged_names_the_files(run: Run) -> None:
+    """It began anew without a word on the screen, and exited with 0."""
+    for shard in ("shard-0", "shard-1"):
+        damage(path(run, shard))
+    text = refusal(run)
+    assert f"{path(run, 'shard-0')} (" in text
+    assert f"{path(run, 'shard-1')} (" in text
+
+
+def test_so_does_one_of_which_one_shards_are_all_damaged(run: Run) -> None:
+    """The others were trained, this one began anew, and all data were read again."""
+    damage(path(run, "shard-1"))
+    text = refusal(run)
+    assert str(path(run, "shard-1")) in text
+    assert str(path(run, "shard-0")) not in text
+
+
+def remove_one(run: Run) -> None:
+    """Remove what one shard saved; the others have saved a second time."""
+    first = run.take_up(job())
+    run.train(first, 60, 62)
+    for file in (run.directory.snapshots / "shard-1").iterdir():
+        file.unlink()
+
+
+def remove_all(run: Run) -> None:
+    run.directory.snapshots.rename(run.directory.path / "elsewhere")
+
+
+@pytest.mark.parametrize("remove", [remove_one, remove_all])
+def test_what_is_gone_is_missed(run: Run, remove: Callable[[Run], None]) -> None:
+    remove(run)
+    assert str(run.directory.snapshots) in refusal(run)
+
+
+def test_from_scratch_begins_anew_and_keeps_what_was_saved(run: Run) -> None:
+    damage(path(run, "shard-0"))
+    run.directory.metrics_file.write_text("{}\n")
+    files = [path(run, shard) for shard in ("shard-0", "shard-1")]
+    contents = [file.read_bytes() for file in files]
+    told = begin_anew(job(), run.directory)
+    aside = run.directory.path / "aside-1"
+    assert told == f"begins anew; what was saved before is in {aside}"
+    resumed = run.take_up(job(3, 2))  # with other numbers, too
+    assert resumed.legacy.before.samples == {}
+    assert resumed.legacy.missing == ("shard-0", "shard-1", "shard-2")
+    kept = [aside / file.relative_to(run.directory.path) for file in files]
+    assert [file.read_bytes() for file in kept] == contents
+    assert (aside / "metrics.jsonl").read_text() == "{}\n"
+    assert not run.directory.metrics_file.exists()
+    begin_anew(job(), run.directory)
+    assert (run.directory.path / "aside-2").is_dir()
+    assert [file.read_bytes() for file in kept] == contents
+
+
+def test_a_damaged_journal_of_a_coordinator_is_named_with_a_way_on(run: Run) -> None:
+    """The method began anew, and counted from 0, without a word."""
+    store = SnapshotStore(run.directory.snapshots, report=pytest.fail)
+    store.save("coordinator", Snapshot(label="000000000001", arrays={}, facts={}))
+    journal = path(run, "coordinator", "000000000001")
+    damage(journal)
+
+    def read() -> int:
+        legacy = read_legacy(run.directory, store, n_shards=2, coordinator="coordinator")
+        return len(legacy.restored)
+
+    with pytest.raises(StorageError) as caught:
+        read()
+    assert str(journal) in str(caught.value)
+    assert f"Or move {journal.parent} away: then the run goes on" in str(caught.value)
+    journal.parent.rename(run.directory.path / "elsewhere")
+    assert read() == 2
+
+
+@pytest.mark.parametrize("content", ["", "{", "\0" * 40])
+def test_what_was_lost_before_a_damaged_status_is_unknown_not_none(run: Run, content: str) -> None:
+    run.directory.status_file.write_text(content)
+    resumed = run.take_up(job())
+    assert resumed.legacy.before.pushes_lost is None
+    (told,) = resumed.told
+    assert told.startswith(f"{run.directory.status_file} is damaged")
+    assert told.endswith("time, steps and lost pushes of the lives before are unknown")

@@ -1,0 +1,166 @@
+import math
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from distbelief.errors import StorageError
+from distbelief.run.metrics_file import Measurement, MetricsFile, read_metrics
+from distbelief.run.plot import draw_curve
+from distbelief.supervisor.view import SupervisorView
+from tests.distbelief.limits import largest_file
+
+
+def measurement(step: int) -> Measurement:
+    return Measurement(time=float(step), step=step, samples=step * 64, loss=1.0 / step)
+
+
+def test_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        for step in (1, 2):
+            metrics.append(measurement(step))
+            assert read_metrics(path)[-1] == measurement(step)
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_resumed_run_goes_on_where_the_file_ends(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2, 3):
+        with MetricsFile(path) as metrics:
+            metrics.append(measurement(step))
+    assert read_metrics(path) == [measurement(step) for step in (1, 2, 3)]
+
+
+@given(n_cut=st.integers(1, 200), n_junk=st.sampled_from([0, 10_000]))
+def test_a_cut_last_line_is_ignored_and_then_replaced(
+    tmp_path_factory: pytest.TempPathFactory, n_cut: int, n_junk: int
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        metrics.append(measurement(1))
+        metrics.append(measurement(2))
+    first = path.read_bytes().index(b"\n") + 1
+    if n_junk:  # longer than what is read at a time to find the last newline
+        path.write_bytes(path.read_bytes()[:first] + b"x" * n_junk)
+    else:
+        content = path.read_bytes()
+        path.write_bytes(content[: max(first, len(content) - n_cut)])
+    assert read_metrics(path) == [measurement(1)]
+    with MetricsFile(path) as metrics:
+        metrics.append(measurement(3))
+    assert read_metrics(path) == [measurement(1), measurement(3)]
+
+
+def test_a_file_without_any_whole_line_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"time":')
+    with MetricsFile(path) as metrics:
+        metrics.append(measurement(1))
+    assert read_metrics(path) == [measurement(1)]
+
+
+def test_without_a_file_there_are_no_measurements(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_lines_of_a_newer_version_with_more_figures_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"time":1,"step":1,"samples":64,"loss":1.0,"power":3}\n\xff\n')
+    assert read_metrics(path) == [measurement(1)]
+
+
+def test_a_loss_that_is_no_number_is_written_as_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        metrics.append(Measurement(time=0.0, step=1, samples=1, loss=math.nan))
+    assert '"loss":null' in path.read_text()
+    assert read_metrics(path)[0].loss is None
+
+
+def test_a_measurement_is_taken_from_a_view() -> None:
+    view = SupervisorView(
+        seconds=2.00049, step=3, samples=192, loss=0.5, metric=0.4, staleness_p95=2.0
+    )
+    assert Measurement.of(view) == Measurement(
+        time=2.0, step=3, samples=192, loss=0.5, metric=0.4, staleness_p95=2.0
+    )
+
+
+def test_a_full_disk_is_named_and_leaves_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        metrics.append(measurement(1))
+        room = path.stat().st_size + 20
+        with largest_file(room), pytest.raises(StorageError, match=str(path)):
+            metrics.append(measurement(2))
+        metrics.append(measurement(3))
+    assert path.read_bytes().endswith(b"\n")
+    assert read_metrics(path) == [measurement(1), measurement(3)]
+
+
+def test_a_file_that_cannot_be_opened_is_named() -> None:
+    with pytest.raises(StorageError, match="cannot write /none/metrics"):
+        MetricsFile(Path("/none/metrics.jsonl")).open()
+
+
+# ---------------------------------------------------------------------- curve
+
+
+def test_a_curve_is_drawn_without_a_display(tmp_path: Path) -> None:
+    path = tmp_path / "curve.png"
+    lines = [
+        Measurement(
+            time=float(t),
+            step=t,
+            samples=64 * t,
+            loss=3.0 / (t + 1),
+            held_out_loss=3.1 / (t + 1) if t > 4 else None,
+            metric=t / 40 if t > 4 else None,
+        )
+        for t in range(20)
+    ]
+    assert draw_curve(path, lines, title="demo")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_metric_only_the_loss_is_drawn(tmp_path: Path) -> None:
+    assert draw_curve(tmp_path / "curve.png", [measurement(1)], title="demo")
+
+
+def drawn(tmp_path: Path, *lines: Measurement) -> np.ndarray[tuple[int, ...], np.dtype]:
+    """Return the pixels of the curve: (height, width, 4) from 0 to 1."""
+    path = tmp_path / "curve.png"
+    assert draw_curve(path, lines, title="demo")
+    return matplotlib.image.imread(path)
+
+
+def test_a_single_evaluation_is_a_point_that_can_be_seen(tmp_path: Path) -> None:
+    """A line through one point has no ink: the panel looked empty."""
+    lines = [
+        Measurement(time=t, step=1, samples=64, loss=3.0 - t, metric=metric)
+        for t, metric in ((1.0, None), (2.0, 0.5))
+    ]
+    pixels = drawn(tmp_path, *lines)
+    lower = pixels[pixels.shape[0] // 2 :]
+    colourful = np.ptp(lower[..., :3], axis=-1) > 0.2
+    assert colourful.sum() > 20
+
+
+def test_a_panel_without_any_number_says_so(tmp_path: Path) -> None:
+    lines = [
+        Measurement(time=t, step=1, samples=64, loss=3.0 - t, metric=math.nan) for t in (1.0, 2.0)
+    ]
+    pixels = drawn(tmp_path, *lines)
+    height, width, _ = pixels.shape
+    middle = pixels[int(0.65 * height) : int(0.75 * height), width // 3 : 2 * width // 3]
+    dark = middle[..., :3].max(axis=-1) < 0.4
+    assert dark.sum() > 50  # words
+
+
+def test_nothing_measured_is_nothing_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "curve.png"
+    assert not draw_curve(path, [], title="demo")
+    assert not path.exists()

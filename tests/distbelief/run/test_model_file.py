@@ -1,0 +1,105 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from distbelief.errors import StorageError
+from distbelief.parameter_server.layout import Layout
+from distbelief.roles.role import Snapshot
+from distbelief.run import model_file
+from distbelief.run.checkpoints import SnapshotStore
+from distbelief.run.model_file import write_model_file
+from distbelief.worker.local_executor import LocalModel
+from tests.distbelief.limits import largest_file
+
+
+class Net(nn.Module):
+    """Integers, a tied tensor, half precision, a scalar, empty tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(33, 20, bias=False)
+        self.norm = nn.BatchNorm1d(20)
+        self.back = nn.Linear(20, 33, bias=False)
+        self.again = self.embed
+        self.scale = nn.Parameter(torch.tensor(3.0))
+        self.thirds = nn.Parameter(torch.ones(3, dtype=torch.bfloat16) / 3)
+        self.none = nn.Parameter(torch.zeros(0, 4))
+        self.register_buffer("seen", torch.tensor([7, 8], dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+def saved(
+    directory: Path, module: nn.Module, n_shards: int, *, shift: float = 0.0
+) -> tuple[Layout, list[Path]]:
+    """Return the layout of a module, and the snapshots of its shards."""
+    model = LocalModel(module)
+    layout = Layout.of(model.specs(), n_shards=n_shards)
+    store = SnapshotStore(directory, report=print)
+    for k in range(n_shards):
+        vector = np.zeros(layout.shard_size(k), np.float32)
+        layout.gather(k, model.values, vector)
+        values = vector + np.float32(shift)
+        store.save(f"shard-{k}", Snapshot(label="1", arrays={"values": values}, facts={}))
+    return layout, [store.path(f"shard-{k}", "1") for k in range(n_shards)]
+
+
+@pytest.mark.parametrize("n_shards", [1, 2, 3, 7])
+def test_the_written_model_loads_into_the_plain_module(
+    n_shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_file, "PIECE", 50)
+    torch.manual_seed(n_shards)
+    trained = Net()
+    trained.norm(torch.randn(8, 20))  # moves the statistics and the counter
+    layout, snapshots = saved(tmp_path, trained, n_shards)
+    path = tmp_path / "model.safetensors"
+    with torch.device("meta"):
+        like = Net()
+    write_model_file(path, layout, snapshots, like=like)
+    fresh = Net()
+    fresh.load_state_dict(load_file(path), strict=True)
+    for name, tensor in trained.state_dict().items():
+        assert fresh.state_dict()[name].dtype == tensor.dtype
+        torch.testing.assert_close(fresh.state_dict()[name], tensor, rtol=0.0, atol=0.0, msg=name)
+
+
+def test_averaged_counts_are_written_as_the_nearest_integer(tmp_path: Path) -> None:
+    layout, snapshots = saved(tmp_path, Net(), 1, shift=0.6)
+    path = tmp_path / "model.safetensors"
+    write_model_file(path, layout, snapshots, like=Net())
+    assert load_file(path)["seen"].tolist() == [8, 9]
+
+
+def test_without_a_module_all_tensors_are_of_the_layouts_type(tmp_path: Path) -> None:
+    layout, snapshots = saved(tmp_path, nn.BatchNorm1d(5), 2)
+    path = tmp_path / "model.safetensors"
+    write_model_file(path, layout, snapshots)
+    tensors = load_file(path)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert tuple(tensors["weight"].shape) == (5,)
+
+
+def test_snapshots_of_another_number_of_shards_are_refused(tmp_path: Path) -> None:
+    layout, snapshots = saved(tmp_path, nn.Linear(2, 2), 2)
+    with pytest.raises(ValueError, match="1 snapshots of 2 shards"):
+        write_model_file(tmp_path / "m.safetensors", layout, snapshots[:1])
+
+
+def test_a_snapshot_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    layout, snapshots = saved(tmp_path, nn.Linear(2, 2), 1)
+    snapshots[0].write_bytes(b"cut")
+    with pytest.raises(StorageError, match="a snapshot cannot be read"):
+        write_model_file(tmp_path / "m.safetensors", layout, snapshots)
+
+
+def test_a_model_without_room_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"old")
+    layout, snapshots = saved(tmp_path, nn.Linear(100, 100), 1)
+    with largest_file(4096), pytest.raises(StorageError, match=str(path)):
+        write_model_file(path, layout, snapshots)
+    assert path.read_bytes() == b"old"

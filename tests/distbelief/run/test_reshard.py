@@ -1,0 +1,487 @@
+"""A run goes on with other numbers of shards and replicas, or stays as it was."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from distbelief.config.job import Job
+from distbelief.errors import JobError, StorageError
+from distbelief.parameter_server.checkpoint import ShardIdentity, ShardState, take
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.parameter_server.optimizers import Adagrad, Steps
+from distbelief.parameter_server.session_state import Client
+from distbelief.program.placement import Placement
+from distbelief.program.plan import Plan, Target
+from distbelief.roles.role import Address
+from distbelief.run.checkpoints import SnapshotStore
+from distbelief.run.directory import RunDirectory
+from distbelief.run.resume import Cut, Resumed, making_cut, newest_cut, take_up, write_cut
+from distbelief.run.summary import DataFacts
+from tests.distbelief.jobs import speech
+
+
+TENSORS = (
+    TensorSpec(name="w", shape=(500,)),
+    TensorSpec(name="b", shape=(7,)),
+    TensorSpec(name="m", shape=(300,), kind="buffer"),
+)
+TRAIN = DataFacts(n_samples=100, fingerprint="abc")
+FRAMES = 'factory = "speech.data:frames"'
+RULE = Adagrad(learning_rate=0.02)
+
+
+def job(shards: int = 2, replicas: int = 2, *more: str) -> Job:
+    return speech(f"cluster.shards={shards}", f"cluster.replicas={replicas}", *more)
+
+
+def layout(n_shards: int) -> Layout:
+    return Layout.of(TENSORS, n_shards=n_shards)
+
+
+def plan_of(n_machines: int, *machines: int) -> Plan:
+    """A plan by which these compute one layer each, one after the other."""
+    return Plan(
+        graph="",
+        inputs={},
+        batch=1,
+        loss="",
+        cluster=Target(name="here", fingerprint="", n_machines=n_machines),
+        placements={f"{i}": Placement.whole(1, m) for i, m in enumerate(machines)},
+    )
+
+
+class Run:
+    """A run directory, and the lives of its run."""
+
+    def __init__(self, path: Path) -> None:
+        self.directory = RunDirectory.create(path)
+        self.reports: list[str] = []
+
+    def take_up(self, job: Job, *, train: DataFacts = TRAIN, plan: Plan | None = None) -> Resumed:
+        """Begin a life, as far as the training does before it begins."""
+        resumed = take_up(
+            job,
+            self.directory,
+            layout=layout(job.cluster.shards),
+            train=train,
+            report=self.reports.append,
+            plan=plan,
+        )
+        self.directory.write(self.directory.job_file, job.to_toml())
+        return resumed
+
+    def train(self, resumed: Resumed, *samples: int, n_shards: int = 2) -> None:
+        """Save what shards have after so many samples of each replica."""
+        for k in range(n_shards):
+            self.save(resumed, k, *samples, cut=layout(n_shards))
+
+    def save(
+        self, resumed: Resumed, k: int, *samples: int, cut: Layout, names: Sequence[str] = ()
+    ) -> None:
+        stream = np.random.default_rng(k)
+        tensors = [
+            torch.arange(1.0, spec.n_elements + 1.0) * (i + 1) for i, spec in enumerate(cut.tensors)
+        ]
+        values = np.zeros(cut.shard_size(k), np.float32)
+        cut.gather(k, tensors, values)
+        sums = stream.random(cut.n_gradient(k)).astype(np.float32)
+        lives = resumed.legacy.incarnation
+        state = ShardState(
+            incarnation=lives,
+            clock=30 + k,
+            values=values,
+            state={"sum_of_squares": sums},
+            clients=tuple(
+                # A shard has what others have not, and they meet at the least.
+                Client(
+                    name=Address(names[r] if names else f"replica-{r}"),
+                    incarnation=lives + 1,
+                    samples=n + 4 * (k == r),
+                )
+                for r, n in enumerate(samples)
+            ),
+            steps=Steps(30 + k),
+        )
+        identity = ShardIdentity(index=k, layout=cut, rule=RULE)
+        label = f"{resumed.legacy.label:05d}"
+        resumed.store.save(f"shard-{k}", take(label, state, identity=identity))
+
+    def files(self) -> list[str]:
+        snapshots = self.directory.snapshots
+        found = snapshots.rglob("*")
+        return sorted(str(p.relative_to(snapshots)) for p in found if p.is_file())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "run")
+
+
+def values(store: SnapshotStore, n_shards: int) -> list[list[float]]:
+    """Return the whole tensors that these snapshots hold."""
+    tensors = [torch.zeros(spec.n_elements) for spec in layout(n_shards).tensors]
+    for k in range(n_shards):
+        snapshot = store.newest(f"shard-{k}")
+        assert snapshot is not None
+        vector = snapshot.arrays["values"].copy()
+        layout(n_shards).scatter(k, vector, tensors)
+    return [tensor.tolist() for tensor in tensors]
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+# ------------------------------------------------------------------------- other cuts
+
+
+def test_the_first_life_finds_nothing_and_says_what_its_snapshots_are(run: Run) -> None:
+    resumed = run.take_up(job())
+    assert resumed.legacy.missing == ("shard-0", "shard-1")
+    assert resumed.told == ()
+    assert resumed.store.directory == run.directory.snapshots
+    assert newest_cut(run.directory) == (
+        run.directory.snapshots,
+        Cut(n_shards=2, n_replicas=2, train=TRAIN),
+    )
+
+
+def test_the_same_numbers_go_on_from_the_very_files(run: Run) -> None:
+    run.train(run.take_up(job()), 40, 52)
+    before = run.files()
+    resumed = run.take_up(job(2, 2, "cluster.shard_copies=2"))
+    assert run.files() == before
+    assert resumed.told == ()
+    assert resumed.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
+
+
+def test_a_replica_goes_on_where_it_was_when_it_is_split_otherwise(run: Run) -> None:
+    run.train(run.take_up(job()), 40, 52)
+    before = values(run.take_up(job()).store, 2)
+    split = run.take_up(job(), plan=plan_of(2, 0, 1))
+    assert split.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+    (line,) = split.told
+    assert line.startswith("machines of each replica: 1 before, 2 now; each goes on")
+    assert values(split.store, 2) == before
+    snapshot = split.store.newest("shard-0")
+    assert snapshot is not None
+    for name in ("replica-0.0", "replica-0.1", "replica-1.1"):
+        assert f'"{name}"' in snapshot.facts["clients"]
+    assert run.take_up(job(), plan=plan_of(2, 0, 1)).told == ()
+    again = run.take_up(job(), plan=plan_of(3, 0, 1, 2))
+    assert again.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+    whole = run.take_up(job(3, 2))
+    assert whole.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
+
+
+def test_a_machine_that_holds_what_it_did_not_goes_on_where_its_replica_was(run: Run) -> None:
+    """Another plan for as many machines began at sample 0, without a word.
+
+    All had been computed on machine 0. What machine 1 holds now it has never pushed, so
+    no shard knew how far it was; and a replica goes on where its last machine is.
+    """
+    resumed = run.take_up(job(), plan=plan_of(2, 0, 0))
+    cut = layout(2)
+    for k in range(2):
+        names = ("replica-0.0", "replica-1.0")
+        run.save(resumed, k, 40, 52, cut=cut, names=names)
+    before = values(resumed.store, 2)
+    same = run.take_up(job(), plan=plan_of(2, 0, 0))
+    assert same.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+    assert same.told == ()
+    other = run.take_up(job(), plan=plan_of(2, 0, 1))
+    assert other.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+    (line,) = other.told
+    assert line.startswith("plan: another one than before")
+    assert values(other.store, 2) == before
+    snapshot = other.store.newest("shard-1")
+    assert snapshot is not None
+    clients = json.loads(snapshot.facts["clients"])
+    assert {name: client["samples"] for name, client in clients.items()} == {
+        "replica-0.0": 40,
+        "replica-0.1": 40,
+        "replica-1.0": 52,
+        "replica-1.1": 52,
+    }
+    assert run.take_up(job(), plan=plan_of(2, 0, 1)).told == ()
+
+
+def test_a_run_whose_plan_nobody_wrote_down_goes_on_with_any(run: Run) -> None:
+    """Of a version that kept only the number of machines."""
+    resumed = run.take_up(job(), plan=plan_of(2, 0, 0))
+    for k in range(2):
+        names = ("replica-0.0", "replica-1.0")
+        run.save(resumed, k, 40, 52, cut=layout(2), names=names)
+    directory, cut = newest_cut(run.directory)
+    assert cut is not None
+    write_cut(directory, msgspec.structs.replace(cut, plan=None))
+    resumed = run.take_up(job(), plan=plan_of(2, 0, 1))
+    assert resumed.told == ()
+    assert resumed.store.directory == directory
+    assert resumed.legacy.before.samples == {"replica-0.0": 40, "replica-1.0": 52}
+
+
+def test_a_machine_that_has_nothing_on_a_shard_is_not_missed(run: Run) -> None:
+    resumed = run.take_up(job(), plan=plan_of(2, 0, 1))
+    cut = layout(2)
+    run.save(resumed, 0, 40, 52, cut=cut, names=("replica-0.0", "replica-0.1"))
+    run.save(resumed, 1, 44, cut=cut, names=("replica-0.1",))
+    resumed = run.take_up(job(), plan=plan_of(2, 0, 1))
+    assert resumed.legacy.before.samples == {"replica-0.0": 44}
+
+
+def test_another_order_of_the_samples_is_told(run: Run) -> None:
+    seed = "algorithm.seed=7"
+    resumed = run.take_up(job(2, 2, seed))
+    assert resumed.told == ()
+    run.train(resumed, 40, 52)
+    line = (
+        "[algorithm] seed: 7 before, 0 now; replicas keep their places in another "
+        "order of the samples, so in this pass some are read twice and some not"
+    )
+    assert run.take_up(job()).told == (line,)
+    assert run.take_up(job()).told == ()
+    line = line.replace("7 before, 0 now", "0 before, 7 now")
+    assert run.take_up(job(3, 2, seed)).told[1:] == (line,)
+
+
+def test_a_seed_that_has_changed_before_anything_was_trained_is_not_told(run: Run) -> None:
+    run.train(run.take_up(job()))  # saved at once
+    assert run.take_up(job(2, 2, "algorithm.seed=7")).told == ()
+    assert len(run.take_up(job(3, 2)).told) == 1
+
+
+def test_other_shards_hold_the_same_and_replicas_keep_their_places(run: Run) -> None:
+    first = run.take_up(job())
+    run.train(first, 40, 52)
+    before = run.files()
+    resumed = run.take_up(job(shards=3))
+    assert values(resumed.store, 3) == values(first.store, 2)
+    assert resumed.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
+    assert set(before) < set(run.files())  # nothing saved is lost
+    assert resumed.store.directory == run.directory.snapshots / "cut-00002"
+    assert resumed.legacy.restored == dict.fromkeys(("shard-0", "shard-1", "shard-2"), "00002")
+    assert resumed.legacy.label == 3
+    assert resumed.legacy.incarnation > first.legacy.incarnation + 1
+    (line,) = resumed.told
+    assert line.startswith("shards: 2 before, 3 now; ")
+
+
+def test_other_replicas_share_out_what_was_consumed(run: Run) -> None:
+    run.train(run.take_up(job()), 40, 53)
+    resumed = run.take_up(job(replicas=3))
+    samples = resumed.legacy.before.samples
+    assert samples == {"replica-0": 30, "replica-1": 31, "replica-2": 32}
+    assert sum(samples.values()) == 93
+    (line,) = resumed.told
+    assert line.startswith("replicas: 2 before, 3 now; of the 93 samples so far each ")
+    snapshot = resumed.store.newest("shard-1")
+    assert snapshot is not None
+    assert snapshot.facts["clock"] == "31"  # these shards are as they were
+
+
+def test_there_and_back_again_uses_the_newest_values(run: Run) -> None:
+    run.train(run.take_up(job()), 40, 52)
+    there = run.take_up(job(3, 4))
+    run.train(there, 30, 30, 30, 30, n_shards=3)
+    back = run.take_up(job())
+    assert sum(back.legacy.before.samples.values()) == 120
+    assert back.store.directory.name == "cut-00004"
+    assert values(back.store, 2) == values(there.store, 3)
+    assert back.legacy.before.samples == run.take_up(job()).legacy.before.samples
+
+
+# -------------------------------------------------------------- ends in between, damage
+
+
+def test_a_cut_that_was_left_half_way_is_none(run: Run) -> None:
+    first = run.take_up(job())
+    run.train(first, 40, 52)
+    half = run.directory.snapshots / "cut-00002.tmp" / "shard-0"
+    half.mkdir(parents=True)  # as a machine leaves it that stops
+    (half / "00002.safetensors").write_bytes(b"half")
+    resumed = run.take_up(job())
+    assert resumed.store.directory == run.directory.snapshots
+    assert resumed.legacy.before.samples == {"replica-0": 40, "replica-1": 52}
+    resumed = run.take_up(job(shards=1))
+    assert values(resumed.store, 1) == values(first.store, 2)
+    assert not [name for name in run.files() if ".tmp" in name]
+
+
+def test_a_cut_that_fails_leaves_the_run_as_it_was(run: Run) -> None:
+    run.train(run.take_up(job()), 40, 52)
+    before = run.files()
+    cut = Cut(n_shards=3, n_replicas=2, train=TRAIN)
+
+    def fail() -> None:
+        with making_cut(run.directory, 2, cut) as (place, _):
+            (place / "shard-0").mkdir()
+            raise StorageError("no space left")
+
+    with pytest.raises(StorageError, match="no space left"):
+        fail()
+    assert run.files() == before
+    assert newest_cut(run.directory)[0] == run.directory.snapshots
+
+
+def test_a_crash_after_the_cut_and_before_the_job_file_loses_nothing(run: Run) -> None:
+    run.train(run.take_up(job()), 40, 53)
+    job_file = run.directory.job_file.read_text()
+    run.take_up(job(3, 3))
+    run.directory.job_file.write_text(job_file)
+    resumed = run.take_up(job())
+    assert sum(resumed.legacy.before.samples.values()) == 93
+    assert resumed.legacy.missing == ()
+
+
+def test_what_is_not_all_there_is_not_cut_anew(run: Run) -> None:
+    first = run.take_up(job())
+    run.train(first, 40, 52)
+    first.store.path("shard-1", "00001").unlink()
+    before = run.files()
+    with pytest.raises(JobError) as caught:
+        run.take_up(job(shards=3))
+    assert str(caught.value) == (
+        f"--resume {run.directory.path}: its snapshots cannot be cut for 3 shards and "
+        f"2 replicas: there is no whole one of shard-1 in {run.directory.snapshots}. "
+        "Put it back, or go on with 2 shards and 2 replicas, where shard-1 begins anew"
+    )
+    assert run.files() == before
+    (line,) = run.take_up(job()).told
+    assert line.startswith("shard-1: no whole snapshot in ")
+    assert run.reports == []
+
+
+def test_an_older_whole_snapshot_will_do(run: Run) -> None:
+    run.train(run.take_up(job()), 40, 52)
+    second = run.take_up(job())
+    run.train(second, 60, 72)
+    damage(second.store.path("shard-0", "00002"))
+    resumed = run.take_up(job(shards=1))
+    assert resumed.legacy.before.samples == {"replica-0": 44, "replica-1": 52}
+    assert resumed.legacy.label == 4
+    assert "is damaged and passed over" in run.reports[0]
+
+
+def test_a_run_that_saved_nothing_may_go_on_with_any_numbers(run: Run) -> None:
+    run.take_up(job())
+    resumed = run.take_up(job(3, 4))
+    assert resumed.legacy.missing == ("shard-0", "shard-1", "shard-2")
+    assert newest_cut(run.directory)[1] == Cut(n_shards=3, n_replicas=4, train=TRAIN)
+
+
+def test_snapshots_of_another_model_are_not_cut_anew(run: Run) -> None:
+    first = run.take_up(job())
+    other = Layout.of([TensorSpec(name="w", shape=(500,))], n_shards=2)
+    for k in range(2):
+        run.save(first, k, 40, 52, cut=other)
+    with pytest.raises(StorageError, match=r"'00001' of shard 0 cannot .* layout is"):
+        run.take_up(job(shards=3))
+    assert newest_cut(run.directory)[0] == run.directory.snapshots
+
+
+def cut_file(run: Run, content: str) -> Path:
+    """Let a run of two shards have this for its cut."""
+    run.train(run.take_up(job()), 40, 52)
+    file = run.directory.snapshots / "cut.json"
+    file.write_text(content)
+    return file
+
+
+def test_a_file_that_says_nothing_of_its_cut_is_named(run: Run) -> None:
+    file = cut_file(run, "{")
+    with pytest.raises(StorageError) as caught:
+        run.take_up(job())
+    assert str(caught.value) == (
+        f"{file} is damaged (Input data was truncated): without it nobody knows what "
+        f"the snapshots beside it are of. If [cluster] in {run.directory.job_file} has "
+        "the numbers of shards and replicas that the run had last, remove cut.json, "
+        "and those count"
+    )
+
+
+@pytest.mark.parametrize(
+    ("n_shards", "n_replicas", "why"),
+    [
+        (0, 2, "Expected `int` >= 1 - at `$.n_shards`"),
+        (2, -2, "Expected `int` >= 1 - at `$.n_replicas`"),
+        (10**9, 2, "Expected `int` <= 4096 - at `$.n_shards`"),
+        (1, 2, "n_shards is 1, but there are snapshots of shard-1"),
+    ],
+)
+def test_a_cut_that_cannot_be_is_named_with_the_mend(
+    run: Run, n_shards: int, n_replicas: int, why: str
+) -> None:
+    file = cut_file(run, f'{{"n_shards": {n_shards}, "n_replicas": {n_replicas}}}')
+    with pytest.raises(StorageError) as caught:
+        run.take_up(job())
+    assert str(caught.value).startswith(f"{file} is damaged ({why}): ")
+    assert "remove cut.json" in str(caught.value)
+    file.unlink()
+    assert run.take_up(job()).legacy.missing == ()
+
+
+def test_runs_of_which_no_cut_is_written_down_are_as_their_job_says(run: Run) -> None:
+    first = run.take_up(job())
+    run.train(first, 40, 52)
+    (run.directory.snapshots / "cut.json").unlink()
+    assert newest_cut(run.directory)[1] == Cut(n_shards=2, n_replicas=2)
+    resumed = run.take_up(job(shards=1))
+    assert values(resumed.store, 1) == values(first.store, 2)
+
+
+# ---------------------------------------------------------------------------- the data
+
+
+@pytest.mark.parametrize(
+    ("override", "train", "told"),
+    [
+        (
+            "data.train.arguments.part='all'",
+            TRAIN,
+            (
+                f'it was {{ {FRAMES}, arguments = {{ part = "train" }} }}, '
+                f'now {{ {FRAMES}, arguments = {{ part = "all" }} }}'
+            ),
+        ),
+        (
+            "stop.epochs=2",
+            DataFacts(n_samples=1200, fingerprint="abc"),
+            "it was 100 samples, now 1,200 samples",
+        ),
+        (
+            "stop.epochs=2",
+            DataFacts(n_samples=100, fingerprint="abd"),
+            "it was fingerprint abc, now fingerprint abd",
+        ),
+    ],
+)
+def test_other_data_are_refused_once_anything_was_trained(
+    run: Run, override: str, train: DataFacts, told: str
+) -> None:
+    first = run.take_up(job())
+    run.train(first)
+    changed = job(2, 2, override)
+    assert run.take_up(changed, train=train).legacy.restored  # nothing was trained
+    run.train(run.take_up(job()), 40, 52)
+    for numbers in ((2, 2), (3, 3)):
+        with pytest.raises(JobError) as caught:
+            run.take_up(job(*numbers, override), train=train)
+        assert str(caught.value) == (
+            f"--resume {run.directory.path}: [data.train] has changed, and the places "
+            f"of the replicas in it would be of other samples: {told}. Leave the data "
+            "as they were, or begin a new run"
+        )
+    run.directory.model_file.touch()
+    with pytest.raises(JobError, match=r"with model\.initial=.*model\.safetensors"):
+        run.take_up(changed, train=train)
+
+
+def test_data_without_fingerprint_are_known_by_their_size(run: Run) -> None:
+    run.train(run.take_up(job(), train=DataFacts(n_samples=100)), 40, 52)
+    assert run.take_up(job()).legacy.trained

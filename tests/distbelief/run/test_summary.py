@@ -1,0 +1,149 @@
+import io
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from distbelief.errors import StorageError
+from distbelief.run.directory import RunDirectory
+from distbelief.run.summary import (
+    DataFacts,
+    Summary,
+    TaskFacts,
+    final_table,
+    read_summary,
+    summarise,
+    write_summary,
+)
+from distbelief.supervisor.view import RoleView, SupervisorView
+from tests.distbelief.jobs import speech
+
+
+class Frames(list[int]):
+    """A data set that knows what it holds."""
+
+    fingerprint = "9f86d081"
+
+
+VIEW = SupervisorView(
+    seconds=491.0,
+    training_seconds=480.0,
+    phase="done",
+    stop_reason="1 epoch trained",
+    samples=4_800_000,
+    step=18_750,
+    loss=2.21,
+    metric=0.398,
+    held_out_loss=2.34,
+    staleness_mean=0.9,
+    staleness_p95=2.0,
+    staleness_max=5.0,
+    pushes_applied=18_750,
+    pushes_lost=2,
+    roles=(
+        RoleView(name="shard-0", state="done", restarts=1),
+        RoleView(name="replica-0", state="done"),
+    ),
+)
+FACTS = TaskFacts(
+    n_parameters=41_800_000, train=DataFacts.of(Frames(range(710))), test=DataFacts.of([0] * 49)
+)
+
+
+def a_summary(view: SupervisorView = VIEW, *, error: str | None = None) -> Summary:
+    return summarise(
+        speech("algorithm.seed=3", "model.seed=5"),
+        view,
+        directory="runs/speech-demo",
+        task=FACTS,
+        error=error,
+    )
+
+
+def shown(summary: Summary, *, width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(final_table(summary))
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def test_shards_in_two_copies_are_told_of() -> None:
+    job = speech("cluster.shard_copies=2")
+    summary = summarise(job, VIEW, directory="runs/a", task=FACTS)
+    assert summary.shard_copies == 2
+    assert "2 replicas x 2 shards in 2 copies" in shown(summary, width=100)[1]
+
+
+def test_a_summary_holds_figures_seeds_versions_and_data() -> None:
+    summary = a_summary()
+    assert summary.samples_per_second == 10_000.0  # over the time of training only
+    assert summary.rule == "adagrad"
+    assert summary.restarts == 1
+    assert summary.pushes_lost == 2
+    assert (summary.start_seconds, summary.training_seconds) == (11.0, 480.0)
+    assert summary.seeds == {"model": 5, "algorithm": 3, "evaluation": 0}
+    assert summary.versions["python"] == platform.python_version()
+    assert {"torch", "numpy", "pyzmq"} <= summary.versions.keys()
+    assert summary.train == DataFacts(n_samples=710, fingerprint="9f86d081")
+    assert summary.test == DataFacts(n_samples=49, fingerprint=None)
+
+
+def test_a_fingerprint_may_be_a_method() -> None:
+    class Lazy(list[int]):
+        def fingerprint(self) -> str:
+            return "abc"
+
+    assert DataFacts.of(Lazy()).fingerprint == "abc"
+
+
+def test_a_summary_reads_back_equal(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "demo") as run:
+        assert read_summary(run) is None
+        write_summary(run, a_summary())
+        assert read_summary(run) == a_summary()
+        assert run.summary_file.read_text().count("\n") > 20  # for people, too
+        run.summary_file.write_text("{")
+        with pytest.raises(StorageError, match="cannot be read"):
+            read_summary(run)
+
+
+def test_the_final_table_looks_so() -> None:
+    assert "\n".join(shown(a_summary(), width=99)) == TABLE
+
+
+TABLE = """
+Downpour, 2 replicas x 2 shards, Adagrad                      speech-demo, 710 samples, 49 held out
+                        time    samples  samples/s  held-out accuracy  held-out loss  training loss
+Downpour + Adagrad  8 m 11 s  4,800,000     10,000             39.8 %           2.34           2.21
+ended: 1 epoch trained; 8 m 00 s of training, 11 s before; staleness mean 0.9, p95 2; at least 2
+pushes lost; 1 restart; everything in runs/speech-demo"""
+
+
+def test_losses_that_nobody_knows_are_not_called_none() -> None:
+    """After a damaged status.json a resumed run ended with "0 pushes lost"."""
+    summary = a_summary(replace(VIEW, pushes_lost=None))
+    assert summary.pushes_lost is None
+    text = " ".join(shown(summary, width=200))
+    assert "pushes lost: unknown" in text
+
+
+def test_a_figure_that_was_not_measured_has_no_column() -> None:
+    view = SupervisorView(seconds=3.0, samples=100, loss=2.0, phase="done")
+    text = "\n".join(shown(a_summary(view), width=100))
+    assert "held-out" not in text
+    assert "staleness" not in text
+    assert "lost" not in text
+    assert "training loss" in text
+
+
+@pytest.mark.parametrize("width", [30, 50, 80])
+def test_where_the_figures_do_not_fit_they_stand_below_each_other(width: int) -> None:
+    lines = shown(a_summary(), width=width)
+    assert all(len(line) <= width for line in lines)
+    assert any(line.startswith("held-out accuracy") for line in lines)
+
+
+def test_a_failed_run_says_why() -> None:
+    text = " ".join(shown(a_summary(error="the loss is not finite"), width=200))
+    assert "failed: the loss is not finite; 8 m 00 s of training" in text

@@ -1,0 +1,83 @@
+"""What `distbelief serve` is told, and what it answers to nonsense."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from distbelief.errors import JobError
+from distbelief.parameter_server.optimizers import Momentum
+from distbelief.serve import options
+from distbelief.serve.options import model, reach, rule
+from distbelief.transport.config import Reach
+
+
+def make() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def make_nothing() -> None:
+    pass
+
+
+def test_the_model_is_drawn_from_the_seed() -> None:
+    one, same, other = (model(f"{__name__}:make", seed=n) for n in (1, 1, 2))
+    weights = [next(net.parameters()) for net in (one, same, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    with pytest.raises(JobError, match="returns a NoneType: let it return a model"):
+        model(f"{__name__}:make_nothing", seed=0)
+
+
+def test_a_rule_has_its_options() -> None:
+    made = rule("momentum", 0.1, ["momentum=0.5", "nesterov=true"])
+    assert made == Momentum(learning_rate=0.1, momentum=0.5, nesterov=True)
+    for name, settings, said in [
+        ("king", [], "--rule king"),
+        ("sgd", ["momentum=0.5"], "momentum"),
+        ("sgd", ["momentum"], "write KEY=VALUE"),
+        ("momentum", ["momentum=7.0"], "momentum is 7"),
+    ]:
+        with pytest.raises(JobError, match=said):
+            rule(name, 0.1, settings)
+
+
+def test_an_address_is_read() -> None:
+    assert reach("tcp://localhost:7700", keys=None, insecure=False).port == 7700
+    assert reach("tcp://127.0.0.1:*", keys=None, insecure=False).port == 0
+    assert reach(None, keys=None, insecure=False) == Reach()
+    assert reach(None, keys=Path("k"), insecure=False).is_local
+    assert reach("tcp://0.0.0.0:1", keys=Path("k"), insecure=False).keys is not None
+
+
+@pytest.mark.parametrize(
+    ("bind", "keys", "insecure", "said"),
+    [
+        ("0.0.0.0:7700", None, False, "is no address"),
+        ("tcp://0.0.0.0", None, False, "is no address"),
+        ("tcp://127.0.0.1:65536", None, False, "is no address"),
+        ("tcp://[::1]:7700", None, False, "is no address"),
+        ("tcp://no.such.host.invalid:7700", None, False, "no address of a host"),
+        ("tcp://0.0.0.0:7700", None, False, "distbelief keys new"),
+        ("tcp://0.0.0.0:7700", Path("k"), True, "leave out one of them"),
+    ],
+)
+def test_an_address_that_makes_no_sense_is_named(
+    bind: str,
+    keys: Path | None,
+    insecure: bool,  # noqa: FBT001 -- a parameter of the test
+    said: str,
+) -> None:
+    with pytest.raises(JobError, match=said):
+        reach(bind, keys=keys, insecure=insecure)
+
+
+def test_a_name_that_only_this_machine_knows_itself_by_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Debian has its machine's name at 127.0.1.1: others waited there in vain."""
+    monkeypatch.setattr(options, "number_of", lambda _: "127.0.1.1")
+    with pytest.raises(JobError, match=r"head is 127\.0\.1\.1 here, which no"):
+        reach("tcp://head:7700", keys=Path("k"), insecure=False)
+    assert reach("tcp://127.0.1.1:7700", keys=None, insecure=False).is_local

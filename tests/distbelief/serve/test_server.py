@@ -1,0 +1,134 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+
+from distbelief.errors import JobError
+from distbelief.parameter_server.optimizers import SGD
+from distbelief.serve.server import ParameterServer, ServerAddress, parameter_specs
+from distbelief.transport.shared_memory import FileMemory
+
+
+NAMES = st.text(min_size=1, max_size=40)
+KEY = "5f" * 32
+
+
+@given(
+    run=NAMES,
+    memory=st.text(max_size=60),
+    n_shards=st.integers(1, 999),
+    shard_copies=st.integers(1, 2),
+    which=st.sampled_from(["user", "key", "secret"]),
+)
+def test_an_address_is_read_as_written(
+    run: str, memory: str, n_shards: int, shard_copies: int, which: str
+) -> None:
+    over_tcp = "tcp://127.0.0.1:41000"
+    address = ServerAddress(
+        endpoint="ipc:///dev/shm/x/.supervisor.1" if which == "user" else over_tcp,
+        run=run,
+        key=KEY if which == "key" else "",
+        secret=KEY if which == "secret" else "",
+        n_shards=n_shards,
+        shard_copies=shard_copies,
+        memory=memory,
+    )
+    assert ServerAddress.parse(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "127.0.0.1:41000",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:41000",
+        "tcp://127.0.0.1:41000?token=a&shards=1",  # as it was once
+        "tcp://127.0.0.1:41000?run=a&shards=1",
+        "tcp://127.0.0.1:41000?secret=a&run=a&shards=1",
+        f"tcp://127.0.0.1:99999?secret={KEY}&run=a&shards=1",
+        f"tcp://127.0.0.1:41000?secret={KEY}&run=a&shards=0",
+        f"tcp://127.0.0.1:41000?secret={KEY}&run=a&shards=two",
+        f"tcp://127.0.0.1:41000?secret={KEY}&run=a&shards=2&copies=3",
+        f"http://127.0.0.1:41000?secret={KEY}&run=a&shards=1",
+        f"ipc:///dev/shm/x?secret={KEY}&run=a&shards=1",
+        "ipc://?run=a&shards=1",
+        "tcp://12[7.0.0.1:41000?run=a&shards=1",  # urllib raises at these
+        "tcp://12[]7:41000?run=a&shards=1",
+    ],
+)
+def test_what_is_no_address_is_shown_with_what_is_one(text: str) -> None:
+    with pytest.raises(JobError, match="use ParameterServer") as caught:
+        ServerAddress.parse(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_parameters_are_called_by_their_position() -> None:
+    specs = parameter_specs(nn.Linear(3, 2).parameters())
+    assert [(spec.name, spec.shape) for spec in specs] == [("000000", (2, 3)), ("000001", (2,))]
+
+
+def test_no_parameters_and_doubles_are_refused() -> None:
+    with pytest.raises(JobError, match=r"no parameters are given"):
+        parameter_specs(iter(()))
+    with pytest.raises(JobError, match=r"parameter 0 is torch.float64"):
+        parameter_specs([nn.Parameter(torch.zeros(2, dtype=torch.float64))])
+
+
+@pytest.mark.parametrize("at", ["shard-0", "cut-00002/shard-1"])  # a run's, too
+def test_a_directory_with_snapshots_is_refused_before_anything_starts(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be served instead of the parameters that were given."""
+    monkeypatch.setattr(subprocess, "Popen", pytest.fail)
+    kept = tmp_path / "snapshots" / at / "00007.safetensors"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    net = nn.Linear(3, 2)
+    server = ParameterServer(net.parameters(), rule=SGD(learning_rate=0.1), directory=tmp_path)
+    with pytest.raises(JobError) as caught:
+        server.start()
+    assert f"directory {tmp_path} holds the snapshots" in str(caught.value)
+    assert "another directory" in str(caught.value)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
+
+
+def test_a_directory_without_snapshots_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Started(Exception):  # noqa: N818 -- it is none
+        pass
+
+    def start(*_arguments: object, **_options: object) -> None:
+        raise Started
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    (tmp_path / "snapshots" / "shard-0").mkdir(parents=True)
+    (tmp_path / "shard-0.log").touch()
+    net = nn.Linear(3, 2)
+    server = ParameterServer(net.parameters(), rule=SGD(learning_rate=0.1), directory=tmp_path)
+    with pytest.raises(Started):
+        server.start()
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_what_a_server_that_was_killed_left_in_memory_is_swept(
+    is_killed: bool,  # noqa: FBT001 -- a parameter of the test
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    swept: list[str] = []
+    monkeypatch.setattr(FileMemory, "sweep", lambda: swept.append("all"))
+    server = ParameterServer(nn.Linear(3, 2).parameters(), rule=SGD(learning_rate=0.1))
+    server._process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    if is_killed:
+        server._process.kill()
+    server.close()
+    assert len(swept) == is_killed

@@ -1,0 +1,152 @@
+"""How far each replica may train: the supervisor's side, message by message."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from distbelief.config.job import StopTable
+from distbelief.protocol import Begin, Progress, Stop
+from distbelief.roles.role import Action, Send
+from distbelief.supervisor.membership import Kind
+from distbelief.supervisor.metrics import Before
+from distbelief.supervisor.state import SupervisorConfig
+from distbelief.supervisor.stop_rules import StopRules
+from tests.distbelief.supervisor.test_supervisor import Desk, sent
+
+
+TOTAL, BATCH = 1000, 10
+REPLICAS = ("replica-0", "replica-1")
+ROSTER: tuple[tuple[str, Kind], ...] = (
+    ("shard-0", "shard"),
+    ("replica-0", "replica"),
+    ("replica-1", "replica"),
+)
+
+
+def a_job(
+    stop: StopTable | None = None, *, warm_start_steps: int = 0, before: Before | None = None
+) -> Desk:
+    config = SupervisorConfig(
+        roster=ROSTER,
+        stop=StopRules(stop or StopTable(samples=TOTAL), n_train=100),
+        batch_size=BATCH,
+        warm_start_steps=warm_start_steps,
+        before=before or Before(),
+    )
+    return Desk(config)
+
+
+def bounds(actions: Sequence[Action]) -> dict[str, int | None]:
+    """Return the newest bound of each replica that is told one."""
+    return {
+        action.receiver: action.message.samples
+        for action in actions
+        if isinstance(action, Send) and isinstance(action.message, Begin)
+    }
+
+
+def report(desk: Desk, name: str, samples: int) -> list[Action]:
+    progress = Progress(
+        step=samples // BATCH, samples=samples, loss=1.0, seconds_computing=0.0, seconds_waiting=0.0
+    )
+    return desk.hear(name, progress)
+
+
+def trained(desk: Desk, told: dict[str, int | None], speeds: dict[str, int]) -> None:
+    """Let replicas train batch by batch, as fast as these, until the job ends.
+
+    Args:
+        desk: The job.
+        told: Its bounds.
+        speeds: Samples that each trains in a quarter of a second.
+    """
+    samples = dict.fromkeys(speeds, 0)
+    for _ in range(400):
+        for name, speed in speeds.items():
+            allowed = told.get(name) or 0
+            for _ in range(speed // BATCH):
+                samples[name] += BATCH if samples[name] < allowed else 0
+            actions = report(desk, name, samples[name])
+            told.update(bounds(actions))
+            if sent(actions, Stop):
+                assert sum(samples.values()) == TOTAL
+                return
+        actions = desk.pass_time(0.25)
+        for name in speeds:
+            allowed = told[name] or 0
+            actions += desk.beat(name, samples=samples[name], samples_allowed=allowed)
+        told.update(bounds(actions))
+    raise AssertionError(f"it never ends: {samples} trained of {told}")
+
+
+@pytest.mark.parametrize("speeds", [(10, 10), (10, 20), (10, 200), (200, 200)])
+def test_together_the_replicas_train_what_the_job_asks_for(speeds: tuple[int, int]) -> None:
+    desk = a_job()
+    told = bounds(desk.join())
+    trained(desk, told, dict(zip(REPLICAS, speeds, strict=True)))
+
+
+def test_bounds_never_add_up_to_more_than_the_job() -> None:
+    desk = a_job()
+    told = bounds(desk.join())
+    assert told == {"replica-0": 250, "replica-1": 250}  # the rest is in the pool
+    for step in range(1, 40):
+        desk.now += 0.1
+        told |= bounds(report(desk, "replica-0", step * BATCH))
+        assert sum(bound or 0 for bound in told.values()) <= TOTAL
+    assert (told["replica-0"] or 0) >= 390  # raised before it got there
+
+
+def test_a_fast_replica_of_a_short_job_leaves_the_others_their_share() -> None:
+    """It got what it trains in two seconds, all of the job: the others were idle."""
+    desk = a_job()
+    told = bounds(desk.join())
+    for step in range(1, 45):
+        desk.now += 0.01  # 1,000 samples a second
+        told |= bounds(report(desk, "replica-0", step * BATCH))
+    share = (TOTAL - 440) / 2  # of what is left
+    assert (told["replica-0"] or 0) <= 440 + share + BATCH
+
+
+def test_a_bound_that_is_not_heard_of_is_said_again() -> None:
+    desk = a_job()
+    bound = bounds(desk.join())["replica-0"]
+    report(desk, "replica-0", BATCH)
+    assert bounds(desk.beat("replica-0", samples=10)) == {"replica-0": bound}
+    again = desk.beat("replica-0", samples=10, samples_allowed=bound or 0)
+    assert bounds(again) == {}
+
+
+def test_what_a_dead_replica_held_others_get() -> None:
+    desk = a_job()
+    desk.join()
+    desk.die("replica-1")
+    desk.now += 1.0
+    told = bounds(report(desk, "replica-0", 240))
+    assert told["replica-0"] == 240 + 190  # a quarter of what is left
+    told = bounds(desk.join("replica-1"))
+    assert told["replica-1"] == 190
+
+
+def test_a_resumed_job_deals_out_what_is_left() -> None:
+    desk = a_job(before=Before(samples={"replica-0": 500, "replica-1": 480}))
+    told = bounds(desk.join())
+    assert told == {"replica-0": 510, "replica-1": 490}
+
+
+def test_without_a_number_of_samples_there_are_no_bounds() -> None:
+    desk = a_job(StopTable(seconds=100.0))
+    told = bounds(desk.join())
+    assert told == {"replica-0": None, "replica-1": None}
+    assert bounds(report(desk, "replica-0", BATCH)) == {}
+    assert bounds(desk.beat("replica-0", samples=10)) == {}
+
+
+def test_a_lost_report_of_a_replica_that_waits_is_made_up_for() -> None:
+    """It waits at its bound, and reports no more: the job never ended."""
+    desk = a_job(StopTable(samples=20))
+    told = bounds(desk.join())
+    assert told == {"replica-0": 10, "replica-1": 10}
+    report(desk, "replica-0", 10)
+    desk.beat("replica-1", samples=10, samples_allowed=10)
+    assert set(sent(desk.pass_time(0.5), Stop)) == set(REPLICAS)

@@ -1,0 +1,394 @@
+"""The task: what is right passes; each mistake is told in one sentence."""
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+from typing_extensions import override
+
+from distbelief.errors import JobError
+from distbelief.task import dry_run
+from distbelief.task.losses import higher_is_better
+from distbelief.task.task import (
+    DataSpec,
+    ModelSpec,
+    Sample,
+    TaskSpec,
+    build_dataset,
+    build_metric,
+    build_model,
+    metric_name,
+)
+from distbelief.task.validation import check
+from tests.distbelief.examples import HERE, mean_output
+
+
+def task(  # each argument is one thing to get wrong
+    *,
+    model: str = "net",
+    train: str = "frames",
+    test: str | None = "frames",
+    loss: str = "cross_entropy",
+    metric: str | None = None,
+    **arguments: object,
+) -> TaskSpec:
+    return TaskSpec(
+        model=ModelSpec(factory=f"{HERE}:{model}", arguments=arguments),
+        train=DataSpec(factory=f"{HERE}:{train}"),
+        test=None if test is None else DataSpec(factory=f"{HERE}:{test}"),
+        loss=loss,
+        metric=metric,
+    )
+
+
+def refused(wrong: TaskSpec, *, batch_size: int = 16) -> str:
+    with pytest.raises(JobError) as caught:
+        check(wrong, batch_size)
+    text = str(caught.value)
+    assert "\n" not in text.partition("failed")[0]
+    return text
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        task(),
+        task(test=None),
+        task(model="everything_net"),
+        task(model="dropout_net", metric="top5"),
+        task(loss="cross_entropy_loss"),
+        task(loss=f"{HERE}:own_loss", metric=f"{HERE}:own_loss"),
+    ],
+)
+def test_what_is_right_passes(right: TaskSpec) -> None:
+    check(right, 16)
+
+
+def test_a_batch_may_be_larger_than_the_data() -> None:
+    check(task(), 1000)
+
+
+def test_a_check_changes_nobodys_random_numbers() -> None:
+    before = torch.get_rng_state()
+    build_model(ModelSpec(factory=f"{HERE}:net", seed=3))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_one_spec_builds_one_model_anywhere() -> None:
+    spec = ModelSpec(factory=f"{HERE}:net", seed=3)
+    one, other = build_model(spec), build_model(spec)
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name])
+
+
+def test_the_tables_of_a_job_file_are_strict() -> None:
+    with pytest.raises(msgspec.ValidationError, match="factry"):
+        msgspec.convert({"factry": "a:b"}, ModelSpec)
+
+
+def test_initial_is_a_word_or_a_weights_file() -> None:
+    with pytest.raises(msgspec.ValidationError, match="'zeros'; use 'module', 'seed'"):
+        msgspec.convert({"factory": "a:b", "initial": "zeros"}, ModelSpec)
+    ModelSpec(factory="a:b", initial="weights.safetensors")
+
+
+# ------------------------------------------------------------------ factories
+
+
+def test_a_path_without_colon_is_refused() -> None:
+    with pytest.raises(JobError, match=r"^\[model\] 'net' is no import path"):
+        build_model(ModelSpec(factory="net"))
+
+
+def test_a_missing_module_is_named_with_where_it_was_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend("/somewhere/else")
+    with pytest.raises(JobError) as caught:
+        build_model(ModelSpec(factory="nowhere.models:net"))
+    assert str(caught.value).startswith(
+        "[model] there is no module 'nowhere' (of 'nowhere.models'); searched: /somewhere/else, "
+    )
+
+
+def test_a_module_that_lacks_another_is_not_itself_missing(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path_factory.mktemp("user")
+    (directory / "needs_more.py").write_text("import not_installed_here\n")
+    (directory / "breaks.py").write_text("x = 1\ny = x / 0\n")
+    monkeypatch.syspath_prepend(str(directory))
+    with pytest.raises(JobError, match="needs_more needs 'not_installed_here'"):
+        build_model(ModelSpec(factory="needs_more:net"))
+    with pytest.raises(JobError, match=r"ZeroDivisionError.*\(breaks.py, line 2\)"):
+        build_model(ModelSpec(factory="breaks:net"))
+
+
+def test_a_misspelt_name_meets_the_nearest() -> None:
+    with pytest.raises(JobError, match=r"has no 'conv_nett'. Did you mean 'conv_net'"):
+        build_model(ModelSpec(factory=f"{HERE}:conv_nett"))
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    with pytest.raises(JobError, match="is of type int, which cannot be called"):
+        build_model(ModelSpec(factory=f"{HERE}:NOT_CALLABLE"))
+
+
+def test_an_unknown_argument_is_named_with_those_there_are() -> None:
+    with pytest.raises(JobError) as caught:
+        build_model(ModelSpec(factory=f"{HERE}:net", arguments={"states": 3}))
+    assert str(caught.value) == (
+        f"[model.arguments] {HERE}:net takes no argument 'states' "
+        "(it takes width, hidden, n_classes)"
+    )
+
+
+def test_a_missing_argument_is_named() -> None:
+    with pytest.raises(JobError, match="needs the argument 'size'"):
+        build_model(ModelSpec(factory=f"{HERE}:failing"))
+
+
+def test_a_factory_that_fails_is_named_with_its_line() -> None:
+    with pytest.raises(JobError, match=r"failing failed: KeyError: 5 \(examples.py, l"):
+        build_model(ModelSpec(factory=f"{HERE}:failing", arguments={"size": 5}))
+
+
+@pytest.mark.parametrize(
+    ("factory", "claim"),
+    [
+        ("no_module", "returned a list, not an nn.Module"),
+        ("module_class", r"returned the class Identity, .*let it return Identity\(...\)"),
+        ("lazy_net", "parameter 'weight' has no shape yet"),
+    ],
+)
+def test_a_factory_of_no_model_is_told_what_it_returned(factory: str, claim: str) -> None:
+    with pytest.raises(JobError, match=claim):
+        build_model(ModelSpec(factory=f"{HERE}:{factory}"))
+
+
+def test_a_factory_of_no_data_is_told_what_it_returned() -> None:
+    with pytest.raises(JobError, match=r"\[data.train\] .* returned 7, not a data set"):
+        build_dataset(DataSpec(factory=f"{HERE}:no_dataset"))
+    with pytest.raises(JobError, match=r"\[data.test\] .* a data set of 0 samples"):
+        build_dataset(DataSpec(factory=f"{HERE}:empty"), table="data.test")
+
+
+# ---------------------------------------------------------------------- check
+
+
+@pytest.mark.parametrize(
+    ("wrong", "claim"),
+    [
+        (
+            task(width=5),
+            (
+                "layer '0' (Linear): it takes inputs of width 5, but [data.train] "
+                "gives width 4 (shape (16, 4)): change the data set or the model"
+            ),
+        ),
+        (
+            task(train="double_frames"),
+            (
+                "its parameters are float32, but [data.train] gives float64: let the "
+                "data set return float32"
+            ),
+        ),
+        (
+            task(train="bad_labels"),
+            (
+                "[data.train] sample 13 has label 5, but the model has 2 outputs "
+                "(labels 0 to 1): give it more outputs, or mend the labels"
+            ),
+        ),
+        (task(test="bad_labels"), "[data.test] sample 13 has label 5, but the model has 2 outputs"),
+        (task(train="empty"), "a data set of 0 samples"),
+        (task(train="float_labels"), "targets are float64 of shape (8,), but loss"),
+        (task(train="wide_labels"), "targets have shape (8, 3), but loss cross_entropy"),
+        (task(train="nan_frames"), "[data.train] sample 9 has NaN or infinite inputs"),
+        (task(model="nan_net"), "is nan for samples 0, ..., whose inputs and targets"),
+        (task(model="nothing_to_train"), "none of its 4 parameters requires grad"),
+        (task(model="no_parameters"), "nothing to train: it has no parameters"),
+        (task(model="wrapped", kind="tuple"), "returned a tuple, not a tensor"),
+        (task(model="wrapped", kind="scalar"), "outputs of shape () for 16 samples"),
+        (task(model="wrapped", kind="detached"), "does not depend on the model's param"),
+        (
+            task(model="wrapped", kind="bug"),
+            "after layer 'layer' (Linear): RuntimeError: a bug of the user's",
+        ),
+        (
+            task(model="embedding_net", train="tokens"),
+            "takes numbers from 0 to 9, but [data.train] gives 0 to 12",
+        ),
+        (task(model="embedding_net"), "takes whole numbers (int64), but [data.train]"),
+        (
+            task(model="embedding_net", train="tokens", max_norm=1.0),
+            "0 is an Embedding with max_norm = 1: it rewrites rows when they are read",
+        ),
+        (
+            task(model="embedding_net", train="tokens", n_words=13, sparse=True),
+            (
+                "gradient of '0.weight' is sparse, and shards take dense ones: "
+                "make its nn.Embedding with sparse=False"
+            ),
+        ),
+        (
+            task(loss="mse", train="flat_targets"),
+            "(8,) and float32: let the data set return targets of shape (8, 2) and f",
+        ),
+        (task(loss="mse"), "use loss = 'cross_entropy' if they are class labels"),
+        (task(loss="mse", train="double_targets"), "targets are float64, but the model"),
+        (task(loss="crossentropy"), "there is no loss 'crossentropy'"),
+        (task(loss="crossentropy"), "Did you mean 'cross_entropy'?"),
+        (task(loss=f"{HERE}:loss_per_sample"), "returned a tensor of shape (16,)"),
+        (task(loss=f"{HERE}:listing"), "returned a list: it must return a tensor"),
+        (task(loss=f"{HERE}:failing_function"), "ValueError: no such thing"),
+        (task(metric="acuracy"), "Did you mean 'accuracy'?"),
+        (task(metric=f"{HERE}:loss_per_sample"), "must return one number"),
+        (task(metric=f"{HERE}:failing_function"), "metric tests.distbelief.ex"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(wrong: TaskSpec, claim: str) -> None:
+    assert claim in refused(wrong)
+
+
+def test_a_gradient_that_is_no_number_names_its_parameter() -> None:
+    wrong = task(model="wrapped", kind="root", loss=f"{HERE}:mean_output")
+    assert "the gradient of 'layer.weight' is NaN" in refused(wrong)
+
+
+def test_a_width_that_is_wrong_inside_the_model_blames_its_layers() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(5, 2))
+    with pytest.raises(JobError, match="width 5, but the layers before it give width 3"):
+        dry_run.train(
+            module,
+            torch.zeros(2, 4),
+            torch.zeros(2, dtype=torch.int64),
+            loss=nn.functional.cross_entropy,
+            names=dry_run.Names(model="m", loss="cross_entropy", data="data.train"),
+        )
+
+
+def test_a_check_leaves_no_gradient_behind() -> None:
+    module = build_model(ModelSpec(factory=f"{HERE}:net"))
+    dry_run.train(
+        module,
+        torch.zeros(2, 4),
+        torch.zeros(2, dtype=torch.int64),
+        loss=nn.functional.cross_entropy,
+        names=dry_run.Names(model="m", loss="cross_entropy", data="data.train"),
+    )
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def forward_fails(module: nn.Module, inputs: torch.Tensor) -> str:
+    with pytest.raises(JobError) as caught:
+        dry_run.train(
+            module,
+            inputs,
+            torch.zeros(len(inputs), dtype=torch.int64),
+            loss=nn.functional.cross_entropy,
+            names=dry_run.Names(model="m", loss="cross_entropy", data="data.train"),
+        )
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "claim"),
+    [
+        (nn.Linear(5, 2), (2, 4), "m, the Linear: it takes inputs of width 5, but"),
+        (nn.Conv1d(3, 2, 1), (2, 4, 5), "takes inputs of width 3, but [data"),
+        (nn.Conv2d(3, 2, 1), (2, 1, 5, 5), "gives width 1 (shape (2, 1, 5, 5))"),
+        (nn.Conv3d(3, 2, 1), (2, 1, 5, 5, 5), "inputs of width 3, but"),
+        (nn.Conv2d(3, 2, 1), (2, 5), "inputs of width 3, but [data.train] gives width"),
+        (nn.BatchNorm1d(3), (2, 4), "of width 3, but [data.train] gives width 4"),
+        (nn.LayerNorm(3), (2, 4), "of width 3, but [data.train] gives width 4"),
+        (nn.GRU(3, 2), (2, 2, 4), "of width 3, but [data.train] gives width 4"),
+        (nn.BatchNorm1d(4), (1, 4), "the BatchNorm1d: ValueError: Expected more than"),
+        (nn.Conv2d(3, 2, 9), (2, 3, 5, 5), "the Conv2d: RuntimeError: Calculated pad"),
+        (nn.Embedding(3, 2), (2, 4), "takes whole numbers (int64), but [data.train]"),
+    ],
+)
+def test_the_layer_that_fails_is_named_with_both_widths(
+    module: nn.Module, shape: tuple[int, ...], claim: str
+) -> None:
+    assert claim in forward_fails(module, torch.zeros(shape))
+
+
+def test_a_gradient_that_reaches_no_parameter_is_told() -> None:
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[:, :2].clone().requires_grad_()
+
+    assert "no parameter received a gradient" in forward_fails(Beside(), torch.zeros(2, 4))
+
+
+def test_a_backward_that_fails_is_told() -> None:
+    class Overwritten(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.layer(x).exp()
+            outputs: torch.Tensor = hidden * 1.0
+            hidden.zero_()
+            return outputs
+
+    assert "the backward pass of m failed" in forward_fails(Overwritten(), torch.zeros(2, 4))
+
+
+# -------------------------------------------------------------------- metrics
+
+
+def test_the_usual_metric_goes_with_the_loss() -> None:
+    assert metric_name(task()) == "accuracy"
+    assert metric_name(task(loss="mse_loss")) == "mse"
+    assert metric_name(task(metric="top5")) == "top5"
+
+
+@pytest.mark.parametrize(("is_integer", "name"), [(True, "accuracy"), (False, "mse")])
+def test_a_loss_of_ones_own_is_judged_by_what_its_targets_are(
+    *, is_integer: bool, name: str
+) -> None:
+    """A net that foretells numbers was said to have an accuracy of 9 %."""
+    sample = Sample(
+        input_shape=(4,), input_is_integer=False, target_shape=(2,), target_is_integer=is_integer
+    )
+    assert metric_name(task(loss="a.b:own"), sample) == name
+    assert metric_name(task(loss="a.b:own", metric="top5"), sample) == "top5"
+    assert metric_name(task(loss="cross_entropy"), sample) == "accuracy"
+
+
+def test_accuracy_is_the_part_that_is_right() -> None:
+    outputs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
+    accuracy = build_metric(task())
+    assert float(accuracy(outputs, torch.tensor([0, 1, 0, 1]))) == 0.5
+    assert float(accuracy(outputs, torch.eye(2)[[0, 1, 1, 1]])) == 0.75
+    assert float(accuracy(outputs[..., None], torch.tensor([[0], [1], [0], [1]]))) == 0.5
+
+
+def test_top5_counts_labels_among_the_five_largest() -> None:
+    outputs = torch.arange(10.0).repeat(3, 1)
+    top5 = build_metric(task(metric="top5"))
+    assert float(top5(outputs, torch.tensor([9, 5, 4]))) == pytest.approx(2 / 3)
+    assert float(top5(outputs[:, :3], torch.tensor([0, 1, 2]))) == 1.0
+
+
+def test_mse_is_the_mean_of_squares() -> None:
+    mse = build_metric(task(metric="mse"))
+    assert float(mse(torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [1.0]]))) == 2.5
+
+
+def test_which_way_a_metric_is_better_its_function_may_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = f"{HERE}:mean_output"
+    assert higher_is_better("accuracy")
+    assert not higher_is_better("mse")
+    assert higher_is_better(own)
+    monkeypatch.setattr(mean_output, "higher_is_better", False, raising=False)
+    assert not higher_is_better(own)

@@ -1,0 +1,258 @@
+"""Prediction in one process, and what is refused; by machines: `tests/processes`."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file as load_arrays, save_file as save_arrays
+from safetensors.torch import save_file
+from torch import nn
+from typer.testing import CliRunner
+
+import distbelief
+from distbelief import predict as predict_module
+from distbelief.cli.main import app
+from distbelief.errors import JobError, StorageError
+from distbelief.partition.verify_run import Rehearsal
+from distbelief.predict import predict
+from distbelief.run.directory import RunDirectory
+
+
+HERE = __name__
+
+JOB = f"""
+[model]
+factory = "{HERE}:net"
+
+[data.train]
+factory = "{HERE}:net"
+
+[algorithm]
+name = "downpour"
+loss = "cross_entropy"
+batch_size = 8
+rule = {{ name = "sgd", learning_rate = 0.1 }}
+
+[stop]
+epochs = 1
+"""
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory.create(tmp_path / "run")
+    run.write(run.job_file, JOB)
+    torch.manual_seed(3)
+    save_file(net().state_dict(), run.model_file)
+    return run
+
+
+def inputs_at(path: Path, *, n: int = 300) -> NDArray[np.float32]:
+    inputs = np.random.default_rng(0).random((n, 5), np.float32)
+    if path.suffix == ".npy":
+        np.save(path, inputs)
+    else:
+        save_arrays({"anything": inputs}, path)
+    return inputs
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
+def test_outputs_are_those_of_the_plain_module(
+    suffix: str, run: RunDirectory, tmp_path: Path
+) -> None:
+    source = tmp_path / f"in{suffix}"
+    inputs = inputs_at(source)
+    done = predict(run.path, source)
+    assert done.out == tmp_path / f"in.outputs{suffix}"
+    assert (done.shape, done.n_machines) == ((300, 3), 1)
+    torch.manual_seed(3)
+    expected = net().eval()(torch.from_numpy(inputs)).detach().numpy()
+    found = np.load(done.out) if suffix == ".npy" else load_arrays(done.out)["outputs"]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert done.labels == tuple(expected[:10].argmax(1))
+    said = predict_module.text(done)
+    assert said.startswith(f"{done.out}: outputs 300 x 3, by one process, in ")
+    assert '"shape":[300,3]' in predict_module.as_json(done)
+
+
+def test_the_inputs_may_be_of_another_precision(run: RunDirectory, tmp_path: Path) -> None:
+    np.save(tmp_path / "in.npy", np.ones((2, 5)))
+    assert predict(run.path, tmp_path / "in.npy", out=tmp_path / "o.npy").out.is_file()
+
+
+def test_a_run_without_a_model_is_told_how_to_go_on(run: RunDirectory, tmp_path: Path) -> None:
+    run.model_file.unlink()
+    inputs_at(tmp_path / "in.npy")
+    with pytest.raises(JobError, match=r"does not exist: .*still under way .*Ctrl"):
+        predict(run.path, tmp_path / "in.npy")
+    run.close()
+    with pytest.raises(JobError, match=r"does not exist: .*--resume"):
+        predict(run.path, tmp_path / "in.npy")
+
+
+def test_where_outputs_cannot_be_nothing_is_computed(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That there is no such directory was told when all was computed, and lost."""
+
+    def compute(*_: object) -> None:
+        pytest.fail("it has computed")
+
+    monkeypatch.setattr(predict_module, "_whole", compute)
+    inputs_at(tmp_path / "in.npy")
+    with pytest.raises(StorageError, match=r"cannot write .*nowhere.*--out"):
+        predict(run.path, tmp_path / "in.npy", out=tmp_path / "nowhere" / "o.npy")
+
+
+def words() -> nn.Module:
+    return nn.Embedding(50, 3)
+
+
+def test_words_that_the_model_does_not_know_are_refused(run: RunDirectory, tmp_path: Path) -> None:
+    run.write(run.job_file, JOB.replace(f"{HERE}:net", f"{HERE}:words"))
+    save_file(words().state_dict(), run.model_file)
+    np.save(tmp_path / "in.npy", np.full((2, 4), 50))
+    with pytest.raises(JobError, match=r"of shape \[2, 4\] and int64: index out of range"):
+        predict(run.path, tmp_path / "in.npy")
+
+
+def test_other_kinds_of_files_are_refused(run: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"in\.csv: use a file \.npy or \.safetensors"):
+        predict(run.path, tmp_path / "in.csv")
+    inputs_at(tmp_path / "in.npy")
+    with pytest.raises(JobError, match=r"out\.txt: use a file"):
+        predict(run.path, tmp_path / "in.npy", out=tmp_path / "out.txt")
+
+
+def test_what_is_no_input_is_refused(run: RunDirectory, tmp_path: Path) -> None:
+    path = tmp_path / "in.npy"
+    with pytest.raises(StorageError, match=r"cannot read .*in\.npy"):
+        predict(run.path, path)
+    path.write_bytes(b"no array")
+    with pytest.raises(JobError, match="holds no plain array"):
+        predict(run.path, path)
+    for empty in (np.float32(1.0), np.zeros((0, 5), np.float32)):
+        np.save(path, empty)
+        with pytest.raises(JobError, match="one sample at least"):
+            predict(run.path, path)
+    np.save(path, np.ones((2, 4), np.float32))
+    with pytest.raises(JobError, match=r"does not take inputs of shape \[2, 4\]"):
+        predict(run.path, path)
+    several = tmp_path / "in.safetensors"
+    save_arrays({"a": np.ones(2), "b": np.ones(2)}, several)
+    with pytest.raises(JobError, match="has tensors a, b: give a file with one"):
+        predict(run.path, several)
+
+
+@pytest.mark.parametrize("dtype", [">f4", "f2", "f8"])
+def test_numbers_of_any_make_are_inputs(dtype: str, run: RunDirectory, tmp_path: Path) -> None:
+    """Those of another byte order ended in a ValueError of torch's."""
+    inputs = inputs_at(tmp_path / "in.npy", n=4)
+    predict(run.path, tmp_path / "in.npy", out=tmp_path / "usual.npy")
+    np.save(tmp_path / "in.npy", inputs.astype(dtype))
+    predict(run.path, tmp_path / "in.npy", out=tmp_path / "other.npy")
+    usual, other = np.load(tmp_path / "usual.npy"), np.load(tmp_path / "other.npy")
+    np.testing.assert_allclose(other, usual, atol=1e-2)
+
+
+def test_numbers_that_no_model_takes_are_refused(run: RunDirectory, tmp_path: Path) -> None:
+    """By a plan complex ones were taken for whole numbers, and lost what they had."""
+    for odd, shown in (("c8", "complex64"), ("U3", "<U3"), ("M8[s]", "datetime64")):
+        np.save(tmp_path / "in.npy", np.zeros((2, 5), odd))
+        with pytest.raises(JobError, match=rf"in\.npy holds {shown}"):
+            predict(run.path, tmp_path / "in.npy")
+    np.save(tmp_path / "in.npy", np.zeros((2, 5), np.uint8))
+    with pytest.raises(JobError, match=r"of shape \[2, 5\] and uint8: "):
+        predict(run.path, tmp_path / "in.npy")
+
+
+def wider() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+
+
+def test_a_model_of_another_source_is_refused(run: RunDirectory, tmp_path: Path) -> None:
+    """It was a RuntimeError of torch's, or with a plan one of some machine."""
+    inputs_at(tmp_path / "in.npy")
+    run.write(run.job_file, JOB.replace(f"{HERE}:net", f"{HERE}:wider"))
+    claim = r"another model than .*:wider makes today: '0.bias' is \[3\] there, and \[4\]"
+    with pytest.raises(JobError, match=claim):
+        predict(run.path, tmp_path / "in.npy")
+    run.write(run.job_file, JOB.replace(f"{HERE}:net", f"{HERE}:words"))
+    with pytest.raises(JobError, match=r"'0.bias' is \[3\] there, and absent here"):
+        predict(run.path, tmp_path / "in.npy")
+
+
+def test_a_damaged_model_is_told(run: RunDirectory, tmp_path: Path) -> None:
+    inputs_at(tmp_path / "in.npy")
+    run.model_file.write_bytes(run.model_file.read_bytes()[:100])
+    with pytest.raises(StorageError, match=r"model\.safetensors is damaged: "):
+        predict(run.path, tmp_path / "in.npy")
+
+
+def test_an_array_of_objects_is_not_unpickled(run: RunDirectory, tmp_path: Path) -> None:
+    np.save(tmp_path / "in.npy", np.array([{}], object), allow_pickle=True)
+    with pytest.raises(JobError, match="holds no plain array"):
+        predict(run.path, tmp_path / "in.npy")
+
+
+def test_the_command_line_tells_a_mistake_in_a_sentence(run: RunDirectory, tmp_path: Path) -> None:
+    inputs_at(tmp_path / "in.npy", n=2)
+    words = ["predict", str(run.path), str(tmp_path / "in.npy")]
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["shape"] == [2, 3]
+    failed = CliRunner().invoke(app, ["predict", str(tmp_path), words[2]])
+    assert failed.exit_code == 2
+    assert "is not a run directory" in failed.stderr
+
+
+def save_plan(run: RunDirectory) -> None:
+    outlook = distbelief.plan(net(), torch.zeros(8, 5), loss="cross_entropy", machines=(2,))
+    outlook.save(run.plan_file)
+
+
+def test_a_run_of_gpus_is_told_how_to_predict_without(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trained where there is a GPU, used where there is none: each machine ended in
+    torch's traceback.
+    """
+    save_plan(run)
+    run.write(run.job_file, JOB + '[cluster]\npartitions = 2\ndevice = "cuda"\n')
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    inputs_at(tmp_path / "in.npy")
+    with pytest.raises(JobError, match=r"'cuda', and torch .* sees no GPU .*--whole"):
+        predict(run.path, tmp_path / "in.npy")
+    assert predict(run.path, tmp_path / "in.npy", whole=True).shape == (300, 3)
+
+
+def test_sigterm_leaves_no_folder_behind(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM ended it at once; its folder, inputs and all, stayed in /tmp."""
+    save_plan(run)
+    inputs_at(tmp_path / "in.npy")
+    folders: list[Path] = []
+
+    def end(rehearsal: Rehearsal, *, n_machines: int, tell: object) -> None:
+        del tell
+        assert n_machines <= 2
+        folders.append(Path(rehearsal.folder))
+        assert (folders[0] / "inputs.npy").is_file()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(predict_module, "rehearse", end)
+    with pytest.raises(SystemExit) as caught:
+        predict(run.path, tmp_path / "in.npy")
+    assert caught.value.code == 143
+    assert not folders[0].exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -1,0 +1,54 @@
+"""What is done at each tick, and what becomes of a watcher who fails."""
+
+import pytest
+
+from distbelief.supervisor.view import SupervisorView
+from distbelief.trainer import HeldBack
+
+
+def test_what_a_watcher_raises_ends_the_job_and_is_raised_once_it_has_ended() -> None:
+    """It ended all ticks but not the job, and nobody heard of it.
+
+    `Node` logged "no further ticks": no display, no metrics, no status any more.
+    """
+    seen: list[int] = []
+
+    def watch(view: SupervisorView) -> bool:
+        seen.append(view.samples)
+        if view.samples == 2:
+            raise StopIteration("enough")  # an error like others: it is `train`'s
+        return False
+
+    held = HeldBack(watch)
+    ends: list[bool] = []
+
+    def job() -> None:
+        with held:
+            ends.extend(held(SupervisorView(samples=n)) for n in (1, 2, 3))
+
+    with pytest.raises(StopIteration, match="enough") as raised:
+        job()
+    assert ends == [False, True, True]
+    assert seen == [1, 2]
+    assert raised.traceback[-1].name == "watch"
+
+
+def test_a_watchers_error_goes_before_that_of_its_job() -> None:
+    def watch(_view: SupervisorView) -> bool:
+        raise SystemExit(3)
+
+    def job() -> None:
+        with HeldBack(watch) as held:
+            held(SupervisorView())
+            raise ValueError("no point was found")
+
+    with pytest.raises(SystemExit) as raised:
+        job()
+    assert isinstance(raised.value.__context__, ValueError)
+
+
+def test_a_watcher_who_does_not_fail_is_heard_and_the_job_as_it_ends() -> None:
+    with HeldBack(lambda view: view.samples > 1) as held:
+        assert [held(SupervisorView(samples=n)) for n in (1, 2)] == [False, True]
+    with pytest.raises(ValueError, match="no point"), held:
+        raise ValueError("no point was found")

@@ -1,0 +1,41 @@
+"""Model and data of a job, tried out in a process of their own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distbelief import trainer
+from distbelief.errors import JobError
+from distbelief.launch.local import Launcher
+from tests.distbelief.jobs import speech
+from tests.processes.nursery import Subprocesses
+
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    monkeypatch.setattr("distbelief.launch.local.subprocess", Subprocesses)
+    with Launcher(log_of=lambda name: tmp_path / f"{name}.process.log") as launcher:
+        yield launcher
+
+
+def test_what_takes_too_long_is_told_with_the_end_of_its_log(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It named a log that had been removed by then."""
+    monkeypatch.setattr(trainer, "CHECK_SECONDS_MAX", 0.0)
+    log = tmp_path / "check.log"
+    log.write_text("downloading the data ...\n")
+    with pytest.raises(JobError, match=r"tried out in 0 s.*ends:\ndownload") as caught:
+        trainer.try_out(
+            speech(),
+            launcher,
+            directory=tmp_path,
+            initial_file=tmp_path / "initial.safetensors",
+            plan=tmp_path / "plan.json",
+            log=log,
+        )
+    assert str(log) not in str(caught.value)

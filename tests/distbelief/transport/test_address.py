@@ -1,0 +1,104 @@
+"""Places are numbers, keys, and nothing that a peer could have looked up."""
+
+import socket
+
+import pytest
+from hypothesis import given, strategies as st
+
+from distbelief.errors import JobError, TransportError
+from distbelief.transport import address
+from distbelief.transport.address import Place, number_of, own_number_towards
+
+
+HOSTS = st.ip_addresses(v=4).map(str)
+KEYS = st.one_of(st.just(""), st.text("0123456789abcdef", min_size=64, max_size=64))
+
+
+@given(host=HOSTS, port=st.integers(1, 65535), key=KEYS)
+def test_a_place_is_read_as_written(host: str, port: int, key: str) -> None:
+    place = Place(host=host, port=port, key=key)
+    assert Place.parse(str(place)) == place
+    assert place.endpoint == f"tcp://{host}:{port}"
+    assert len(str(place)) <= 128  # a name in messages
+
+
+@given(path=st.text("abz/._-+:", min_size=1, max_size=120))
+def test_a_path_is_read_as_written(path: str) -> None:
+    place = Place(path=f"/{path}")
+    assert Place.parse(str(place)) == place == place.seen_from("10.0.0.1")
+
+
+@given(text=st.text(max_size=200))
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(TransportError, match="no place"):
+        Place.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tcp://10.0.0.1:0",
+        "tcp://10.0.0.1:65536",
+        "tcp://10.0.0.256:1",
+        "tcp://1.2.3:4000",
+        "tcp://host:4000",
+        "tcp://10.0.0.1:*",
+        "tcp://[::1]:4000",
+        "inproc://zeromq.zap.01",
+        "ipc://tmp/x",
+        "ipc://@tmp",
+        "ipc:///tmp/x?y",
+        "ipc:///tmp/x\n",
+        "tcp://10.0.0.1:4000?key=",
+        f"tcp://10.0.0.1:4000?key={'A' * 64}",
+        f"tcp://10.0.0.1:4000?key={'a' * 65}",
+        f"tcp://10.0.0.1:4000?key={'a' * 64}\n",
+        "tcp://10.0.0.1:4000;10.0.0.2:5000",
+    ],
+)
+def test_nothing_but_a_number_and_a_port_or_a_path_is_a_place(text: str) -> None:
+    with pytest.raises(TransportError, match="no place"):
+        Place.parse(text)
+
+
+def test_anywhere_is_where_the_supervisor_was_found() -> None:
+    anywhere = Place(host="0.0.0.0", port=7, key="a" * 64)
+    assert anywhere.seen_from("10.0.0.1") == Place(host="10.0.0.1", port=7, key="a" * 64)
+    somewhere = Place(host="10.0.0.2", port=7)
+    assert somewhere.seen_from("10.0.0.1") == somewhere
+
+
+def test_users_may_name_hosts() -> None:
+    assert number_of("localhost") == number_of("127.0.0.1") == "127.0.0.1"
+    assert number_of("*") == "0.0.0.0"
+    for host in ("no.such.host.invalid", "::1", "a..b"):
+        with pytest.raises(JobError, match=f"no address of a host '{host}'"):
+            number_of(host)
+
+
+def test_this_machine_is_found_by_its_own_number() -> None:
+    assert own_number_towards("127.0.0.1") == "127.0.0.1"
+    assert own_number_towards("0.0.0.0") == "127.0.0.1"
+
+
+def test_without_a_default_route_it_is_found_by_an_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The nodes of a cluster may have none: others were told to dial 127.0.0.1."""
+
+    def no_route(host: str) -> str:
+        raise TransportError(f"there is no way from this machine to {host}")
+
+    numbers = {"lo": "127.0.0.1", "eth0": "10.0.0.7", "eth1": "10.0.1.7"}
+    names = [(1, "lo"), (2, "unplugged"), (3, "eth0"), (4, "eth1")]
+    monkeypatch.setattr(address, "own_number_towards", no_route)
+    monkeypatch.setattr(address, "interface_number", numbers.get)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: names)
+    assert address.own_number() == "10.0.0.7"
+    monkeypatch.setattr(socket, "if_nameindex", lambda: names[:2])
+    assert address.own_number() == "127.0.0.1"
+
+
+def test_an_interface_is_asked_for_its_number() -> None:
+    assert address.interface_number("lo") == "127.0.0.1"
+    assert address.interface_number("nosuch0") is None

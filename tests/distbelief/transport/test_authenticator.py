@@ -1,0 +1,115 @@
+"""Members of one machine meet in a directory that only their user may enter."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distbelief.errors import TransportError
+from distbelief.protocol import Save
+from distbelief.transport.authenticator import DirectoryGuard, open_private
+from tests.distbelief.transport.test_zmq_transport import labels, take
+from tests.links import link
+
+
+NOBODY = 65534
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "why"),
+    [
+        (lambda path: path.chmod(0o750), "other users may enter it.*chmod 700"),
+        (lambda path: path.chmod(0o777), "other users may enter it.*chmod 700"),
+        (lambda path: path.rmdir(), "not there; whoever made it has ended"),
+        (lambda path: (path.rmdir(), path.touch()), "Not a directory"),
+        (lambda path: (path.rmdir(), path.symlink_to("/")), "symbolic link"),
+        pytest.param(lambda path: os.chown(path, NOBODY, -1), "another user", marks=AS_ROOT),
+    ],
+)
+def test_a_directory_that_others_could_enter_is_refused(
+    tmp_path: Path, prepare: Callable[[Path], object], why: str
+) -> None:
+    """A name in /dev/shm may be another user's, once the run that made it is over."""
+    directory = tmp_path / "run"
+    directory.mkdir(mode=0o700)
+    prepare(directory)
+    with pytest.raises(TransportError, match=why) as caught:
+        link("a", directory).start()
+    assert str(directory) in str(caught.value)
+
+
+def test_nobody_is_sent_what_was_for_who_listened_there_before(tmp_path: Path) -> None:
+    """ZeroMQ connects again and again to a path: another user may have made it anew."""
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    with link("b", run) as b, link("a", run) as a:
+        b.connect("a", 1, a.endpoint)
+        a.close()
+        shutil.rmtree(run)
+        run.mkdir(mode=0o777)  # as another user's, for whom this path is as good
+        with link("a", tmp_path) as thief:
+            (run / ".a.1").symlink_to(tmp_path / ".a.1")
+            b.send("a", Save(label="for a only"))
+            for _ in range(50):  # 0.5 s: ten times as long as until it tries again
+                thief.poll(0.01)
+                assert not list(thief.receive())
+
+
+def test_the_path_of_a_directory_may_be_long(tmp_path: Path) -> None:
+    """A socket's path may have 107 bytes: a descriptor's is shorter."""
+    room = 128 - len(f"ipc://{tmp_path}//.member.1")
+    directory = tmp_path / ("d" * room)
+    directory.mkdir(mode=0o700)
+    with link("member", directory) as member:
+        assert len(member.endpoint) == 128  # as many as a message's field takes
+        assert len(member.endpoint) > 107 + len("ipc://")
+        member.connect("member", 1, member.endpoint)
+        member.send("member", Save(label="x"))
+        assert labels(take(member, 1)) == ["x"]
+    with pytest.raises(TransportError, match="set TMPDIR to a shorter directory"):
+        link("members", directory).start()
+
+
+def test_all_members_are_in_the_one_directory(tmp_path: Path) -> None:
+    with link("a", tmp_path) as a:
+        for elsewhere in (
+            f"ipc://{tmp_path}/below/.b.1",
+            f"ipc://{tmp_path}/..",
+            f"ipc://{tmp_path}/",
+            "ipc:///tmp/.b.1",
+            "tcp://127.0.0.1:7700",
+        ):
+            with pytest.raises(TransportError, match=r"keys new|no place"):
+                a.connect("b", 1, elsewhere)
+
+
+def test_who_listens_is_not_pushed_aside(tmp_path: Path) -> None:
+    """ZeroMQ removes a file that is in its way."""
+    with link("a", tmp_path) as a:
+        with pytest.raises(TransportError, match="something else does"):
+            link("a", tmp_path).start()
+        a.connect("a", 1, a.endpoint)
+        a.send("a", Save(label="still here"))
+        assert labels(take(a, 1)) == ["still here"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    with link("warm", tmp_path):
+        pass
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with link("a", tmp_path):
+            pass
+        with pytest.raises(TransportError):
+            link("a", tmp_path / "gone").start()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_guard_that_never_listened_has_nothing_to_close(tmp_path: Path) -> None:
+    DirectoryGuard(tmp_path).close()
+    descriptor = open_private(tmp_path)
+    os.close(descriptor)

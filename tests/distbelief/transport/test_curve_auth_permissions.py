@@ -1,0 +1,172 @@
+"""Who may speak as whom."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from distbelief.transport import curve_auth as module
+from distbelief.transport.curve_auth import SPEAKS_AS, Speakers
+from distbelief.transport.keys import Allowed, KeyFiles
+
+
+A, B, SERVER = "a" * 64, "b" * 64, "5" * 64
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> KeyFiles:
+    keys = KeyFiles(tmp_path / "keys")
+    keys.make()
+    keys.allow(Allowed(key=A, roles=("worker",), name="a"))
+    keys.allow(Allowed(key=B, roles=("worker",), name="b"))
+    return keys
+
+
+@pytest.fixture
+def warnings() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def speakers(files: KeyFiles, warnings: list[str]) -> Speakers:
+    made = Speakers(files, trusted={SERVER: ("server",)}, warn=warnings.append)
+    assert made.refresh()
+    assert not made.refresh()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "may"),
+    [
+        (A, "worker-1", True),
+        (A, "worker", False),
+        (A, "shard-0", False),
+        (A, "supervisor", False),
+        (A, "", False),
+        (SERVER, "supervisor", True),
+        (SERVER, "supervisor-2", False),
+        (SERVER, "shard-12", True),
+        (SERVER, "worker-1", False),
+        ("c" * 64, "worker-1", False),
+    ],
+)
+def test_a_key_speaks_for_its_roles_only(
+    speakers: Speakers,
+    key: str,
+    name: str,
+    may: bool,  # noqa: FBT001 -- a parameter of the test
+) -> None:
+    assert speakers.may_speak(key, name) is may
+    assert speakers.introduce(name, key) is may
+
+
+def test_a_name_is_of_the_first_that_speaks_under_it(speakers: Speakers) -> None:
+    assert speakers.may_speak(A, "worker-1")
+    assert not speakers.may_speak(B, "worker-1")
+    assert speakers.may_speak(A, "worker-1")
+
+
+def test_who_is_introduced_has_the_name(speakers: Speakers) -> None:
+    assert speakers.may_speak(A, "worker-1")
+    assert speakers.introduce("worker-1", B)
+    assert speakers.may_speak(B, "worker-1")
+    assert not speakers.may_speak(A, "worker-1")
+    assert not speakers.introduce("worker-1", SERVER)
+    assert speakers.may_speak(B, "worker-1")
+
+
+def test_a_key_has_a_bounded_number_of_names(
+    speakers: Speakers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "N_NAMES_MAX", 2)
+    for n in range(5):
+        assert speakers.may_speak(A, f"worker-{n}")
+    assert speakers.may_speak(B, "worker-0")  # forgotten
+    assert not speakers.may_speak(B, "worker-4")
+
+
+def test_who_is_revoked_is_known_no_more(files: KeyFiles, speakers: Speakers) -> None:
+    assert speakers.may_speak(A, "worker-1")
+    files.revoke("a")
+    assert speakers.refresh()
+    assert speakers.keys == {B, SERVER}
+    assert not speakers.may_speak(A, "worker-1")
+    assert speakers.may_speak(B, "worker-1")
+
+
+def test_who_believes_the_supervisor_does_not_let_in_who_was_revoked(files: KeyFiles) -> None:
+    """Shards took what a machine pushed whose key was revoked in the midst of a job.
+
+    Its supervisor does not hear it any more, and so gives it up after a while; shards
+    would have heard it until its replica ran elsewhere.
+    """
+    files.allow(Allowed(key=A, roles=("host",), name="a"))
+    shard = Speakers(files, trusted={}, warn=lambda _: None, is_of_job=True, believes=True)
+    shard.refresh()
+    elsewhere = "c" * 64  # on no list of this machine
+    assert shard.introduce("replica-1", A)
+    assert shard.introduce("replica-2", elsewhere)
+    content = (files.directory / "allowed").read_bytes()
+    (files.directory / "allowed").write_text("no entry\n")
+    shard.refresh()
+    assert shard.admit(A)  # nobody has said anything of it
+    (files.directory / "allowed").write_bytes(content)
+    files.revoke("a")
+    shard.refresh()
+    assert not shard.admit(A)
+    assert shard.admit(elsewhere)
+    files.allow(Allowed(key=A, roles=("host",), name="a"))
+    shard.refresh()
+    assert shard.admit(A)
+    assert shard.may_speak(A, "replica-1")
+
+
+def test_a_list_that_cannot_be_read_lets_in_nobody(
+    files: KeyFiles, speakers: Speakers, warnings: list[str]
+) -> None:
+    (files.directory / "allowed").write_text("everybody\n")
+    assert speakers.refresh()
+    assert not speakers.refresh()
+    assert speakers.keys == {SERVER}
+    assert len(warnings) == 1
+    assert "nobody is let in" in warnings[0]
+
+
+class Naming(RuleBasedStateMachine):
+    """However keys speak and are introduced, a name has one key, of the right role."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.speakers = Speakers(
+            KeyFiles(Path("/nonexistent")),
+            trusted={A: ("worker",), B: ("worker", "server"), SERVER: ("server",)},
+            warn=lambda _text: None,
+        )
+        self.speakers.refresh()
+        self.owner: dict[str, str] = {}
+
+    keys = st.sampled_from([A, B, SERVER, "c" * 64])
+    names = st.sampled_from(["worker-1", "worker-2", "shard-1", "supervisor", "x"])
+
+    @rule(key=keys, name=names)
+    def speak(self, key: str, name: str) -> None:
+        before = self.owner.get(name)
+        if self.speakers.may_speak(key, name):
+            assert before in {None, key}
+            self.owner[name] = key
+
+    @rule(key=keys, name=names)
+    def introduce(self, key: str, name: str) -> None:
+        if self.speakers.introduce(name, key):
+            self.owner[name] = key
+
+    @invariant()
+    def roles_hold(self) -> None:
+        roles = {A: ["worker"], B: ["worker", "server"], SERVER: ["server"]}
+        for name, key in self.owner.items():
+            starts = [start for role in roles[key] for start in SPEAKS_AS[role]]
+            assert any(name.startswith(start) for start in starts)
+
+
+TestNaming = Naming.TestCase

@@ -1,0 +1,36 @@
+"""Hoards: who begins messages that do not end, by one connection or by many."""
+
+from distbelief.transport import limits
+from distbelief.transport.limits import Caps, Record
+
+
+CAPS = Caps(unfinished_bytes_max=8000)
+
+
+def begun(address: str, port: int, held: int, *, key: str = "") -> Record:
+    """Return a connection's record: ZeroMQ had read so much more than it has told."""
+    peer = (address, port)
+    return Record(peer=peer, key=key, since=0.0, n_bytes=500, n_taken=500 + held)
+
+
+def test_more_than_any_message_has_is_a_hoard() -> None:
+    assert limits.objection(begun("10.0.0.1", 1, 8000), CAPS) is None
+    why = limits.objection(begun("10.0.0.1", 1, 8001), CAPS)
+    assert why == "8001 bytes wait, of a message that does not end"
+
+
+def test_messages_that_do_not_end_are_ended_together() -> None:
+    """Each of 64 had to come to the cap by itself: 3.5 seconds of a full link."""
+    records = [
+        begun("10.0.0.1", 1, 8001),
+        begun("10.0.0.1", 2, 1001),
+        begun("10.0.0.1", 3, 1000),  # as far as an honest one would be
+        begun("10.0.0.1", 4, 7000, key="5f"),  # said something before
+        begun("10.0.0.2", 5, 7000),  # from elsewhere
+    ]
+    cuts = limits.alike(records, CAPS, addresses={"10.0.0.1"})
+    assert [port for _, port in cuts] == [1, 2]
+    record, why = cuts["10.0.0.1", 2]
+    assert record is records[1]
+    assert why == "1001 bytes wait, beside a message that does not end"
+    assert limits.alike(records, CAPS, addresses=()) == {}

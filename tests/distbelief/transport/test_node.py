@@ -1,0 +1,787 @@
+"""The driver of one real role: events in, actions performed, a way out for errors."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from distbelief.cluster.agent import Host, HostConfig, HostSite
+from distbelief.errors import JobError, PeerLostError, RemoteProtocolError, StorageError
+from distbelief.protocol import Alive, Save, Stop
+from distbelief.protocol.codec import Envelope
+from distbelief.roles.role import (
+    USER,
+    Action,
+    Address,
+    CancelTimer,
+    Compute,
+    Computed,
+    Connect,
+    Event,
+    Halt,
+    Lane,
+    Launch,
+    PeerLost,
+    Persist,
+    Persisted,
+    Received,
+    Report,
+    Role,
+    Seconds,
+    Send,
+    SetTimer,
+    Snapshot,
+    Started,
+    Terminate,
+    TimerFired,
+)
+from distbelief.supervisor.state import SupervisorConfig
+from distbelief.supervisor.supervisor import Supervisor
+from distbelief.transport import node as node_module
+from distbelief.transport.authenticator import DirectoryGuard
+from distbelief.transport.node import POSTED_MAX, Launcher, Node, SnapshotStore
+from distbelief.transport.zmq_transport import TransportOptions, ZmqTransport
+from tests.links import link
+
+
+PATIENCE_SECONDS = 20.0
+ME = Address("me")
+
+React = Callable[[Event, Seconds], Sequence[Action]]
+NEWS = PeerLost(peer=Address("x"), incarnation=1, reason="it ended")
+
+
+class Scripted:
+    """A role that does what a test's function says, and remembers what happened."""
+
+    def __init__(self, react: React) -> None:
+        self._react = react
+        self.events: list[Event] = []
+        self.times: list[Seconds] = []
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        self.events.append(event)
+        self.times.append(now)
+        return self._react(event, now)
+
+    def status(self) -> tuple[str, dict[str, float]]:
+        return "scripted", {}
+
+
+class Build(Protocol):
+    """Makes a node for a role that reacts so."""
+
+    def __call__(
+        self, react: React, *, store: SnapshotStore | None = None, launcher: Launcher | None = None
+    ) -> tuple[Node, Scripted]: ...
+
+
+@pytest.fixture
+def log() -> list[tuple[str, str]]:
+    return []
+
+
+@pytest.fixture
+def transport(tmp_path: Path) -> Iterator[ZmqTransport]:
+    """A transport that reaches itself."""
+    with ZmqTransport(
+        name=ME,
+        incarnation=4,
+        run="run",
+        bind=f"ipc://{tmp_path}/.me.4",
+        guard=DirectoryGuard(tmp_path),
+        options=TransportOptions(linger_seconds=0),
+    ) as transport:
+        transport.connect(ME, 4, transport.endpoint)
+        yield transport
+
+
+@pytest.fixture
+def build(transport: ZmqTransport, log: list[tuple[str, str]]) -> Iterator[Build]:
+    nodes: list[Node] = []
+
+    def build(
+        react: React, *, store: SnapshotStore | None = None, launcher: Launcher | None = None
+    ) -> tuple[Node, Scripted]:
+        role = Scripted(react)
+        node = Node(
+            role,
+            transport=transport,
+            log=lambda level, text: log.append((level, text)),
+            store=store,
+            launcher=launcher,
+        )
+        nodes.append(node)
+        return node, role
+
+    threads = set(threading.enumerate())
+    yield build
+    for node in nodes:
+        node.close()
+    assert set(threading.enumerate()) <= threads, "a thread was left behind"
+
+
+def on_start(*actions: Action) -> React:
+    """React to `Started` with these actions, and to whatever comes next with an end."""
+
+    def react(event: Event, _now: Seconds) -> Sequence[Action]:
+        return actions if isinstance(event, Started) else [Halt()]
+
+    return react
+
+
+# ---------------------------------------------------------------- a life, as planned
+
+
+def test_a_life_begins_with_started_and_ends_with_halt(build: Build) -> None:
+    node, role = build(lambda _event, _now: [Halt()])
+    assert node.run() is None
+    assert node.halted
+    assert role.events == [Started(incarnation=4)]
+
+
+def test_the_role_reads_the_time_of_the_monotonic_clock(build: Build) -> None:
+    node, role = build(lambda _event, _now: [Halt()])
+    before = time.monotonic()
+    node.run()
+    assert before <= role.times[0] <= time.monotonic()
+
+
+def test_halt_with_an_error_is_what_run_returns(build: Build) -> None:
+    node, _ = build(lambda _event, _now: [Halt(error="NaN in replica-1")])
+    assert node.run() == "NaN in replica-1"
+    assert node.error == "NaN in replica-1"
+
+
+def test_a_message_sent_arrives_as_an_event(build: Build) -> None:
+    node, role = build(on_start(Send(receiver=ME, message=Save(label="x"))))
+    assert node.run() is None
+    (_, arrived) = role.events
+    assert isinstance(arrived, Received)
+    assert (arrived.sender, arrived.incarnation) == (ME, 4)
+    assert isinstance(arrived.message, Save)
+
+
+def test_what_is_sent_beside_halt_still_goes_out(build: Build, tmp_path: Path) -> None:
+    with link("other", tmp_path) as other:
+        connect = Connect(peer=Address("other"), incarnation=1, endpoint=other.endpoint, host="")
+        words = Send(receiver=Address("other"), message=Save(label="last words"))
+        node, _ = build(lambda _event, _now: [connect, Halt(), words])
+        assert node.run() is None
+        arrived: list[Envelope] = []
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not arrived and time.monotonic() < deadline:
+            other.poll(0.05)
+            arrived = list(other.receive())
+    assert [type(envelope.message) for envelope in arrived] == [Save]
+
+
+def test_nothing_is_delivered_after_halt(build: Build) -> None:
+    node, role = build(lambda _event, _now: [Halt()])
+    for _ in range(3):
+        node.post(NEWS)
+    node.run()
+    node.post(NEWS)  # harmless
+    assert not node.pump(lambda: False, timeout_seconds=1.0)
+    assert len(role.events) == 1
+
+
+def test_reports_go_to_the_log(build: Build, log: list[tuple[str, str]]) -> None:
+    report = Report(text="warm", level="warning")
+    node, _ = build(lambda _event, _now: [report, Halt()])
+    node.run()
+    assert log == [("warning", "warm")]
+
+
+def test_a_peer_that_cannot_be_connected_is_logged(
+    build: Build, log: list[tuple[str, str]]
+) -> None:
+    far = Connect(peer=Address("far"), incarnation=1, endpoint="tcp://10.0.0.1:1", host="")
+    node, _ = build(lambda _event, _now: [far, Halt()])
+    assert node.run() is None
+    ((level, text),) = log
+    assert level == "error"
+    assert "tcp://10.0.0.1:1" in text
+
+
+# -------------------------------------------------------------------------- timers
+
+
+def test_timers_fire_in_order_once_and_never_early(build: Build) -> None:
+    def react(event: Event, now: Seconds) -> Sequence[Action]:
+        match event:
+            case Started():
+                return [
+                    SetTimer(name="late", at=now + 0.03),
+                    SetTimer(name="moved", at=now + 0.5),
+                    SetTimer(name="moved", at=now + 0.01),
+                    SetTimer(name="never", at=now + 0.005),
+                    CancelTimer(name="never"),
+                ]
+            case TimerFired(name="late"):
+                return [Halt()]
+            case _:
+                return []
+
+    node, role = build(react)
+    assert node.run() is None
+    assert role.events[1:] == [TimerFired(name="moved"), TimerFired(name="late")]
+    start, moved, late = role.times
+    assert moved >= start + 0.01
+    assert late >= start + 0.03
+
+
+def test_of_two_timers_due_the_first_can_still_cancel_the_second(build: Build) -> None:
+    def react(event: Event, now: Seconds) -> Sequence[Action]:
+        match event:
+            case Started():
+                return [
+                    SetTimer(name="first", at=now - 2),
+                    SetTimer(name="second", at=now - 1),
+                    SetTimer(name="end", at=now + 0.01),
+                ]
+            case TimerFired(name="first"):
+                return [CancelTimer(name="second")]
+            case _:
+                return [Halt()]
+
+    node, role = build(react)
+    node.run()
+    assert role.events[1:] == [TimerFired(name="first"), TimerFired(name="end")]
+
+
+def test_of_two_timers_due_the_first_may_end_the_role(build: Build) -> None:
+    def react(event: Event, now: Seconds) -> Sequence[Action]:
+        if isinstance(event, Started):
+            return [SetTimer(name="a", at=now - 2), SetTimer(name="b", at=now - 1)]
+        return [Halt()]
+
+    node, role = build(react)
+    node.run()
+    assert role.events[1:] == [TimerFired(name="a")]
+
+
+def test_a_timer_always_due_does_not_keep_messages_out(build: Build) -> None:
+    def react(event: Event, now: Seconds) -> Sequence[Action]:
+        again = SetTimer(name="greedy", at=now - 1)
+        match event:
+            case Started():
+                return [again, Send(receiver=ME, message=Alive())]
+            case Received():
+                return [Halt()]
+            case _:
+                return [again]
+
+    node, _ = build(react)
+    assert node.run() is None
+
+
+# ---------------------------------------------------------------------------- work
+
+
+def test_work_is_answered_by_its_result(build: Build) -> None:
+    node, role = build(on_start(Compute(name="gradient", work=lambda: 42)))
+    assert node.run() is None
+    answer = role.events[1]
+    assert isinstance(answer, Computed)
+    assert (answer.name, answer.result, answer.error) == ("gradient", 42, None)
+
+
+def test_messages_are_handled_while_work_goes_on(build: Build) -> None:
+    """A gradient that takes seconds must not silence the heartbeats."""
+    handled = threading.Event()
+
+    def react(event: Event, _now: Seconds) -> Sequence[Action]:
+        match event:
+            case Started():
+                work = Compute(name="gradient", work=lambda: handled.wait(PATIENCE_SECONDS))
+                return [work, Send(receiver=ME, message=Alive())]
+            case Received():
+                handled.set()
+                return []
+            case _:
+                return [Halt()]
+
+    node, role = build(react)
+    assert node.run() is None
+    answer = role.events[-1]
+    assert isinstance(answer, Computed)
+    assert answer.result is True
+
+
+def test_work_that_raises_is_answered_with_the_error(build: Build) -> None:
+    node, role = build(on_start(Compute(name="batch", work=lambda: 1 / 0, lane=Lane.DATA)))
+    assert node.run() is None
+    answer = role.events[1]
+    assert isinstance(answer, Computed)
+    assert isinstance(answer.error, ZeroDivisionError)
+
+
+def test_work_without_an_end_is_left_behind_and_named(
+    build: Build, log: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "JOIN_SECONDS_MAX", 0.02)
+    end = threading.Event()
+
+    def react(event: Event, now: Seconds) -> Sequence[Action]:
+        if isinstance(event, Started):
+            endless = Compute(name="endless", work=lambda: end.wait(PATIENCE_SECONDS))
+            return [endless, SetTimer(name="end", at=now + 0.01)]
+        return [Halt()]
+
+    node, _ = build(react)
+    assert node.run() is None
+    assert log == [
+        ("warning", "me: endless (compute) is not done 0.02 s after the end: left behind")
+    ]
+    end.set()
+    monkeypatch.undo()
+    node.close()  # waits for it
+
+
+# ----------------------------------------------------------------------- snapshots
+
+
+class Shelf:
+    """A snapshot store that keeps one, or fails."""
+
+    def __init__(
+        self,
+        newest: Snapshot | None = None,
+        *,
+        save_error: Exception | None = None,
+        newest_error: Exception | None = None,
+    ) -> None:
+        self.saved: dict[Address, Snapshot] = {}
+        self._newest = newest
+        self._save_error = save_error
+        self._newest_error = newest_error
+
+    def save(self, role: Address, snapshot: Snapshot) -> None:
+        if self._save_error:
+            raise self._save_error
+        self.saved[role] = snapshot
+
+    def newest(self, role: Address) -> Snapshot | None:
+        assert role == ME
+        if self._newest_error:
+            raise self._newest_error
+        return self._newest
+
+
+SNAPSHOT = Snapshot(label="00412", arrays={}, facts={"clock": "7"})
+
+
+def test_a_life_begins_with_the_newest_snapshot(build: Build) -> None:
+    node, role = build(lambda _event, _now: [Halt()], store=Shelf(SNAPSHOT))
+    node.run()
+    assert role.events == [Started(incarnation=4, restored=SNAPSHOT)]
+
+
+def test_a_snapshot_is_saved_under_the_roles_name(build: Build) -> None:
+    shelf = Shelf()
+    node, role = build(on_start(Persist(snapshot=SNAPSHOT)), store=shelf)
+    node.run()
+    assert shelf.saved == {ME: SNAPSHOT}
+    assert role.events[1] == Persisted(label="00412")
+
+
+@pytest.mark.parametrize("error", [StorageError("disk full"), OSError("disk full")])
+def test_a_snapshot_that_cannot_be_saved_is_answered_so(build: Build, error: Exception) -> None:
+    node, role = build(on_start(Persist(snapshot=SNAPSHOT)), store=Shelf(save_error=error))
+    assert node.run() is None
+    answer = role.events[1]
+    assert isinstance(answer, Persisted)
+    assert answer.error == f"{type(error).__name__}: disk full"
+
+
+def test_without_a_store_nothing_is_restored_and_saving_says_so(build: Build) -> None:
+    node, role = build(on_start(Persist(snapshot=SNAPSHOT)))
+    assert node.run() is None
+    assert role.events == [
+        Started(incarnation=4),
+        Persisted(label="00412", error="there is no place for snapshots"),
+    ]
+
+
+def test_a_role_is_told_that_its_snapshots_cannot_be_used(build: Build) -> None:
+    """It decides what follows: of two copies of a shard the other one may help."""
+    shelf = Shelf(newest_error=StorageError("no snapshot of me is whole"))
+    node, role = build(lambda _event, _now: [Halt()], store=shelf)
+    node.run()
+    assert role.events == [Started(incarnation=4, unrestored="no snapshot of me is whole")]
+
+
+def test_a_store_that_fails_otherwise_ends_the_role(build: Build) -> None:
+    shelf = Shelf(newest_error=JobError("me cannot name a file"))
+    node, role = build(lambda _event, _now: [], store=shelf)
+    assert node.run() == "JobError: me cannot name a file"
+    assert role.events == []
+
+
+# -------------------------------------------------------------------------- errors
+
+
+def test_what_a_peer_did_wrong_is_logged_seldom_and_dropped(
+    build: Build, log: list[tuple[str, str]]
+) -> None:
+    def react(event: Event, _now: Seconds) -> Sequence[Action]:
+        match event:
+            case Started():
+                alive = Send(receiver=ME, message=Alive())
+                return [alive] * 20 + [Send(receiver=ME, message=Stop(reason=""))]
+            case Received(message=Alive()):
+                raise RemoteProtocolError("me sent Alive")
+            case _:
+                return [Halt()]
+
+    node, role = build(react)
+    assert node.run() is None
+    assert len(role.events) == 22
+    assert log == [("warning", f"refused, {n} so far: me sent Alive") for n in (1, 2, 4, 8, 16)]
+
+
+@pytest.mark.parametrize("error", [PeerLostError("shard-1 silent for 60 s"), JobError("no data")])
+def test_an_error_raised_on_purpose_ends_the_role_without_a_traceback(
+    build: Build, log: list[tuple[str, str]], error: Exception
+) -> None:
+    def react(_event: Event, _now: Seconds) -> Sequence[Action]:
+        raise error
+
+    node, _ = build(react)
+    assert node.run() == f"{type(error).__name__}: {error}"
+    assert log == [("error", f"me cannot go on: {type(error).__name__}: {error}")]
+
+
+def test_a_bug_ends_the_role_with_a_traceback(build: Build, log: list[tuple[str, str]]) -> None:
+    def react(_event: Event, _now: Seconds) -> Sequence[Action]:
+        raise KeyError("step")
+
+    node, _ = build(react)
+    assert node.run() == "KeyError: 'step'"
+    assert log[0] == ("error", "me cannot go on: KeyError: 'step'")
+    assert "Traceback" in log[1][1]
+    assert "in react" in log[1][1]
+
+
+def test_a_message_that_cannot_be_sent_is_a_bug_of_ours(build: Build) -> None:
+    text = Save(label="\udcff")
+    node, _ = build(lambda _event, _now: [Send(receiver=ME, message=text)])
+    error = node.run()
+    assert error is not None
+    assert error.startswith("LocalProtocolError: cannot send Save")
+
+
+# ---------------------------------------------------------------------------- post
+
+
+def test_an_event_posted_before_the_start_comes_after_started(build: Build) -> None:
+    node, role = build(on_start())
+    assert node.post(NEWS)
+    node.run()
+    assert role.events == [Started(incarnation=4), NEWS]
+
+
+def test_a_post_from_another_thread_wakes_the_node(build: Build) -> None:
+    waiting = threading.Event()
+
+    def react(event: Event, _now: Seconds) -> Sequence[Action]:
+        if isinstance(event, Started):
+            waiting.set()
+            return []
+        return [Halt()]
+
+    node, role = build(react)
+
+    def post() -> None:
+        assert waiting.wait(PATIENCE_SECONDS)
+        node.post(NEWS)
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    begun = time.monotonic()
+    assert node.run() is None  # or it would wait a minute
+    thread.join()
+    assert role.events[1] == NEWS
+    assert time.monotonic() - begun < PATIENCE_SECONDS
+
+
+def test_a_post_from_a_signal_handler_wakes_the_node(build: Build) -> None:
+    def react(event: Event, _now: Seconds) -> Sequence[Action]:
+        if isinstance(event, Started):
+            work = Compute(name="kill", work=lambda: os.kill(os.getpid(), signal.SIGUSR1))
+            return [work]
+        return [Halt()] if event == NEWS else []
+
+    node, role = build(react)
+    before = signal.signal(signal.SIGUSR1, lambda _number, _frame: node.post(NEWS))
+    try:
+        assert node.run() is None
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert NEWS in role.events
+
+
+def test_a_role_far_behind_drops_what_is_posted_and_says_so(
+    build: Build, log: list[tuple[str, str]]
+) -> None:
+    def react(event: Event, _now: Seconds) -> Sequence[Action]:
+        return [Halt()] if isinstance(event, TimerFired) else []
+
+    node, role = build(react)
+    taken = [node.post(NEWS) for _ in range(POSTED_MAX + 3)]
+    assert taken == [True] * POSTED_MAX + [False] * 3
+    node.post(TimerFired(name="too late"))
+    assert node.pump(lambda: len(role.events) > POSTED_MAX, timeout_seconds=20)
+    assert log == [("warning", "4 posted events were dropped")]
+
+
+# ---------------------------------------------------------------------------- pump
+
+
+def test_pump_runs_the_role_until_it_is_so(build: Build) -> None:
+    def react(event: Event, _now: Seconds) -> Sequence[Action]:
+        if isinstance(event, Started | Computed):
+            return [Compute(name="more", work=lambda: None)]
+        return []
+
+    node, role = build(react)
+    for n_events in (3, 3, 6):
+
+        def enough(n_events: int = n_events) -> bool:
+            return len(role.events) >= n_events
+
+        assert node.pump(enough, timeout_seconds=PATIENCE_SECONDS)
+        assert enough()
+    assert role.events.count(Started(incarnation=4)) == 1
+
+
+def test_pump_gives_up_in_time(build: Build) -> None:
+    node, _ = build(lambda _event, _now: [])
+    begun = time.monotonic()
+    assert not node.pump(lambda: False, timeout_seconds=0.02)
+    assert time.monotonic() - begun >= 0.02
+    assert node.error is None
+
+
+def test_pump_returns_when_the_role_has_ended(build: Build) -> None:
+    node, _ = build(lambda _event, _now: [Halt(error="no shard")])
+    assert not node.pump(lambda: False, timeout_seconds=PATIENCE_SECONDS)
+    assert node.error == "no shard"
+
+
+# --------------------------------------------------------------------------- ticks
+
+
+def test_ticks_come_in_the_callers_thread_while_nothing_happens(build: Build) -> None:
+    def react(event: Event, _now: Seconds) -> Sequence[Action]:
+        return [] if isinstance(event, Started) else [Halt()]
+
+    node, _ = build(react)
+    ticks: list[int] = []
+
+    def on_tick() -> None:
+        ticks.append(threading.get_ident())
+        if len(ticks) == 3:
+            node.post(NEWS)
+
+    assert node.run(on_tick, tick_seconds=0.005) is None
+    assert len(ticks) >= 4  # the last one shows the end
+    assert set(ticks) == {threading.get_ident()}
+
+
+def test_a_broken_display_does_not_end_the_job(build: Build, log: list[tuple[str, str]]) -> None:
+    def react(event: Event, now: Seconds) -> Sequence[Action]:
+        if isinstance(event, Started):
+            return [SetTimer(name="end", at=now + 0.02)]
+        return [Halt()]
+
+    def on_tick() -> None:
+        raise OSError("no terminal")
+
+    node, _ = build(react)
+    assert node.run(on_tick, tick_seconds=0.001) is None
+    ((_, text),) = log
+    assert "no terminal" in text
+
+
+# ------------------------------------------------------------------------ launcher
+
+
+class Fleet:
+    """A launcher whose roles end as soon as they are launched."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self.asked: list[str] = []
+        self.answers = True
+        self._events: list[Event] = []
+
+    def launch(self, name: Address, incarnation: int) -> None:
+        if name == "impossible":
+            raise JobError("no such role")
+        self.asked.append(f"launch {name} {incarnation}")
+        if not self.answers:
+            return
+        lost = PeerLost(peer=name, incarnation=incarnation, reason="exit code 1")
+        self._events.append(lost)
+        self._writer.send(b"x")
+
+    def terminate(self, name: Address) -> None:
+        self.asked.append(f"terminate {name}")
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def events(self) -> Sequence[Event]:
+        self._reader.recv(1)
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet()
+    yield fleet
+    fleet.close()
+
+
+def a_supervisor() -> Role:
+    return Supervisor(SupervisorConfig(roster=(("shard-0", "shard"),), stop=None))
+
+
+def a_host() -> Role:
+    config = HostConfig(label="lab", cores=1, memory_bytes=1)
+    return Host(config, site=HostSite.__new__(HostSite))
+
+
+@pytest.mark.parametrize("make_role", [a_supervisor, a_host])
+def test_only_what_is_posted_here_is_the_users_word(
+    make_role: Callable[[], Role], transport: ZmqTransport, tmp_path: Path, fleet: Fleet
+) -> None:
+    """Whoever reached the port of either could end it: it sent Stop as "user"."""
+    role = make_role()
+    fleet.answers = False
+    stop = Stop(reason="Ctrl+C")
+    said: list[str] = []
+    node = Node(
+        role, transport=transport, log=lambda _level, text: said.append(text), launcher=fleet
+    )
+    with node, link(USER, tmp_path) as forger:
+        forger.connect(ME, 4, transport.endpoint)
+        forger.send(ME, stop)
+        assert node.pump(
+            lambda: transport.counters.malformed == 1, timeout_seconds=PATIENCE_SECONDS
+        )
+        assert not any("Ctrl+C" in text for text in said)
+        before = role.status()[0]
+        node.post(Received(sender=USER, incarnation=0, message=stop))
+        node.pump(
+            lambda: node.halted or role.status()[0] != before, timeout_seconds=PATIENCE_SECONDS
+        )
+        assert node.halted or role.status()[0] != before
+
+
+def test_roles_are_launched_and_terminated_and_their_end_is_an_event(
+    build: Build, fleet: Fleet
+) -> None:
+    launch = Launch(name=Address("shard-0"), incarnation=2)
+    terminate = Terminate(name=Address("shard-1"))
+    node, role = build(on_start(launch, terminate), launcher=fleet)
+    assert node.run() is None
+    assert fleet.asked == ["launch shard-0 2", "terminate shard-1"]
+    assert role.events[1] == PeerLost(peer=Address("shard-0"), incarnation=2, reason="exit code 1")
+
+
+def test_a_role_that_cannot_be_launched_is_lost(build: Build, fleet: Fleet) -> None:
+    launch = Launch(name=Address("impossible"), incarnation=1)
+    node, role = build(on_start(launch), launcher=fleet)
+    assert node.run() is None
+    assert role.events[1] == PeerLost(
+        peer=Address("impossible"), incarnation=1, reason="no such role"
+    )
+
+
+def test_launching_without_a_launcher_is_a_bug_of_ours(build: Build) -> None:
+    launch = Launch(name=Address("shard-0"), incarnation=1)
+    node, _ = build(on_start(launch))
+    assert node.run() == "LocalProtocolError: me has no launcher"
+
+
+# ----------------------------------------------------------------------- processes
+
+
+ECHO = """
+import sys
+from distbelief.protocol import Stop
+from distbelief.transport.node import Node
+from distbelief.roles.role import Connect, Halt, Received, Send, Started
+from distbelief.transport.config import Reach
+
+class Echo:
+    def handle(self, event, now):
+        match event:
+            case Started():
+                place = sys.argv[1]
+                return [Connect(peer="me", incarnation=4, endpoint=place, host="")]
+            case Received():
+                reply = Send(receiver="me", message=event.message)
+                is_last = isinstance(event.message, Stop)
+                return [reply, Halt(error="told to")] if is_last else [reply]
+        return []
+
+    def status(self):
+        return "", {}
+
+links = Reach(directory=sys.argv[2]).transport(
+    name="echo", incarnation=1, run="run", log=print
+)
+with links as transport:
+    print(transport.endpoint, flush=True)
+    print(Node(Echo(), transport=transport, log=print).run(), flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_two_nodes_in_two_processes_talk(
+    build: Build, transport: ZmqTransport, tmp_path: Path
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ECHO, transport.endpoint, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        echo = Address("echo")
+        endpoint = process.stdout.readline().strip()
+
+        def react(event: Event, _now: Seconds) -> Sequence[Action]:
+            match event:
+                case Started():
+                    return [
+                        Connect(peer=echo, incarnation=1, endpoint=endpoint, host=""),
+                        Send(receiver=echo, message=Save(label="x")),
+                    ]
+                case Received(sender="echo", message=Save()):
+                    return [Send(receiver=echo, message=Stop(reason="done"))]
+                case Received(sender="echo", message=Stop()):
+                    return [Halt()]
+                case _:
+                    return [Halt(error=f"unexpected: {event}")]
+
+        node, _ = build(react)
+        assert node.run() is None
+        assert process.stdout.readline() == "told to\n"
+        assert process.wait(PATIENCE_SECONDS) == 0

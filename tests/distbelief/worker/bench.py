@@ -1,0 +1,268 @@
+"""One replica on a bench: the test plays its shards, its lanes and its clock."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from distbelief.core.memory import PrivateMemory
+from distbelief.core.vectors import Vector
+from distbelief.data.dataset import Dataset
+from distbelief.data.sharding import DataShard
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.layout import Layout
+from distbelief.protocol import (
+    Acknowledge,
+    Fetch,
+    Hello,
+    Message,
+    ParameterBlock,
+    Push,
+    PushBlock,
+    PushCredit,
+    Welcome,
+)
+from distbelief.roles.role import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Event,
+    Halt,
+    Received,
+    Report,
+    Send,
+    SetTimer,
+    Started,
+)
+from distbelief.task import dry_run
+from distbelief.worker.config import DownpourConfig
+from distbelief.worker.local_executor import LocalModel, Trainer
+from distbelief.worker.replica import ModelReplica
+from tests.distbelief.examples import Frames, net
+
+
+SHARD = Address("shard-0")
+
+
+class Shard:
+    """Plays a shard that is reached by messages; it keeps pushes, and applies none.
+
+    Attributes:
+        values: What is fetched from it.
+        samples: What it tells at Welcome.
+        acknowledges: Whether pushes are acknowledged at once.
+        pushed: Each push, and what was pushed.
+    """
+
+    def __init__(self, values: Vector) -> None:
+        self.values = values
+        self.samples = 0
+        self.acknowledges = True
+        self.pushed: list[tuple[Push, Vector]] = []
+        self._blocks: dict[int, Vector] = {}
+
+    def answer(self, message: Message) -> list[Message]:
+        match message:
+            case Hello():
+                return [
+                    Welcome(
+                        shard_incarnation=1,
+                        clock=0,
+                        samples=self.samples,
+                        watermark=message.next_sequence - 1,
+                        applied=0,
+                        parameters_region="",
+                        slots_region="",
+                    )
+                ]
+            case Fetch():
+                return [
+                    ParameterBlock(
+                        request=message.request,
+                        shard_incarnation=1,
+                        block_index=0,
+                        clock=len(self.pushed),
+                        values=self.values.copy(),
+                    )
+                ]
+            case PushBlock():
+                self._blocks[message.sequence] = message.values.copy()
+                return [PushCredit(sequence=message.sequence, shard_incarnation=1, received=1)]
+            case Push():
+                self.pushed.append((message, self._blocks[message.sequence]))
+                return self.acknowledge() if self.acknowledges else []
+            case _:
+                return []
+
+    def acknowledge(self) -> list[Message]:
+        """Acknowledge all there is."""
+        return [
+            Acknowledge(
+                sequence=self.pushed[-1][0].sequence,
+                shard_incarnation=1,
+                clock=len(self.pushed),
+                staleness=0,
+            )
+        ]
+
+
+class Bench:
+    """A replica whose every action waits for the test.
+
+    Attributes:
+        shard: Its one shard.
+        computes: Work asked for and not yet run.
+        told: What the supervisor was told.
+        reports: Its log.
+        now: The time, for the test to set.
+    """
+
+    def __init__(  # what a test may vary
+        self,
+        *,
+        module: nn.Module | None = None,
+        dataset: Dataset | None = None,
+        n_samples: int = 64,
+        await_begin: bool = False,
+        config: DownpourConfig | None = None,
+    ) -> None:
+        self.config = config or DownpourConfig(batch_size=4, learning_rate=0.1)
+        self.model = LocalModel(net() if module is None else module)
+        layout = Layout.of(self.model.specs(), n_shards=1)
+        values = np.zeros(layout.shard_size(0), np.float32)
+        layout.gather(0, self.model.values, values)
+        self.layout = layout
+        self.shard = Shard(values)
+        self.dataset = Frames(n_samples=n_samples) if dataset is None else dataset
+        self.data_shard = DataShard(len(self.dataset), replica_index=0, n_replicas=1, seed=0)
+        self.replica = ModelReplica(
+            self.config,
+            client=ParameterClient(
+                ClientConfig(pushes=True),
+                layout=layout,
+                shards=[SHARD],
+                memory=PrivateMemory(host=""),
+            ),
+            trainer=Trainer(
+                self.model,
+                self.dataset,
+                loss=nn.functional.cross_entropy,
+                names=dry_run.Names(model="net", loss="cross_entropy", data="data.train"),
+                clip_norm=self.config.clip_norm,
+                always_check=self.config.checks_every_gradient,
+                seed=(0, 0),
+            ),
+            data_shard=self.data_shard,
+            await_begin=await_begin,
+        )
+        self.computes: list[Compute] = []
+        self.timers: dict[str, float] = {}
+        self.told: list[Message] = []
+        self.reports: list[Report] = []
+        self.to_shard: list[Message] = []  # sent, not yet arrived
+        self._halted = False
+        self.now = 0.0
+
+    def feed(self, event: Event) -> list[Action]:
+        """Let an event happen; keep what it calls for."""
+        actions = list(self.replica.handle(event, self.now))
+        for action in actions:
+            match action:
+                case Send(receiver=receiver, message=message):
+                    (self.to_shard if receiver == SHARD else self.told).append(message)
+                case Compute():
+                    self.computes.append(action)
+                case SetTimer():
+                    self.timers[action.name] = action.at
+                case Report():
+                    self.reports.append(action)
+                case Halt():
+                    self._halted = True
+                case _:
+                    raise AssertionError(action)
+        return actions
+
+    def tell(self, message: Message, *, sender: str = SUPERVISOR) -> list[Action]:
+        """Let a message arrive."""
+        return self.feed(Received(sender=Address(sender), incarnation=1, message=message))
+
+    def deliver(self) -> None:
+        """Let the shard answer all it was sent, and what it is sent upon that."""
+        while self.to_shard:
+            for answer in self.shard.answer(self.to_shard.pop(0)):
+                self.tell(answer, sender=SHARD)
+
+    def compute(self, name: str = "") -> Compute:
+        """Run the oldest work, or the oldest of this name."""
+        wanted = next(c for c in self.computes if name in c.name)
+        self.computes.remove(wanted)
+        result: object = None
+        error: Exception | None = None
+        try:
+            result = wanted.work()
+        except Exception as caught:  # noqa: BLE001 -- as a driver does
+            error = caught
+        self.feed(Computed(name=wanted.name, result=result, error=error, seconds=0.25))
+        return wanted
+
+    def start(self) -> "Bench":
+        """Begin its life; the shard welcomes it."""
+        self.feed(Started(incarnation=1))
+        self.deliver()
+        return self
+
+    def run_until_step(self, step: int) -> None:
+        """Let everything happen until so many steps are done."""
+        for _ in range(1000):
+            if self.replica.counters.steps >= step:
+                return
+            self.deliver()
+            self.compute()
+        raise AssertionError(f"step {step} never came: {self.replica.status()}")
+
+    def run_to_the_end(self) -> None:
+        """Let everything happen until it halts."""
+        for _ in range(1000):
+            self.deliver()
+            if self._halted:
+                return
+            self.compute()
+        raise AssertionError(f"it never halted: {self.replica.status()}")
+
+    def run_while_it_can(self) -> None:
+        """Let everything happen until it waits for the supervisor."""
+        self.deliver()
+        while self.computes:
+            self.compute()
+            self.deliver()
+
+    def has_halted(self) -> bool:
+        """Return whether it has ended."""
+        return self._halted
+
+    @property
+    def pending(self) -> list[str]:
+        """Names of the work asked for."""
+        return [compute.name for compute in self.computes]
+
+    @property
+    def state(self) -> str:
+        """The word that it says it is doing."""
+        return self.replica.status()[0]
+
+    def sums_pushed(self) -> list[list[torch.Tensor]]:
+        """Return each push as flat tensors, in the order of the layout."""
+        found: list[list[torch.Tensor]] = []
+        for _, vector in self.shard.pushed:
+            tensors = [torch.zeros(spec.n_elements) for spec in self.layout.tensors]
+            self.layout.scatter(0, vector, tensors)
+            found.append(tensors)
+        return found
+
+    def sent(self, kind: type[Message]) -> Sequence[Message]:
+        """Return what waits to reach the shard, of one kind."""
+        return [message for message in self.to_shard if isinstance(message, kind)]

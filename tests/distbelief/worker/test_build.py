@@ -1,0 +1,555 @@
+"""Machines of one replica and of the evaluator: what they compute, say, and refuse."""
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+from typing_extensions import override
+
+from distbelief.core.memory import PrivateMemory
+from distbelief.data.sharding import DataShard
+from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
+from distbelief.execution.dataflow import dataflow
+from distbelief.parameter_server.slices import Selection
+from distbelief.protocol import (
+    Alive,
+    Begin,
+    Evaluate,
+    Finished,
+    Gather,
+    Measured,
+    Message,
+    Progress,
+    Stop,
+    Taken,
+)
+from distbelief.roles.role import SUPERVISOR, Address, Computed, Received, Role, Send
+from distbelief.simulation.faults import Kill, Pause
+from distbelief.simulation.world import Happening
+from distbelief.task.task import DataSpec, ModelSpec, TaskSpec, build_dataset, build_model
+from distbelief.worker.batches import TrainingCourse
+from distbelief.worker.build import build_machine
+from distbelief.worker.config import DownpourSettings
+from distbelief.worker.evaluator import EvaluatorConfig, held_out
+from distbelief.worker.group import machine_name
+from tests.simulation.groups import FRAMES, Group
+from tests.simulation.test_downpour import LEARNING, downpour, plain
+
+
+HERE = "tests.distbelief.worker.test_build"
+EXAMPLES = "tests.distbelief.examples"
+SIMULATED = "tests.simulation.test_downpour"
+
+
+# ------------------------------------------------------- one replica: Algorithm 1.1
+
+
+def sequential(
+    settings: DownpourSettings, group: Group, *, task: TaskSpec = LEARNING
+) -> dict[str, torch.Tensor]:
+    """Return all tensors after plain SGD in one process, in float64."""
+    module = build_model(task.model).double()
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    drawn = group.first_values()
+    for name, tensor in tensors.items():
+        tensor.data.copy_(drawn[name].view_as(tensor))
+    dataset = build_dataset(LEARNING.train)
+    course = TrainingCourse(
+        DataShard(len(dataset), replica_index=0, n_replicas=1, seed=0),
+        batch_size=settings.batch_size,
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=settings.rule.learning_rate)
+    course.start(0)
+    for step in range(settings.max_steps or 0):
+        samples = [dataset[int(i)] for i in course.batch(step).indices]
+        inputs, targets = torch.utils.data.default_collate(samples)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(module(inputs.double()), targets).backward()
+        if settings.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), settings.clip_norm)
+        optimizer.step()
+    return {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("n_machines", "n_shards", "micro_batches"),
+    [(1, 1, 1), (2, 1, 2), (3, 2, 1), (5, 2, 3), (8, 1, 1)],
+)
+def test_one_replica_with_blocking_calls_is_sequential_sgd(
+    n_machines: int, n_shards: int, micro_batches: int
+) -> None:
+    settings = downpour(blocking=True, max_steps=18)  # more than one pass
+    group = Group(
+        LEARNING,
+        settings,
+        inputs=FRAMES,
+        n_shards=n_shards,
+        n_machines=n_machines,
+        micro_batches=micro_batches,
+        plan_seed=n_machines,
+        dtype="float64",
+    )
+    group.run()
+    expected = sequential(settings, group)
+    for name, value in group.values().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-14)
+    # One machine's push made another's stale by one: 0.5 of two machines, on average.
+    assert [group.status(shard)["staleness_max"] for shard in group.shards] == ([0.0] * n_shards)
+
+
+@pytest.mark.parametrize(("n_fetch", "n_push"), [(3, 1), (1, 3), (2, 2), (3, 2)])
+def test_fetches_and_pushes_are_those_of_the_paper(n_fetch: int, n_push: int) -> None:
+    settings = downpour(
+        overwrite_local_steps=True, blocking=True, max_steps=8, n_fetch=n_fetch, n_push=n_push
+    )
+    group = Group(LEARNING, settings, inputs=FRAMES, n_machines=3, plan_seed=1)
+    group.run()
+    expected = plain(settings, task=LEARNING)
+    for name, value in group.values().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("n_fetch", "n_push"), [(1, 2), (1, 10), (2, 5), (5, 2), (10, 1), (10, 10)]
+)
+def test_one_replica_alone_is_sequential_sgd_however_seldom_it_fetches_and_pushes(
+    n_fetch: int, n_push: int
+) -> None:
+    """A fetch overwrote the local steps whose gradients were not pushed yet."""
+    settings = downpour(max_steps=23, n_fetch=n_fetch, n_push=n_push)
+    group = Group(LEARNING, settings, inputs=FRAMES, n_machines=3, plan_seed=1, dtype="float64")
+    group.run()
+    expected = sequential(settings, group)
+    for name, value in group.values().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("n_machines", [1, 3])
+def test_running_statistics_are_those_of_one_process(n_machines: int, n: int) -> None:
+    task = msgspec.structs.replace(
+        LEARNING, model=ModelSpec(factory=f"{SIMULATED}:normal_net", initial="seed")
+    )
+    settings = downpour(blocking=True, max_steps=9, n_fetch=n, n_push=n)
+    group = Group(
+        task,
+        settings,
+        inputs=FRAMES,
+        n_machines=n_machines,
+        plan_seed=4,
+        dtype="float64",
+        n_shards=2,
+    )
+    group.run()
+    expected = sequential(settings, group, task=task)
+    for name, value in group.values().items():
+        wanted = expected[name].to(value.dtype)
+        torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-12)
+    assert expected["1.num_batches_tracked"].item() == 9
+
+
+def big_data(*, width: int, n_samples: int) -> list[object]:
+    """One sample is infinite."""
+    sizes = [torch.inf if i == 17 else 1.0 for i in range(n_samples)]
+    return [(torch.full((width,), size), torch.tensor(0)) for size in sizes]
+
+
+@pytest.mark.parametrize("n_push", [1, 2])
+def test_running_statistics_of_a_step_that_is_skipped_are_skipped(n_push: int) -> None:
+    task = msgspec.structs.replace(
+        LEARNING,
+        model=ModelSpec(factory=f"{SIMULATED}:normal_net", initial="seed"),
+        train=DataSpec(factory=f"{HERE}:big_data", arguments={"width": 40, "n_samples": 40}),
+    )
+    settings = downpour(blocking=True, max_steps=10, n_push=n_push, n_fetch=5)
+    group = Group(task, settings, inputs=FRAMES, n_machines=1, plan_seed=4)
+    group.run()
+    for name, value in group.values().items():
+        assert bool(value.isfinite().all()), name
+    assert group.values()["1.num_batches_tracked"].item() <= 9
+
+
+def test_a_machine_talks_to_the_shards_that_hold_its_part_and_no_others() -> None:
+    settings = downpour(max_steps=3)
+    group = Group(LEARNING, settings, inputs=FRAMES, n_shards=4, n_machines=3, plan_seed=2)
+    asked: dict[str, set[str]] = {name: set() for name in group.machines}
+
+    def note(happening: Happening) -> None:
+        for action in happening.actions:
+            if isinstance(action, Send) and happening.name in asked:
+                asked[happening.name].add(action.receiver)
+
+    group.simulation.observe(note)
+    group.run()
+    few = False
+    for machine, name in enumerate(group.machines):
+        flow = dataflow(group.split.compiled(), machine)
+        holds = Selection.of(group.layout, flow.items).shards
+        shards = {receiver for receiver in asked[name] if receiver.startswith("shard")}
+        assert shards == {f"shard-{k}" for k in holds}
+        few |= len(shards) < 4
+    assert few  # or it would have shown nothing
+
+
+def test_links_carry_what_the_plan_says() -> None:
+    settings = downpour(max_steps=7, batch_size=5)
+    group = Group(LEARNING, settings, inputs=FRAMES, n_machines=3, plan_seed=1)
+    group.run()
+    compiled = group.split.compiled()
+    for sender in range(3):
+        figures = group.status(group.machines[sender])
+        for receiver in range(3):
+            n_bytes = sum(
+                message.n_bytes
+                for message in compiled.messages
+                if (message.sender, message.receiver) == (sender, receiver)
+            )
+            assert figures.get(f"bytes_to_{receiver}", 0.0) == 7 * n_bytes
+
+
+# ----------------------------------------------------------------- begin, wait, fail
+
+
+def state(group: Group, machine: int) -> str:
+    return group.simulation.role(group.machines[machine]).status()[0]
+
+
+def test_machines_wait_for_begin_and_name_who_is_not_there() -> None:
+    group = Group(
+        LEARNING,
+        downpour(max_steps=4),
+        inputs=FRAMES,
+        n_machines=3,
+        plan_seed=1,
+        await_begin=True,
+        faults=[Kill(at=0.0, role=machine_name(0, 2), restart_after=1.0)],
+    )
+    group.simulation.run(until=0.5)
+    assert state(group, 0) == "waiting for replica-0.2"
+    assert state(group, 1) == "waiting for replica-0.0"
+    group.simulation.run(until=2.0)
+    assert state(group, 0) == "waiting for begin"
+    group.tell(group.machines[1], Begin())  # not who leads
+    group.simulation.run(until=3.0)
+    assert not group.simulation.halted
+    group.tell(group.machines[0], Begin())
+    group.run()
+    progress = group.told(Progress)
+    assert progress[-1].samples == 16
+    assert progress[-1].step == 4
+    assert len(group.told(Finished)) == 3
+
+
+def test_machines_take_no_step_beyond_the_samples_that_are_allowed() -> None:
+    group = Group(
+        LEARNING, downpour(max_steps=4), inputs=FRAMES, n_machines=3, plan_seed=1, await_begin=True
+    )
+    group.simulation.run(until=0.5)
+    group.tell(group.machines[0], Begin(samples=5))
+    group.simulation.run(until=5.0)
+    assert state(group, 0) == "waiting for more samples"
+    assert group.told(Progress)[-1].samples == 8
+    assert group.status(group.machines[0])["samples_allowed"] == 5
+    group.tell(group.machines[0], Begin(samples=9))
+    group.simulation.run(until=10.0)
+    assert group.told(Progress)[-1].samples == 12
+    group.tell(group.machines[0], Begin(samples=100))
+    group.run()
+    assert group.told(Progress)[-1].samples == 16
+
+
+def test_a_machine_that_is_away_is_waited_for_by_name() -> None:
+    pause = Pause(at=0.004, role=machine_name(0, 1), seconds=2.0)
+    settings = downpour(max_steps=60)
+    group = Group(LEARNING, settings, inputs=FRAMES, n_machines=2, plan_seed=1, faults=[pause])
+    group.simulation.run(until=1.0)
+    assert state(group, 0) == "waiting for replica-0.1"
+    group.run()
+
+
+def test_stop_ends_a_replica_that_would_go_on() -> None:
+    group = Group(
+        LEARNING, downpour(max_steps=None, n_push=3), inputs=FRAMES, n_machines=3, plan_seed=1
+    )
+    group.simulation.run(until=0.02)
+    for name in group.machines:
+        group.tell(name, Stop(reason="enough"))
+    group.run()
+    for name in group.machines:
+        figures = group.status(name)
+        assert figures["gradients_pushed"] == figures["gradients"]
+
+
+@pytest.mark.parametrize(("n_machines", "clip_norm"), [(1, 0.05), (3, 0.05), (3, 1e9)])
+def test_gradients_are_clipped_as_those_of_one_process(n_machines: int, clip_norm: float) -> None:
+    settings = msgspec.structs.replace(downpour(blocking=True, max_steps=8), clip_norm=clip_norm)
+    group = Group(
+        LEARNING,
+        settings,
+        inputs=FRAMES,
+        n_machines=n_machines,
+        plan_seed=n_machines,
+        dtype="float64",
+    )
+    group.run()
+    expected = sequential(settings, group)
+    free = sequential(msgspec.structs.replace(settings, clip_norm=None), group)
+    for name, value in group.values().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-13)
+    differ = any(not torch.equal(free[name], expected[name]) for name in free)
+    assert differ == (clip_norm < 1.0)
+
+
+class RootNet(nn.Module):
+    """Its first layer's gradient is no number where inputs are zero; others' is."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, 8, bias=False)
+        self.last = nn.Linear(8, 2)
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        result: torch.Tensor = self.last(torch.sqrt(y * y))
+        return result
+
+
+def root_net(*, width: int = 40) -> nn.Module:
+    return RootNet(width)
+
+
+def zero_data(*, width: int, n_samples: int) -> list[object]:
+    """Half of the samples are zeros, at which a root has no slope."""
+    return [
+        (torch.full((width,), float(index % 8 > 3)), torch.tensor(0)) for index in range(n_samples)
+    ]
+
+
+@pytest.mark.parametrize("n_push", [1, 2])
+def test_a_step_that_one_machine_cannot_use_all_skip(n_push: int) -> None:
+    task = msgspec.structs.replace(
+        LEARNING,
+        model=ModelSpec(factory=f"{HERE}:root_net", initial="seed"),
+        train=DataSpec(factory=f"{HERE}:zero_data", arguments={"width": 40, "n_samples": 40}),
+    )
+    settings = downpour(blocking=True, max_steps=6, n_push=n_push, batch_size=1)
+    group = Group(
+        task,
+        settings,
+        inputs=FRAMES,
+        n_machines=2,
+        place=lambda layer: int(layer in {"last", "loss"}),
+    )
+    group.run()
+    counted = [group.status(name) for name in group.machines]
+    figures = [(each["gradients"], each["non_finite"]) for each in counted]
+    assert figures[0] == figures[1]
+    assert figures[0][1] > 0
+    assert figures[0][0] > 0
+
+
+def nan_data(*, width: int, n_samples: int) -> list[object]:
+    bad = torch.full((width,), torch.nan)
+    return [(bad, torch.tensor(0)) for _ in range(n_samples)]
+
+
+@pytest.mark.parametrize("n_push", [1, 2])
+def test_gradients_that_are_not_finite_end_the_job(n_push: int) -> None:
+    task = msgspec.structs.replace(
+        LEARNING,
+        train=DataSpec(factory=f"{HERE}:nan_data", arguments={"width": 40, "n_samples": 40}),
+    )
+    settings = downpour(max_steps=60, n_push=n_push)
+    group = Group(task, settings, inputs=FRAMES, n_machines=2, plan_seed=1)
+    group.simulation.run(until=5.0)
+    errors = [error for error in group.simulation.halted.values() if error]
+    assert errors
+    assert all("10 gradients in a row were NaN" in error for error in errors)
+
+
+def test_a_loss_on_a_machine_without_parameters_tells_of_what_is_skipped() -> None:
+    """Who knew the loss held nothing that could be skipped, and was silent."""
+    task = msgspec.structs.replace(
+        LEARNING,
+        train=DataSpec(factory=f"{HERE}:nan_data", arguments={"width": 40, "n_samples": 40}),
+    )
+    settings = msgspec.structs.replace(downpour(max_steps=6), non_finite_limit=100)
+    group = Group(
+        task, settings, inputs=FRAMES, n_machines=2, place=lambda layer: int(layer == "loss")
+    )
+    group.simulation.run(until=5.0)
+    told = [str(report) for report in group.simulation.reports]
+    assert len([text for text in told if "it is skipped" in text]) == 1
+    counted = [group.status(name)["non_finite"] for name in group.machines]
+    assert counted == [6, 6]
+
+
+def one_bad_sample(*, width: int, n_samples: int) -> list[object]:
+    good = torch.ones(width)
+    data: list[object] = [(good, torch.tensor(0)) for _ in range(n_samples)]
+    data[17] = (torch.full((width,), torch.inf), torch.tensor(0))
+    return data
+
+
+@pytest.mark.parametrize("apart", [("loss",), ("last", "loss"), ("first", "last")])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_bad_sample_is_named_whoever_reads_it(
+    apart: Sequence[str], clip_norm: float | None
+) -> None:
+    """Who told of the step looked at what it had read itself, which was fine."""
+    task = msgspec.structs.replace(
+        LEARNING,
+        model=ModelSpec(factory=f"{HERE}:root_net", initial="seed"),
+        train=DataSpec(factory=f"{HERE}:one_bad_sample", arguments={"width": 40, "n_samples": 40}),
+    )
+    settings = msgspec.structs.replace(downpour(max_steps=20), clip_norm=clip_norm)
+    group = Group(
+        task, settings, inputs=FRAMES, n_machines=2, place=lambda layer: int(layer in apart)
+    )
+    group.simulation.run(until=5.0)
+    told = [str(report) for report in group.simulation.reports]
+    skipped = [text for text in told if "it is skipped" in text]
+    assert skipped
+    assert all("[data.train] sample 17 has NaN or infinite" in each for each in skipped)
+
+
+def test_machines_with_other_plans_do_not_work_together() -> None:
+    group = Group(LEARNING, downpour(), inputs=FRAMES, n_machines=2, plan_seed=1)
+    other = Group(LEARNING, downpour(), inputs=FRAMES, n_machines=2, plan_seed=2)
+    group.split_of[group.machines[1]] = other.split
+    group.simulation.run(until=1.0)
+    error = group.simulation.halted[group.machines[1]]
+    assert error is not None
+    assert "start all machines of a replica with one plan" in error
+
+
+def test_a_step_that_fails_is_the_job_s_fault() -> None:
+    task = msgspec.structs.replace(
+        LEARNING,
+        train=DataSpec(factory=f"{EXAMPLES}:frames", arguments={"width": 39, "n_samples": 40}),
+    )
+    group = Group(task, downpour(), inputs=FRAMES, n_machines=2, plan_seed=1)
+    group.simulation.run(until=1.0)
+    errors = [error for error in group.simulation.halted.values() if error]
+    assert any("inputs have shape [39]; the plan is for [40]" in e for e in errors)
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("plan_seed", range(3))
+def test_machines_measure_what_one_process_measures(plan_seed: int) -> None:
+    group = Group(
+        LEARNING,
+        downpour(),
+        inputs=FRAMES,
+        n_machines=plan_seed + 1,
+        plan_seed=plan_seed,
+        group="evaluator",
+        n_shards=2,
+    )
+    assert LEARNING.test is not None
+    module = build_model(LEARNING.model)
+    group.simulation.run(until=1.0)
+    with torch.no_grad():
+        for name, tensor in module.named_parameters():
+            tensor.copy_(group.values()[name].view_as(tensor))
+    dataset = build_dataset(LEARNING.test, table="data.test")
+    indices, _ = held_out(50, EvaluatorConfig(subset=20))
+    samples = [dataset[int(i)] for i in indices]
+    inputs, targets = torch.utils.data.default_collate(samples)
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(module(inputs), targets)
+    group.tell("evaluator", Evaluate(request=7, whole=False))
+    group.tell("evaluator", Evaluate(request=8, whole=False))
+    group.simulation.run(until=2.0)
+    if plan_seed:
+        group.simulation.restart(group.machines[-1])
+    group.tell("evaluator", Evaluate(request=9, whole=True))
+    group.simulation.run(until=5.0)
+    group.tell("evaluator", Evaluate(request=9, whole=True))
+    group.simulation.run(until=6.0)
+    answers = [
+        event.message
+        for event in group.simulation.sent_to(SUPERVISOR)
+        if isinstance(event.message, Measured)
+    ]
+    assert [answer.request for answer in answers] == [7, 8, 9, 9]
+    assert [answer.n_samples for answer in answers] == [20, 20, 50, 50]
+    assert answers[0].loss == pytest.approx(float(expected), rel=1e-5)
+    assert 0.0 <= answers[0].metric <= 1.0
+    for name in group.machines:
+        group.tell(name, Stop(reason="over"))
+    group.run()
+
+
+# ------------------------------------------------------------------------ refusals
+
+
+def build(group: Group, name: str, **changes: object) -> Role:
+    settings = msgspec.structs.replace(group.settings, **changes)
+    context = group._context(memory=PrivateMemory())
+    return build_machine(name, config=settings, context=context, split=group.split)
+
+
+def small_group(task: TaskSpec = LEARNING) -> Group:
+    return Group(task, downpour(), inputs=FRAMES, n_machines=2, plan_seed=1)
+
+
+def test_a_plan_is_for_one_batch() -> None:
+    group = small_group()
+    group.simulation.run(until=0.1)
+    with pytest.raises(JobError, match="batch_size is 5, and the plan is for batches of 4"):
+        build(group, "replica-0.0", batch_size=5)
+
+
+@pytest.mark.parametrize("name", ["replica-0.2", "replica-1.0", "shard-0"])
+def test_there_are_no_other_machines(name: str) -> None:
+    group = small_group()
+    group.simulation.run(until=0.1)
+    with pytest.raises(LocalProtocolError, match=f"no machine '{name}' in a"):
+        build(group, name)
+
+
+def test_evaluators_need_held_out_data() -> None:
+    group = small_group(msgspec.structs.replace(LEARNING, test=None))
+    group.simulation.run(until=0.1)
+    with pytest.raises(JobError, match="an evaluator needs held-out data"):
+        build(group, "evaluator.1")
+
+
+def test_a_machine_refuses_what_is_not_for_it() -> None:
+    group = small_group()
+    group.simulation.run(until=0.1)
+    machine = group.machine(group.machines[1])
+    machine._ending.is_gone = False
+    wrong: list[tuple[str, Message]] = [
+        ("replica-0.0", Alive()),
+        ("replica-0.1", Gather(life=1 << 40, plan="p")),
+        ("stranger", Taken(life=1, taken=0)),
+    ]
+    for sender, message in wrong:
+        event = Received(sender=Address(sender), incarnation=1, message=message)
+        with pytest.raises(RemoteProtocolError, match="which is not for it"):
+            machine.handle(event, 1.0)
+    nobody = Computed(name="machine:dream")
+    with pytest.raises(LocalProtocolError, match="nobody asked for 'machine:dream'"):
+        machine.handle(nobody, 1.0)
+    broken = Computed(name="machine:chain", error=ValueError("no"))
+    with pytest.raises(JobError, match="step 10 failed: ValueError: no"):
+        machine.handle(broken, 1.0)
+
+
+def test_a_machine_that_starts_when_all_have_ended_goes_once_it_is_told() -> None:
+    group = small_group()
+    group.simulation.run(until=5.0)
+    name = group.machines[1]
+    group.simulation.restart(name)
+    group.simulation.run(until=6.0)
+    assert state(group, 1) == "waiting for replica-0.0"
+    group.tell(name, Stop(reason="over"))
+    group.simulation.run(until=60.0)
+    assert group.simulation.halted[name] is None

@@ -1,0 +1,274 @@
+"""The evaluator: each request answered once, from parameters read for it."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from distbelief.core.memory import PrivateMemory
+from distbelief.errors import JobError, RemoteProtocolError
+from distbelief.parameter_server.client.buffers import Installed
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.layout import Layout
+from distbelief.protocol import (
+    Begin,
+    Evaluate,
+    Fetch,
+    Finished,
+    Hello,
+    Measured,
+    Message,
+    ParameterBlock,
+    Stop,
+    Welcome,
+)
+from distbelief.roles.role import (
+    SUPERVISOR,
+    Address,
+    Compute,
+    Computed,
+    Event,
+    Halt,
+    Received,
+    Send,
+    SetTimer,
+    Started,
+    TimerFired,
+)
+from distbelief.task.losses import METRICS, Metric
+from distbelief.worker.evaluator import Evaluator, EvaluatorConfig
+from distbelief.worker.local_executor import LocalModel
+from tests.distbelief.examples import Frames, failing_function, net
+
+
+SHARD = Address("shard-0")
+
+
+class Bench:
+    """An evaluator, and one shard played by the test."""
+
+    def __init__(self, config: EvaluatorConfig, *, metric: Metric = METRICS["accuracy"]) -> None:
+        torch.manual_seed(0)
+        model = LocalModel(net())
+        self.layout = Layout.of(model.specs(), n_shards=1)
+        self.values = np.zeros(self.layout.shard_size(0), np.float32)
+        self.layout.gather(0, model.values, self.values)
+        self.dataset = Frames(n_samples=50)
+        client = ParameterClient(
+            ClientConfig(pushes=False),
+            layout=self.layout,
+            shards=[SHARD],
+            memory=PrivateMemory(host=""),
+        )
+        self.evaluator = Evaluator(
+            config,
+            client=client,
+            model=model,
+            dataset=self.dataset,
+            loss=nn.functional.cross_entropy,
+            metric=metric,
+        )
+        self.computes: list[Compute] = []
+        self.told: list[Message] = []
+        self.timers: list[str] = []
+        self._halted = False
+        self.n_fetches = 0
+        self.feed(Started(incarnation=1))
+
+    def feed(self, event: Event) -> None:
+        for action in self.evaluator.handle(event, 0.0):
+            match action:
+                case Send(receiver=receiver, message=message) if receiver == SHARD:
+                    self._answer(message)
+                case Send(message=message):
+                    self.told.append(message)
+                case Compute():
+                    self.computes.append(action)
+                case SetTimer():
+                    self.timers.append(action.name)
+                case Halt():
+                    self._halted = True
+                case _:
+                    raise AssertionError(action)
+
+    def _answer(self, message: Message) -> None:
+        match message:
+            case Hello():
+                answer: Message = Welcome(
+                    shard_incarnation=1,
+                    clock=0,
+                    samples=0,
+                    watermark=message.next_sequence - 1,
+                    applied=0,
+                    parameters_region="",
+                    slots_region="",
+                )
+            case Fetch():
+                self.n_fetches += 1
+                answer = ParameterBlock(
+                    request=message.request,
+                    shard_incarnation=1,
+                    block_index=0,
+                    clock=7,
+                    values=self.values.copy(),
+                )
+            case _:
+                return
+        self.feed(Received(sender=SHARD, incarnation=1, message=answer))
+
+    def ask(self, message: Message) -> None:
+        self.feed(Received(sender=SUPERVISOR, incarnation=1, message=message))
+
+    def compute(self) -> Compute:
+        compute = self.computes.pop(0)
+        result: object = None
+        error: Exception | None = None
+        try:
+            result = compute.work()
+        except Exception as caught:  # noqa: BLE001 -- as a driver does
+            error = caught
+        self.feed(Computed(name=compute.name, result=result, error=error))
+        return compute
+
+    def run(self) -> list[Measured]:
+        while self.computes:
+            self.compute()
+        return [message for message in self.told if isinstance(message, Measured)]
+
+    def has_halted(self) -> bool:
+        return self._halted
+
+    @property
+    def state(self) -> str:
+        return self.evaluator.status()[0]
+
+
+def expected(bench: Bench, indices: list[int]) -> tuple[float, float]:
+    module = net()
+    model = LocalModel(module)
+    bench.layout.scatter(0, bench.values, model.values)
+    inputs, targets = bench.dataset.inputs[indices], bench.dataset.targets[indices]
+    return model.measure(
+        inputs, targets, loss=nn.functional.cross_entropy, metric=METRICS["accuracy"]
+    )
+
+
+@pytest.mark.parametrize("chunk", [50, 7, 1])
+def test_the_whole_set_is_measured_whatever_the_chunk(chunk: int) -> None:
+    bench = Bench(EvaluatorConfig(chunk=chunk))
+    bench.ask(Evaluate(request=3, whole=True))
+    (measured,) = bench.run()
+    loss, metric = expected(bench, list(range(50)))
+    assert measured.loss == pytest.approx(loss)
+    assert measured.metric == pytest.approx(metric)
+    assert (measured.request, measured.n_samples, measured.clock) == (3, 50, 7.0)
+    assert bench.evaluator.status()[1]["evaluations"] == 1.0
+
+
+def test_the_usual_subset_is_the_same_each_time() -> None:
+    figures = []
+    for request in (1, 2):
+        bench = Bench(EvaluatorConfig(subset=20, seed=4))
+        bench.ask(Evaluate(request=request, whole=False))
+        (measured,) = bench.run()
+        assert measured.n_samples == 20
+        figures.append((measured.loss, measured.metric))
+    assert figures[0] == figures[1]
+
+
+def test_requests_that_waited_are_answered_together_as_the_newest_asks() -> None:
+    bench = Bench(EvaluatorConfig(subset=20))
+    bench.ask(Evaluate(request=1, whole=False))
+    bench.ask(Evaluate(request=2, whole=False))
+    bench.ask(Evaluate(request=3, whole=True))
+    measured = bench.run()
+    assert [(m.request, m.n_samples) for m in measured] == [(1, 20), (2, 50), (3, 50)]
+    assert bench.n_fetches == 2
+
+
+def test_a_request_asked_again_is_answered_again_and_measured_once() -> None:
+    bench = Bench(EvaluatorConfig())
+    bench.ask(Evaluate(request=1, whole=True))
+    bench.ask(Evaluate(request=1, whole=True))  # while it is measured
+    bench.run()
+    bench.ask(Evaluate(request=1, whole=True))  # its answer was lost
+    assert [m.request for m in bench.run()] == [1, 1]
+    assert bench.n_fetches == 1
+
+
+def test_each_request_sees_new_parameters() -> None:
+    bench = Bench(EvaluatorConfig())
+    bench.ask(Evaluate(request=1, whole=True))
+    bench.run()
+    bench.values[:] = 0.0
+    bench.ask(Evaluate(request=2, whole=True))
+    assert bench.run()[1].loss == pytest.approx(float(np.log(2.0)))
+
+
+def test_its_state_is_told() -> None:
+    bench = Bench(EvaluatorConfig())
+    assert bench.state == "waiting"
+    bench.ask(Evaluate(request=1, whole=True))
+    assert bench.state == "fetching"
+    bench.compute()
+    assert bench.state == "measuring"
+    bench.run()
+    assert bench.state == "waiting"
+
+
+def test_stop_is_answered_after_the_chunk_under_way() -> None:
+    bench = Bench(EvaluatorConfig(chunk=10))
+    bench.ask(Evaluate(request=1, whole=True))
+    bench.compute()
+    bench.compute()
+    bench.ask(Stop(reason="enough"))
+    assert bench.state == "finishing"
+    assert not bench.has_halted()
+    bench.compute()
+    assert bench.has_halted()
+    assert [type(message) for message in bench.told] == [Finished]
+
+
+def test_stop_while_idle_is_answered_at_once() -> None:
+    bench = Bench(EvaluatorConfig())
+    bench.ask(Stop(reason="enough"))
+    assert bench.has_halted()
+
+
+def test_a_torn_read_is_tried_again() -> None:
+    bench = Bench(EvaluatorConfig())
+    bench.ask(Evaluate(request=1, whole=True))
+    install = bench.computes.pop()
+    torn = Installed(torn=(0,), clocks=(-1,))
+    bench.feed(Computed(name=install.name, result=torn))
+    assert bench.timers[-1] == "evaluator:retry"
+    assert not bench.computes
+    bench.feed(TimerFired(name="evaluator:retry"))
+    assert len(bench.run()) == 1
+
+
+def test_what_fails_in_the_measurement_is_told_as_the_jobs() -> None:
+    bench = Bench(EvaluatorConfig(), metric=failing_function)
+    bench.ask(Evaluate(request=1, whole=True))
+    with pytest.raises(JobError, match="failed on outputs"):
+        bench.run()
+
+
+def test_data_that_fails_keeps_its_own_words() -> None:
+    bench = Bench(EvaluatorConfig())
+    bench.dataset.inputs = torch.zeros(3, 4)
+    bench.ask(Evaluate(request=1, whole=True))
+    with pytest.raises(JobError, match=r"\[data.test\] reading samples 0, 1"):
+        bench.run()
+
+
+def test_messages_for_others_are_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="sent the evaluator Begin"):
+        Bench(EvaluatorConfig()).ask(Begin())
+
+
+@pytest.mark.parametrize("field", ["subset", "chunk"])
+def test_a_bad_value_is_named(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is 0; use 1 or more"):
+        EvaluatorConfig(**{field: 0})

@@ -1,0 +1,247 @@
+"""A model as flat tensors, against the same model trained by plain torch."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from distbelief.errors import JobError
+from distbelief.parameter_server.layout import Layout
+from distbelief.worker.local_executor import LocalModel
+from tests.distbelief.examples import Everything, Frames, net
+
+
+def everything() -> nn.Module:
+    torch.manual_seed(0)
+    return Everything(4, 2)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    frames = Frames(n_samples=12)
+    return frames.inputs, frames.targets
+
+
+def test_tensors_are_sorted_once_each_and_of_their_kind() -> None:
+    model = LocalModel(everything())
+    kinds = {spec.name: spec.kind for spec in model.specs()}
+    assert kinds == {
+        "first.bias": "parameter",
+        "first.weight": "parameter",
+        "frozen.bias": "buffer",
+        "frozen.weight": "buffer",
+        "norm.bias": "parameter",
+        "norm.num_batches_tracked": "buffer",
+        "norm.running_mean": "buffer",
+        "norm.running_var": "buffer",
+        "norm.weight": "parameter",
+        "rebound": "buffer",
+        "scale": "parameter",
+        "transposed": "parameter",
+        "unused.bias": "parameter",
+        "unused.weight": "parameter",
+    }
+    assert list(kinds) == sorted(kinds)
+
+
+def test_values_are_flat_in_the_order_of_the_specs() -> None:
+    model = LocalModel(everything())
+    for spec, value in zip(model.specs(), model.values, strict=True):
+        assert value.shape == (spec.n_elements,)
+
+
+def test_a_transposed_parameter_is_flat_in_row_major_order() -> None:
+    module = everything()
+    assert isinstance(module, Everything)
+    assert not module.transposed.is_contiguous()
+    expected = module.transposed.detach().clone().reshape(-1)
+    model = LocalModel(module)
+    index = [spec.name for spec in model.specs()].index("transposed")
+    assert torch.equal(model.values[index], expected)
+    model.values[index].zero_()
+    assert not module.transposed.any()
+
+
+def test_shared_tensors_have_one_name_and_tell_the_others() -> None:
+    model = LocalModel(everything())
+    assert model.aliases() == {
+        "again.weight": "first.weight",
+        "again.bias": "first.bias",
+        "tied.weight": "first.weight",
+    }
+
+
+def test_names_and_aliases_are_those_of_the_state_dict() -> None:
+    module = everything()
+    model = LocalModel(module)
+    tensors = dict(model.named_tensors())
+    tensors |= {alias: tensors[name] for alias, name in model.aliases().items()}
+    assert tensors.keys() == module.state_dict().keys()
+
+
+def test_the_gradient_is_that_of_plain_torch() -> None:
+    plain = everything()
+    model = LocalModel(copy.deepcopy(plain))
+    inputs, targets = batch()
+    loss = cross_entropy(plain(inputs), targets)
+    loss.backward()
+    assert model.gradient(inputs, targets, cross_entropy) == float(loss.detach())
+    expected = dict(plain.named_parameters())
+    for spec, gradient in zip(model.specs(), model.gradients, strict=True):
+        plain_gradient = expected[spec.name].grad if spec.name in expected else None
+        if plain_gradient is None:
+            assert gradient is None, spec.name
+        else:
+            assert gradient is not None, spec.name
+            assert torch.equal(gradient, plain_gradient.reshape(-1)), spec.name
+
+
+def test_what_is_unused_frozen_or_a_buffer_has_no_gradient() -> None:
+    model = LocalModel(everything())
+    model.gradient(*batch(), cross_entropy)
+    missing = {
+        spec.name
+        for spec, gradient in zip(model.specs(), model.gradients, strict=True)
+        if gradient is None
+    }
+    assert {"unused.weight", "frozen.weight", "norm.num_batches_tracked"} <= missing
+    assert "scale" not in missing
+
+
+def test_each_gradient_is_fresh_and_the_older_one_stays_as_it_was() -> None:
+    model = LocalModel(net())
+    model.gradient(*batch(), cross_entropy)
+    stolen = model.gradients[0]
+    assert stolen is not None
+    kept = stolen.clone()
+    model.gradient(*batch(), cross_entropy)
+    assert torch.equal(stolen, kept)
+    fresh = model.gradients[0]
+    assert fresh is not None
+    assert fresh.data_ptr() != stolen.data_ptr()
+
+
+def test_the_first_gradient_accrues_without_a_copy() -> None:
+    model = LocalModel(net())
+    model.gradient(*batch(), cross_entropy)
+    gradient = model.gradients[0]
+    model.accrue()
+    accrued = model.accrued[0]
+    assert gradient is not None
+    assert accrued is not None
+    assert accrued.data_ptr() == gradient.data_ptr()
+
+
+def test_accrued_is_the_sum_until_it_is_dropped() -> None:
+    model = LocalModel(net())
+    the_list = model.accrued
+    expected = torch.zeros_like(model.values[0])
+    for _ in range(3):
+        model.gradient(*batch(), cross_entropy)
+        gradient = model.gradients[0]
+        assert gradient is not None
+        expected += gradient
+        model.accrue()
+    accrued = model.accrued[0]
+    assert accrued is not None
+    assert torch.equal(accrued, expected)
+    model.drop_accrued()
+    assert model.accrued is the_list
+    assert the_list == [None] * len(model.values)
+
+
+def test_a_local_step_is_a_step_of_torchs_sgd() -> None:
+    plain = net()
+    model = LocalModel(copy.deepcopy(plain))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        cross_entropy(plain(batch()[0]), batch()[1]).backward()
+        optimizer.step()
+        model.gradient(*batch(), cross_entropy)
+        model.step(0.1)
+    for name, value in plain.named_parameters():
+        assert torch.equal(model.named_tensors()[name], value)
+
+
+def test_views_stay_those_of_the_module_whatever_forward_does() -> None:
+    module = everything()
+    model = LocalModel(module)
+    model.gradient(*batch(), cross_entropy)
+    model.gradient(*batch(), cross_entropy)
+    names = [spec.name for spec in model.specs()]
+    assert float(model.values[names.index("rebound")]) == 2.0
+    assert float(model.values[names.index("norm.num_batches_tracked")]) == 2.0
+    for name, value in zip(names, model.values, strict=True):
+        assert value.data_ptr() == module.state_dict()[name].data_ptr()
+
+
+def test_what_is_fetched_is_what_the_module_uses() -> None:
+    """Through a layout of two shards and back, integers and all."""
+    model, other = LocalModel(everything()), LocalModel(Everything(4, 2))
+    model.gradient(*batch(), cross_entropy)
+    layout = Layout.of(model.specs(), n_shards=2)
+    for k in range(2):
+        vector = np.zeros(layout.shard_size(k), layout.dtype)
+        layout.gather(k, model.values, vector)
+        layout.scatter(k, vector, other.values)
+    for name, value in model.named_tensors().items():
+        assert torch.equal(other.named_tensors()[name], value), name
+
+
+def test_clipping_bounds_the_norm_and_keeps_the_direction() -> None:
+    model = LocalModel(net())
+    model.gradient(*batch(), cross_entropy)
+    before = torch.cat([g for g in model.gradients if g is not None])
+    model.clip(0.01)
+    after = torch.cat([g for g in model.gradients if g is not None])
+    assert float(after.norm()) == pytest.approx(0.01, rel=1e-4)
+    torch.testing.assert_close(after / after.norm(), before / before.norm())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_one_bad_element_makes_a_gradient_not_finite(bad: float) -> None:
+    model = LocalModel(net())
+    assert model.is_finite()  # nothing is
+    model.gradient(*batch(), cross_entropy)
+    assert model.is_finite()
+    gradient = model.gradients[1]
+    assert gradient is not None
+    gradient[0] = bad
+    assert not model.is_finite()
+
+
+def test_measuring_changes_nothing() -> None:
+    model = LocalModel(everything())
+    before = [value.clone() for value in model.values]
+    loss, metric = model.measure(*batch(), loss=cross_entropy, metric=cross_entropy)
+    assert loss == metric
+    for value, expected in zip(model.values, before, strict=True):
+        assert torch.equal(value, expected)
+
+
+def test_a_sparse_gradient_is_made_dense() -> None:
+    model = LocalModel(nn.Sequential(nn.Embedding(10, 2, sparse=True), nn.Flatten()))
+    model.gradient(torch.tensor([[1], [3]]), torch.tensor([0, 1]), cross_entropy)
+    gradient = model.gradients[0]
+    assert gradient is not None
+    assert gradient.shape == (20,)
+    assert gradient.nonzero().flatten().tolist() == [2, 3, 6, 7]
+
+
+def test_complex_tensors_are_refused_by_name() -> None:
+    module = nn.Module()
+    module.register_parameter("w", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+    with pytest.raises(JobError, match=r"tensor 'w' is torch\.complex64"):
+        LocalModel(module)
+
+
+def test_batches_may_be_of_any_size() -> None:
+    model = LocalModel(net())
+    inputs, targets = batch()
+    for n in (1, 5, 12):
+        model.gradient(inputs[:n], targets[:n], cross_entropy)
+    assert model.flops(12) == 6.0 * model.n_parameters * 12
+    assert model.n_bytes == 4 * model.n_parameters

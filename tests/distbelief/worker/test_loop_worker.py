@@ -1,0 +1,74 @@
+"""The role behind `DownpourSGD`, without a server."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from distbelief.core.memory import PrivateMemory
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.layout import Layout, TensorSpec
+from distbelief.protocol import Alive, Join, Message, PeerEntry, Peers
+from distbelief.roles.role import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Connect,
+    Received,
+    Seconds,
+    Send,
+    Started,
+    TimerFired,
+)
+from distbelief.worker.loop_worker import BEAT, Worker
+
+
+SHARD = Address("shard-0")
+
+
+def peers(incarnation: int) -> Peers:
+    entry = PeerEntry(name=SHARD, incarnation=incarnation, endpoint=f"at-{incarnation}", host="")
+    return Peers(entries=(entry,))
+
+
+def tell(worker: Worker, message: Message, now: Seconds) -> Sequence[Action]:
+    said = Received(sender=SUPERVISOR, incarnation=1, message=message)
+    return worker.handle(said, now)
+
+
+def joins(actions: Sequence[Action]) -> bool:
+    """Return whether the server is asked to be let in."""
+    return any(isinstance(a, Send) and isinstance(a.message, Join) for a in actions)
+
+
+@pytest.fixture
+def worker() -> Worker:
+    tensor = TensorSpec(name="000000", shape=(3,), kind="parameter")
+    client = ParameterClient(
+        ClientConfig(pushes=True),
+        layout=Layout.of([tensor], n_shards=1),
+        shards=[SHARD],
+        memory=PrivateMemory(host=""),
+    )
+    made = Worker(client=client, join=Join(endpoint="here", host="", pid=0))
+    assert joins(made.handle(Started(incarnation=1), 0.0))
+    tell(made, peers(1), 0.5)
+    return made
+
+
+def test_a_worker_joins_a_server_that_was_killed_and_started_again(worker: Worker) -> None:
+    """It beat on, and the new server knew of nobody whom it could have answered.
+
+    So a loop that could have gone on waited for a minute, and ended.
+    """
+    beat = TimerFired(name=BEAT)
+    for now in (1.0, 2.0, 3.0):
+        assert not joins(worker.handle(beat, now))
+        tell(worker, Alive(), now)
+    assert not joins(worker.handle(beat, 4.0))
+    assert not joins(worker.handle(beat, 6.0))
+    assert joins(worker.handle(beat, 7.0))
+    assert joins(worker.handle(beat, 8.0))
+    connects = [a for a in tell(worker, peers(2), 8.5) if isinstance(a, Connect)]
+    assert [(c.peer, c.incarnation, c.endpoint) for c in connects] == [(SHARD, 2, "at-2")]
+    assert not joins(worker.handle(beat, 9.0))

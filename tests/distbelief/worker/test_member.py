@@ -1,0 +1,388 @@
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+
+from distbelief.errors import DistBeliefError, JobError, PeerLostError, RemoteProtocolError
+from distbelief.protocol import (
+    Alive,
+    Begin,
+    Failed,
+    Finished,
+    Heartbeat,
+    Join,
+    Message,
+    PeerEntry,
+    Peers,
+    Stop,
+)
+from distbelief.roles.role import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Connect,
+    Event,
+    Halt,
+    PeerJoined,
+    PeerLost,
+    Received,
+    Report,
+    Role,
+    Seconds,
+    Send,
+    SetTimer,
+    Started,
+    TimerFired,
+)
+from distbelief.worker.member import BUILD, SAVE_SECONDS_MAX, TIMER, Member, MemberConfig
+
+
+class Inner:
+    """Remembers what it is told; says "heard" to each; fails when asked to."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.error: Exception | None = None
+        self.refuses: Event | None = None
+
+    def handle(self, event: Event, now: Seconds) -> Sequence[Action]:
+        del now
+        if self.error is not None:
+            raise self.error
+        if event == self.refuses:
+            raise RemoteProtocolError("of another life")
+        self.events.append(event)
+        return [Report(text="heard")]
+
+    def status(self) -> tuple[str, Mapping[str, float]]:
+        return "busy", {"n": float(len(self.events))}
+
+
+class Driver:
+    """One member, and what it has asked for."""
+
+    def __init__(
+        self,
+        build: Callable[[], Role] | None = None,
+        *,
+        name: str = "replica-0",
+        patience: Seconds = 15.0,
+    ) -> None:
+        self.inner = Inner()
+        config = MemberConfig(
+            name=name, endpoint="tcp://here", host="h", pid=7, patience_seconds=patience
+        )
+        self.member = Member(config, build=build or (lambda: self.inner))
+        self.now = 100.0
+        self.actions: list[Action] = []
+
+    def handle(self, event: Event) -> list[Action]:
+        actions = list(self.member.handle(event, self.now))
+        self.actions += actions
+        return actions
+
+    def start(self) -> list[Action]:
+        return self.handle(Started(incarnation=2))
+
+    def build(self) -> list[Action]:
+        """Do the work that the member has asked for."""
+        (compute,) = [a for a in self.actions if isinstance(a, Compute)]
+        assert compute.name == BUILD
+        try:
+            return self.handle(Computed(name=BUILD, result=compute.work()))
+        except (DistBeliefError, ZeroDivisionError) as error:
+            return self.handle(Computed(name=BUILD, error=error))
+
+    def say(self, message: Message) -> list[Action]:
+        return self.handle(Received(sender=SUPERVISOR, incarnation=1, message=message))
+
+    def beat(self, *, after: Seconds = 0.5) -> list[Action]:
+        self.now += after
+        return self.handle(TimerFired(name=TIMER))
+
+
+def messages(actions: Sequence[Action]) -> list[Message]:
+    return [action.message for action in actions if isinstance(action, Send)]
+
+
+def peers(*names: str, incarnation: int = 1) -> Peers:
+    return Peers(
+        entries=tuple(
+            PeerEntry(name=name, incarnation=incarnation, endpoint=f"at-{name}", host="h")
+            for name in names
+        )
+    )
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+def test_it_joins_and_says_that_it_lives_while_it_is_being_built(driver: Driver) -> None:
+    said = messages(driver.start())
+    join, heartbeat = said
+    assert isinstance(join, Join)
+    assert (join.endpoint, join.host, join.pid) == ("tcp://here", "h", 7)
+    assert isinstance(heartbeat, Heartbeat)
+    assert heartbeat.state == "building"
+    assert SetTimer(name=TIMER, at=100.5) in driver.actions
+
+
+def test_what_it_warns_of_is_told_as_it_joins(driver: Driver) -> None:
+    driver.member.warn("snapshot 00005 is damaged")
+    join, _ = messages(driver.start())
+    assert isinstance(join, Join)
+    assert join.warnings == ("snapshot 00005 is damaged",)
+
+
+def test_it_joins_again_until_it_is_introduced(driver: Driver) -> None:
+    driver.start()
+    assert isinstance(messages(driver.beat())[0], Join)
+    driver.say(peers("shard-0"))
+    (heartbeat,) = messages(driver.beat())
+    assert isinstance(heartbeat, Heartbeat)
+
+
+def test_the_role_within_starts_once_it_is_built_and_introduced(driver: Driver) -> None:
+    driver.start()
+    driver.say(peers("shard-0"))
+    assert driver.inner.events == []
+    driver.build()
+    assert driver.inner.events == [
+        Started(incarnation=2),
+        PeerJoined(peer=Address("shard-0"), incarnation=1),
+    ]
+    assert isinstance(messages(driver.beat())[0], Heartbeat)
+    assert driver.member.status() == ("busy", {"n": 2.0})
+
+
+def test_or_the_other_way_round(driver: Driver) -> None:
+    driver.start()
+    driver.build()
+    assert driver.member.status()[0] == "joining"
+    actions = driver.say(peers("shard-0"))
+    connect = Connect(peer=Address("shard-0"), incarnation=1, endpoint="at-shard-0", host="h")
+    assert actions[0] == connect
+    assert driver.inner.events[0] == Started(incarnation=2)
+
+
+def test_an_early_message_that_is_refused_takes_no_other_along(driver: Driver) -> None:
+    """Of a machine that leads a model replica: it was killed and started again, was
+    sent a transfer of its former life while it was built, and with the refusal lost
+    its first Hello and every timer, so that its replica stood still for ever."""
+    driver.start()
+    stale = Received(sender=Address("replica-0.1"), incarnation=1, message=Begin())
+    driver.handle(stale)
+    fine = Received(sender=Address("shard-0"), incarnation=1, message=Alive())
+    driver.handle(fine)
+    driver.inner.refuses = stale
+    driver.say(peers("shard-0"))
+    reports = [a.text for a in driver.build() if isinstance(a, Report)]
+    assert reports == ["heard", "refused: of another life", "heard", "heard"]
+    assert driver.inner.events[:2] == [Started(incarnation=2), fine]
+
+
+def test_what_comes_early_waits_for_the_role_within(driver: Driver) -> None:
+    driver.start()
+    early = Received(sender=Address("shard-0"), incarnation=1, message=Alive())
+    driver.handle(early)
+    driver.say(Begin())
+    driver.say(peers("shard-0"))
+    driver.build()
+    kinds = [type(event) for event in driver.inner.events]
+    assert kinds == [Started, Received, Received, PeerJoined]
+
+
+def test_changes_among_peers_are_told_to_the_role_within(driver: Driver) -> None:
+    driver.start()
+    driver.build()
+    driver.say(peers("shard-0", "shard-1"))
+    assert not [a for a in driver.say(peers("shard-0", "shard-1")) if type(a) is Connect]
+    driver.inner.events.clear()
+    driver.say(peers("shard-1"))
+    (lost,) = driver.inner.events
+    assert isinstance(lost, PeerLost)
+    assert lost.peer == "shard-0"
+    driver.inner.events.clear()
+    actions = driver.say(peers("shard-0", "shard-1", incarnation=2))
+    assert [a.peer for a in actions if isinstance(a, Connect)] == ["shard-0", "shard-1"]
+    assert [type(event) for event in driver.inner.events] == [PeerJoined, PeerJoined]
+
+
+def test_a_peer_that_is_gone_for_good_is_told_of_once(driver: Driver) -> None:
+    """Also if it has never been there in this life."""
+    driver.start()
+    driver.build()
+    driver.say(peers("replica-0.1"))
+    driver.inner.events.clear()
+    for _ in range(2):
+        driver.say(Peers(entries=(), gone=("replica-0.1", "replica-0.2")))
+    lost = [e for e in driver.inner.events if isinstance(e, PeerLost)]
+    told = [(e.peer, e.incarnation, e.for_good) for e in lost]
+    assert told == [("replica-0.1", 1, True), ("replica-0.2", 0, True)]
+
+
+def test_an_older_word_about_a_peer_is_not_heard(driver: Driver) -> None:
+    driver.start()
+    driver.build()
+    driver.say(peers("shard-0", incarnation=2))
+    assert not [a for a in driver.say(peers("shard-0")) if isinstance(a, Connect)]
+
+
+def test_a_silence_of_minutes_is_waited_out() -> None:
+    """After 15 s without a word every role ended: the supervisor had been stopped for
+    25 s, or waited for a disk, and 9,773 acknowledged pushes were lost."""
+    driver = Driver(patience=MemberConfig(name="replica-0").patience_seconds)
+    driver.start()
+    driver.say(Alive())
+    for _ in range(2 * 300):
+        assert not [a for a in driver.beat() if isinstance(a, Halt)]
+
+
+def running(name: str) -> Driver:
+    """Return a role of this name that is built, introduced, and hears nothing more."""
+    driver = Driver(name=name)
+    driver.start()
+    driver.build()
+    driver.say(peers())
+    driver.inner.events.clear()
+    return driver
+
+
+def test_a_shard_is_told_of_the_silence_and_ends_by_itself_once_it_has_saved() -> None:
+    """It ended at once, and with it all that it had acknowledged since it saved."""
+    driver = running("shard-0")
+    for _ in range(30):
+        driver.beat()
+    assert driver.inner.events == []
+    actions = driver.beat()
+    (lost,) = driver.inner.events
+    assert isinstance(lost, PeerLost)
+    assert (lost.peer, lost.for_good) == (SUPERVISOR, True)
+    assert lost.reason == "no word from the supervisor for 15.5 s"
+    for _ in range(10):
+        actions += driver.beat()
+    assert not [a for a in actions if isinstance(a, Halt)]
+    assert driver.inner.events == [lost]  # once
+
+
+def test_a_shard_that_cannot_save_in_time_ends_all_the_same() -> None:
+    driver = running("shard-0")
+    gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="the supervisor was killed")
+    driver.handle(gone)
+    actions: list[Action] = []
+    while not actions:
+        actions = [a for a in driver.beat() if isinstance(a, Halt)]
+        assert driver.now < 100.0 + SAVE_SECONDS_MAX + 1.0
+    assert actions == [Halt(error="the last snapshot was not saved in 300 s")]
+
+
+@pytest.mark.parametrize("name", ["replica-0", "evaluator", "coordinator"])
+def test_a_role_without_values_ends_when_its_supervisor_is_gone(name: str) -> None:
+    driver = running(name)
+    gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="the supervisor was killed")
+    assert driver.handle(gone) == [Halt(error="the supervisor was killed")]
+    assert driver.inner.events == []
+
+
+def test_so_does_a_shard_that_has_not_begun() -> None:
+    driver = Driver(name="shard-0")
+    driver.start()
+    gone = PeerLost(peer=SUPERVISOR, incarnation=0, reason="the supervisor was killed")
+    assert driver.handle(gone) == [Halt(error="the supervisor was killed")]
+
+
+def test_it_ends_when_the_supervisor_is_gone(driver: Driver) -> None:
+    driver.start()
+    driver.say(Alive())
+    for _ in range(30):
+        assert not [a for a in driver.beat() if isinstance(a, Halt)]
+    *_, halt = driver.beat()
+    assert isinstance(halt, Halt)
+    assert "no word from the supervisor for 15." in (halt.error or "")
+
+
+def test_it_lives_as_long_as_the_supervisor_answers(driver: Driver) -> None:
+    driver.start()
+    for _ in range(100):
+        driver.say(Alive())
+        assert not [a for a in driver.beat() if isinstance(a, Halt)]
+
+
+def test_time_in_which_it_stood_still_itself_does_not_count(driver: Driver) -> None:
+    """A laptop that slept, Ctrl+Z: nobody was there to hear anything."""
+    driver.start()
+    assert not [a for a in driver.beat(after=3600.0) if isinstance(a, Halt)]
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "culprit_is_job"),
+    [
+        (JobError("[model] no good"), "[model] no good", True),
+        (PeerLostError("shard-0 silent"), "PeerLostError: shard-0 silent", False),
+    ],
+)
+def test_a_role_that_cannot_go_on_says_why(
+    driver: Driver, error: Exception, text: str, *, culprit_is_job: bool
+) -> None:
+    driver.start()
+    driver.build()
+    driver.say(peers())
+    driver.inner.error = error
+    send, halt = driver.say(Begin())
+    (failed,) = messages([send])
+    assert isinstance(failed, Failed)
+    assert (failed.error, failed.culprit_is_job) == (text, culprit_is_job)
+    assert halt == Halt(error=text)
+    assert driver.member.told_failure
+
+
+def test_so_does_one_that_cannot_be_built() -> None:
+    def build() -> Role:
+        raise JobError("[data.train] no such file")
+
+    driver = Driver(build)
+    driver.start()
+    failed, _ = messages(driver.build()), None
+    assert isinstance(failed[0], Failed)
+    assert failed[0].culprit_is_job
+
+
+def test_a_bug_while_building_is_told_too() -> None:
+    driver = Driver(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    driver.start()
+    (failed,) = messages(driver.build())
+    assert isinstance(failed, Failed)
+    assert failed.error == "ZeroDivisionError: division by zero"
+    assert not failed.culprit_is_job
+
+
+def test_what_a_peer_did_wrong_is_the_drivers_to_log(driver: Driver) -> None:
+    driver.start()
+    driver.build()
+    driver.say(peers())
+    driver.inner.error = RemoteProtocolError("nonsense")
+    with pytest.raises(RemoteProtocolError):
+        driver.say(Begin())
+
+
+def test_told_to_stop_before_it_runs_it_just_ends(driver: Driver) -> None:
+    driver.start()
+    actions = driver.say(Stop(reason="enough"))
+    assert isinstance(messages(actions)[0], Finished)
+    assert actions[-1] == Halt()
+
+
+def test_told_to_stop_later_it_leaves_that_to_the_role_within(driver: Driver) -> None:
+    driver.start()
+    driver.build()
+    driver.say(peers())
+    actions = driver.say(Stop(reason="enough"))
+    assert actions == [Report(text="heard")]
+
+
+def test_a_heartbeat_slower_than_the_patience_is_refused() -> None:
+    with pytest.raises(ValueError, match="heartbeat_seconds is 20"):
+        MemberConfig(name="x", heartbeat_seconds=20.0, patience_seconds=15.0)

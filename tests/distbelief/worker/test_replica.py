@@ -1,0 +1,433 @@
+"""The replica's state machine: events in, actions out."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from typing_extensions import override
+
+from distbelief.data.sharding import BatchCursor
+from distbelief.errors import JobError, RemoteProtocolError
+from distbelief.parameter_server.client.buffers import Installed
+from distbelief.protocol import Alive, Begin, Evaluate, Fetch, Finished, Progress, Push, Stop
+from distbelief.roles.role import Lane
+from distbelief.task import dry_run
+from distbelief.worker.config import DownpourConfig
+from distbelief.worker.local_executor import Attempt, LocalModel, Trainer
+from tests.distbelief.examples import Frames, dropout_net, net
+from tests.distbelief.worker.bench import Bench
+
+
+def config(
+    *,
+    n_fetch: int = 1,
+    n_push: int = 1,
+    blocking: bool = False,
+    max_steps: int | None = None,
+    clip_norm: float | None = None,
+    non_finite_limit: int = 10,
+) -> DownpourConfig:
+    return DownpourConfig(
+        batch_size=4,
+        learning_rate=0.1,
+        n_fetch=n_fetch,
+        n_push=n_push,
+        blocking=blocking,
+        max_steps=max_steps,
+        clip_norm=clip_norm,
+        non_finite_limit=non_finite_limit,
+    )
+
+
+# --------------------------------------------------------------- what runs beside what
+
+
+def test_one_step_is_fetch_install_gradient_push() -> None:
+    bench = Bench().start()
+    bench.deliver()
+    assert bench.pending == ["replica:read"]
+    bench.compute()
+    assert bench.pending == ["replica:read", "replica:install", "replica:step"]
+    assert bench.state == "computing"
+    bench.compute("install")
+    bench.compute("step")
+    assert bench.state == "pushing"
+    bench.compute("push")
+    assert len(bench.sent(Push)) == 1
+
+
+def test_the_next_batch_is_read_and_the_next_fetch_begun_during_a_step() -> None:
+    """DB-10."""
+    bench = Bench().start()
+    bench.deliver()
+    bench.compute("read")
+    bench.compute("install")
+    assert len(bench.sent(Fetch)) == 1
+    read = bench.compute("read")
+    assert read.lane is Lane.DATA
+    assert bench.pending == ["replica:step"]
+
+
+def test_a_blocking_replica_fetches_when_its_push_is_applied() -> None:
+    """DB-11."""
+    bench = Bench(config=config(blocking=True)).start()
+    bench.run_until_step(1)
+    bench.shard.acknowledges = False
+    bench.compute("push")
+    bench.deliver()
+    assert not bench.sent(Fetch)
+    for message in bench.shard.acknowledge():
+        bench.tell(message, sender="shard-0")
+    assert len(bench.sent(Fetch)) == 1
+
+
+def test_two_pushes_may_be_under_way_and_the_third_waits() -> None:
+    bench = Bench().start()
+    bench.shard.acknowledges = False
+    bench.run_until_step(3)
+    bench.deliver()
+    assert len(bench.shard.pushed) == 2
+    assert "replica:step" not in bench.pending
+    assert "replica:push" not in bench.pending
+    assert bench.state == "waiting for shard-0"
+    for message in bench.shard.acknowledge():
+        bench.tell(message, sender="shard-0")
+    assert "replica:push" in bench.pending
+
+
+def test_only_two_batches_are_held() -> None:
+    bench = Bench().start()
+    bench.shard.acknowledges = False
+    bench.run_until_step(3)
+    while "replica:read" in bench.pending:
+        bench.compute("read")
+    assert bench.pending == []
+
+
+def test_work_is_priced() -> None:
+    bench = Bench().start()
+    bench.deliver()
+    bench.compute("read")
+    read, install, step = bench.computes
+    assert install.cost.n_bytes == 2 * bench.model.n_bytes
+    assert step.cost.flops == 6 * bench.model.n_parameters * 4
+    assert read.cost.n_bytes == 2 * 4 * (4 * 4 + 8)
+
+
+def test_no_step_begins_beyond_the_samples_that_are_allowed() -> None:
+    """It trained on until Stop came, however late that was."""
+    bench = Bench(await_begin=True).start()
+    bench.tell(Begin(samples=7))
+    bench.run_while_it_can()
+    assert bench.replica.counters.steps == 2  # a batch of 4 begins at 4, none at 8
+    assert bench.state == "waiting for more samples"
+    last = bench.told[-1]
+    assert isinstance(last, Progress)  # at once: the supervisor waits for it
+    assert last.samples == 8
+    assert bench.replica.status()[1]["samples_allowed"] == 7
+    bench.tell(Begin(samples=9))
+    bench.run_while_it_can()
+    assert bench.replica.counters.steps == 3
+    bench.tell(Stop(reason="that is all"))
+    bench.run_while_it_can()
+    assert isinstance(bench.told[-1], Finished)
+
+
+# ---------------------------------------------------------------------- what is pushed
+
+
+def test_the_first_push_has_one_gradient_and_later_ones_n_push() -> None:
+    """DB-6 and DB-7."""
+    bench = Bench(config=config(n_push=3, max_steps=8)).start()
+    bench.run_to_the_end()
+    pushes = [push for push, _ in bench.shard.pushed]
+    assert [push.n_gradients for push in pushes] == [1, 3, 3, 1]
+    assert [push.samples for push in pushes] == [4, 16, 28, 32]
+
+
+def test_a_push_names_the_clock_of_its_oldest_gradient() -> None:
+    literal = replace(config(n_push=3, max_steps=8), overwrite_local_steps=True)
+    bench = Bench(config=literal).start()
+    bench.run_to_the_end()
+    clocks = [push.fetched_clock for push, _ in bench.shard.pushed]
+    assert clocks == [0, 0, 1, 2]  # the fetch for step 1 began before push 1 was sent
+
+
+def test_where_local_steps_are_kept_a_fetch_follows_every_push_that_is_sent() -> None:
+    """Else nobody knew whether it contains that push, and whose steps to take again."""
+    bench = Bench(config=config(n_push=3, max_steps=8)).start()
+    bench.run_to_the_end()
+    clocks = [push.fetched_clock for push, _ in bench.shard.pushed]
+    assert clocks == [0, 1, 2, 3]
+
+
+def test_a_fetch_that_is_torn_and_repeated_puts_back_local_steps_once() -> None:
+    model = LocalModel(net())
+    before = [value.clone() for value in model.values]
+    batch = Frames().inputs[:4], Frames().targets[:4]
+    model.gradient(*batch, nn.functional.cross_entropy)
+    model.accrue()
+    trainer = Trainer(
+        model,
+        Frames(),
+        loss=nn.functional.cross_entropy,
+        names=dry_run.Names(model="net", loss="cross_entropy", data="data.train"),
+        clip_norm=None,
+        always_check=True,
+        seed=(0, 0),
+    )
+    for torn in [(0,), (0,), ()]:
+        installed = Installed(torn=torn, clocks=(-1 if torn else 3,))
+
+        def install(installed: Installed = installed) -> Installed:
+            for value, fetched in zip(model.values, before, strict=True):
+                value.copy_(fetched)
+            return installed
+
+        trainer.install(install, Attempt(), rate=0.5)
+    for value, fetched, gradient in zip(model.values, before, model.gradients, strict=True):
+        assert gradient is not None
+        assert torch.equal(value, torch.add(fetched, gradient, alpha=-0.5))
+
+
+@pytest.mark.parametrize(("done", "pushed"), [(0, [4, 8, 12, 16]), (9, [13, 17]), (16, [])])
+def test_samples_of_all_lives_count_towards_the_bound(done: int, pushed: list[int]) -> None:
+    """A life that began late did all of its share once more."""
+    bench = Bench(config=replace(config(), max_samples=16))
+    bench.shard.samples = done
+    bench.start().run_to_the_end()
+    assert [push.samples for push, _ in bench.shard.pushed] == pushed
+    assert len(bench.sent(Fetch)) <= max(1, len(pushed))
+    assert not bench.told[:-1] or pushed
+    assert isinstance(bench.told[-1], Finished)
+
+
+def test_a_resumed_replica_goes_on_at_the_next_sample() -> None:
+    bench = Bench(config=config(max_steps=1))
+    bench.shard.samples = 20
+    bench.start().run_to_the_end()
+    indices = BatchCursor(bench.data_shard).batch(20, 4).tolist()
+    dataset = Frames()
+    module = net()
+    for value, parameter in zip(
+        bench.model.named_tensors().values(),
+        dict(sorted(module.named_parameters())).values(),
+        strict=True,
+    ):
+        parameter.data.copy_(value.data)
+    nn.functional.cross_entropy(
+        module(dataset.inputs[indices]), dataset.targets[indices]
+    ).backward()
+    expected = [p.grad for _, p in sorted(module.named_parameters())]
+    for got, gradient in zip(bench.sums_pushed()[0], expected, strict=True):
+        assert gradient is not None
+        assert torch.equal(got, gradient.view(-1))
+    assert bench.shard.pushed[0][0].samples == 24
+
+
+def test_clipping_bounds_each_gradient() -> None:
+    bench = Bench(config=config(clip_norm=0.01, max_steps=2)).start()
+    bench.run_to_the_end()
+    for tensors in bench.sums_pushed():
+        assert float(torch.cat(tensors).norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_dropout_is_a_function_of_seed_and_position() -> None:
+    pushed = []
+    for noise in (1, 2):
+        torch.manual_seed(0)
+        bench = Bench(module=dropout_net(), config=config(max_steps=1))
+        bench.start()
+        torch.manual_seed(noise)
+        bench.run_to_the_end()
+        pushed.append(torch.cat(bench.sums_pushed()[0]))
+    assert torch.equal(*pushed)
+
+
+# ------------------------------------------------------------------- what is not finite
+
+
+class Spoilt(Frames):
+    """Frames of which some are NaN."""
+
+    def spoil(self, indices: list[int]) -> "Spoilt":
+        self.inputs[indices] = float("nan")
+        return self
+
+
+def spoilt_steps(steps: list[int]) -> Spoilt:
+    """Return data that is NaN in these steps of the first pass."""
+    order = Bench().data_shard.order(0)
+    return Spoilt().spoil([int(i) for step in steps for i in order[4 * step :][:4]])
+
+
+@pytest.mark.parametrize("n_push", [1, 3])
+def test_a_gradient_that_is_no_number_is_skipped_counted_and_named(n_push: int) -> None:
+    dataset = spoilt_steps([2])
+    bench = Bench(dataset=dataset, config=config(n_push=n_push, max_steps=7)).start()
+    bench.run_to_the_end()
+    assert bench.replica.counters.non_finite == 1
+    assert bench.replica.counters.gradients_pushed == 6
+    assert sum(push.n_gradients for push, _ in bench.shard.pushed) == 6
+    assert all(torch.cat(t).isfinite().all() for t in bench.sums_pushed())
+    assert [report.level for report in bench.reports] == ["warning"]
+    assert "NaN or infinite (loss nan)" in bench.reports[0].text
+    assert bench.shard.pushed[-1][0].samples == 28  # the skipped ones are behind us
+
+
+def test_an_infinite_sum_of_finite_losses_is_named_by_its_tensors() -> None:
+    """The gradient alone overflows: the client finds it as it is staged."""
+
+    class Steep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 2))
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.weight) * 1e38 * 1e38
+
+    bench = Bench(module=Steep(), config=config(max_steps=3)).start()
+    bench.run_to_the_end()
+    assert bench.shard.pushed == []
+    assert bench.replica.counters.non_finite == 3
+    assert len(bench.reports) == 1  # once for each row of them
+
+
+def test_too_many_in_a_row_end_the_replica_with_what_to_do() -> None:
+    bench = Bench(dataset=spoilt_steps([0, 2, 3, 4]), config=config(non_finite_limit=3))
+    bench.start()
+    with pytest.raises(JobError) as caught:
+        bench.run_until_step(9)
+    assert str(caught.value) == (
+        "3 gradients in a row were NaN or infinite (step 5): [data.train] sample 11 "
+        "has NaN or infinite inputs: mend or leave out such samples"
+    )
+
+
+def test_a_step_of_nothing_but_bad_gradients_pushes_nothing() -> None:
+    bench = Bench(dataset=spoilt_steps([0]), config=config(n_push=9)).start()
+    bench.run_until_step(1)
+    assert "replica:push" not in bench.pending
+
+
+# ------------------------------------------------------------------------- what fails
+
+
+def test_a_label_out_of_range_is_named_with_its_sample() -> None:
+    dataset = Frames()
+    dataset.targets[:] = 9
+    bench = Bench(dataset=dataset).start()
+    first = int(bench.data_shard.order(0)[0])
+    with pytest.raises(JobError, match=rf"sample {first} has label 9, but the model"):
+        bench.run_until_step(1)
+
+
+def test_a_failure_that_does_not_repeat_is_told_as_it_was() -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+            self.n_calls = 0
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.n_calls += 1
+            if self.n_calls == 1:
+                raise OSError("a cold cache")
+            outputs: torch.Tensor = self.layer(x)
+            return outputs
+
+    with pytest.raises(JobError, match=r"net failed on .*OSError: a cold cache"):
+        Bench(module=Once()).start().run_until_step(1)
+
+
+def test_running_out_of_memory_is_told_with_the_batch_size() -> None:
+    class Huge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        @override
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise MemoryError(x.shape)
+
+    with pytest.raises(JobError, match="a step of 4 samples: use a smaller batch_size"):
+        Bench(module=Huge()).start().run_until_step(1)
+
+
+def test_data_that_fails_is_named() -> None:
+    class Torn(Frames):
+        @override
+        def __getitems__(self, indices: list[int]) -> object:
+            raise OSError("disk gone")
+
+    with pytest.raises(JobError, match=r"reading samples .* OSError: disk gone"):
+        Bench(dataset=Torn()).start().run_until_step(1)
+
+
+@pytest.mark.parametrize("message", [Evaluate(request=1, whole=True), Alive()])
+def test_messages_for_others_are_refused(message: Evaluate | Alive) -> None:
+    with pytest.raises(RemoteProtocolError, match="sent a replica"):
+        Bench().start().tell(message)
+
+
+# ---------------------------------------------------------------- beginning and ending
+
+
+def test_it_waits_for_begin() -> None:
+    bench = Bench(await_begin=True).start()
+    assert bench.state == "waiting for begin"
+    assert bench.pending == []
+    bench.tell(Begin())
+    assert bench.pending == ["replica:read"]
+    assert bench.state == "waiting for shard-0"  # whose values are on their way
+
+
+def test_stop_before_begin_ends_it_at_once() -> None:
+    bench = Bench(await_begin=True).start()
+    bench.tell(Stop(reason="enough"))
+    assert bench.has_halted()
+    assert isinstance(bench.told[-1], Finished)
+
+
+def test_stop_finishes_the_step_and_pushes_what_accrued() -> None:
+    bench = Bench(config=config(n_push=4)).start()
+    bench.run_until_step(2)
+    bench.tell(Stop(reason="enough"))
+    assert not bench.has_halted()
+    bench.shard.acknowledges = False
+    while bench.computes:
+        bench.compute()
+        bench.deliver()
+    assert bench.state == "finishing"
+    assert not bench.has_halted()  # not before the shard has it
+    for message in bench.shard.acknowledge():
+        bench.tell(message, sender="shard-0")
+    assert bench.has_halted()
+    assert sum(push.n_gradients for push, _ in bench.shard.pushed) == (
+        bench.replica.counters.gradients
+    )
+    progress, finished = bench.told[-2:]
+    assert isinstance(progress, Progress)
+    assert isinstance(finished, Finished)
+    assert finished.counters["samples"] == progress.samples
+
+
+def test_progress_is_told_at_most_twice_a_second() -> None:
+    bench = Bench().start()
+    for step in range(1, 11):
+        bench.now = 0.2 * step
+        bench.run_until_step(step)
+    told = [m for m in bench.told if isinstance(m, Progress)]
+    assert [m.step for m in told] == [1, 4, 7, 10]
+    assert [m.samples for m in told] == [4, 16, 28, 40]
+    assert all(0.0 < m.loss < 2.0 for m in told)
+
+
+def test_seconds_computing_are_those_of_the_work() -> None:
+    bench = Bench(config=config(max_steps=2)).start()
+    bench.run_to_the_end()
+    progress = [m for m in bench.told if isinstance(m, Progress)][-1]
+    assert progress.seconds_computing == 2 * (0.25 + 0.25)

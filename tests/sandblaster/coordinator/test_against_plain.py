@@ -1,0 +1,148 @@
+"""Dealing that keeps what it knows in order deals as one that looks at everything."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import given, strategies as st
+
+from distbelief.protocol import Account, SetResult
+from distbelief.roles.role import Address, Received, Seconds
+from sandblaster.chunks import BatchRange, Cutting
+from sandblaster.coordinator.config import CoordinatorConfig
+from sandblaster.coordinator.work_queue import Dealing, Numbers
+from sandblaster.coordinator.workers import Crew, Member
+from tests.sandblaster.coordinator.plain_work_queue import PlainDealing
+
+
+CUTTING = Cutting(portion_size=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """Who deals what."""
+
+    n_members: int
+    n_examples: int
+    window_sets: int
+    backups: bool
+
+
+Happening = tuple[str, int, float]  # what, to whom, a number from 0 to 1
+
+HAPPENINGS: st.SearchStrategy[list[Happening]] = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["computed"] * 6
+            + ["staged"] * 4
+            + ["folded"] * 2
+            + ["time passes", "joins", "lost", "turnaround", "evaluation"]
+        ),
+        st.integers(0, 7),
+        st.integers(0, 64).map(lambda n: n / 64),
+    ),
+    max_size=60,
+)
+SCENES = st.builds(
+    Scene,
+    n_members=st.integers(0, 8),
+    n_examples=st.integers(1, 150),
+    window_sets=st.sampled_from([1, 3, 64]),
+    backups=st.booleans(),
+)
+
+
+class Play:
+    """What happens to one dealing."""
+
+    def __init__(self, kind: type[Dealing] | type[PlainDealing], scene: Scene) -> None:
+        self.kind = kind
+        self.config = CoordinatorConfig(
+            cutting=CUTTING, window_sets=scene.window_sets, backups=scene.backups
+        )
+        self.crew = Crew(self.config)
+        self.numbers = Numbers()
+        self.n_examples = scene.n_examples
+        self.now: Seconds = 100.0
+        self.incarnation = 1
+        for index in range(scene.n_members):
+            self.join(index)
+        self.begin()
+
+    def begin(self) -> None:
+        batch = BatchRange(first=0, n_examples=self.n_examples)
+        self.crew.begin(epoch=1, evaluation=1, versions=(), batch=batch)
+        self.dealing = self.kind(self.config, crew=self.crew, batch=batch, numbers=self.numbers)
+
+    def join(self, index: int) -> Member | None:
+        self.incarnation += 1
+        account = Account(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+        name = Address(f"replica-{index}")
+        if self.crew.get(name) is not None:
+            return None
+        event = Received(sender=name, incarnation=self.incarnation, message=account)
+        return self.crew.hear(event, account, self.now)
+
+    def happen(self, what: str, index: int, number: float) -> None:
+        self.now += 1 / 128
+        member = self.crew.get(Address(f"replica-{index}"))
+        match what:
+            case "time passes":
+                self.now += 8 * number
+            case "joins":
+                joined = self.join(index)
+                if joined is not None:
+                    self.dealing.heard(joined)
+            case "evaluation":
+                self.begin()
+            case "folded":
+                sets, void = self.dealing.sets.to_fold()
+                self.dealing.sets.folded(sets, void, self.now)
+            case _:
+                if member is not None:
+                    self.happen_to(member, what, number)
+
+    def happen_to(self, member: Member, what: str, number: float) -> None:
+        granted = [copy for copy in member.copies.values() if copy.grant]
+        if what == "lost":
+            self.crew.leave(member.name, is_over=True)
+            self.dealing.lost(member, self.now)
+        elif what == "turnaround":
+            member.turnaround = number / 8
+            self.dealing.heard(member)
+        elif what == "computed" and member.outstanding:
+            self.now += number
+            attempt = member.outstanding[0].attempt
+            # No two replicas are of one pace, nor as late: no rounding decides.
+            seconds = 1.5 * number + 0.1 + 0.01 * member.number
+            self.says(member, attempt, seconds=seconds, staged=False)
+        elif what == "staged" and granted:
+            self.says(member, granted[0].attempt, seconds=1.0, staged=True)
+
+    def says(self, member: Member, attempt: int, *, seconds: Seconds, staged: bool) -> None:
+        result = SetResult(attempt=attempt, n_examples=4, loss=1.0, seconds=seconds, staged=staged)
+        account = Account(epoch=1, version=1, evaluation=1, n_computed=4, results=(result,))
+        self.dealing.account(member, account, self.now)
+
+    def deal(self) -> tuple[object, ...]:
+        """Deal; return who has what."""
+        self.dealing.deal(self.now)
+        told = [member.name for member in self.dealing.changed()]
+        has = {
+            member.name: [
+                (copy.set_index, copy.attempt, copy.grant) for copy in member.copies.values()
+            ]
+            for member in self.crew
+        }
+        return told, has, self.dealing.n_backups
+
+
+@given(SCENES, HAPPENINGS)
+def test_every_set_is_dealt_to_whom_plain_dealing_gives_it(
+    scene: Scene, happenings: Sequence[Happening]
+) -> None:
+    ours, plain = Play(Dealing, scene), Play(PlainDealing, scene)
+    assert ours.deal() == plain.deal()
+    for happening in happenings:
+        for play in (ours, plain):
+            play.happen(*happening)
+        assert ours.deal() == plain.deal(), happening

@@ -1,0 +1,364 @@
+"""The coordinator, its orders and its crew: events in, actions out."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from distbelief.errors import DistBeliefError, PeerLostError, RemoteProtocolError, StorageError
+from distbelief.protocol import (
+    Account,
+    Alive,
+    Assignment,
+    Attach,
+    CutRecord,
+    Finished,
+    Order,
+    Performed,
+    Stop,
+)
+from distbelief.roles.role import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Computed,
+    Halt,
+    PeerJoined,
+    PeerLost,
+    Persisted,
+    Received,
+    Send,
+    Started,
+    TimerFired,
+)
+from sandblaster.chunks import BatchRange, Cutting
+from sandblaster.coordinator.config import CoordinatorConfig
+from sandblaster.coordinator.coordinator import Coordinator
+from sandblaster.coordinator.shard_commands import ShardOrders
+from sandblaster.coordinator.workers import Copy, Crew
+from sandblaster.optimizers.gradient_descent import GradientDescent
+from tests.simulation.sandblasts import Run, Sandblast
+
+
+SHARDS = (Address("shard-0"), Address("shard-1"))
+REPLICA = Address("replica-0")
+CONFIG = CoordinatorConfig(
+    cutting=Cutting(portion_size=5),
+    retry_seconds=1.0,
+    retry_seconds_max=2.0,
+    silence_seconds_max=10.0,
+    await_begin=False,
+)
+
+
+def orders_in(actions: list[Action]) -> list[tuple[Address, Order]]:
+    return [
+        (action.receiver, action.message)
+        for action in actions
+        if isinstance(action, Send) and isinstance(action.message, Order)
+    ]
+
+
+def says(
+    sender: Address, message: Performed | Account | Alive, *, incarnation: int = 1
+) -> Received:
+    return Received(sender=sender, incarnation=incarnation, message=message)
+
+
+def test_a_time_is_above_0() -> None:
+    with pytest.raises(ValueError, match="retry_seconds is 0; use more than 0"):
+        replace(CONFIG, retry_seconds=0)
+    with pytest.raises(ValueError, match="starved_seconds_max is -1; use more than"):
+        replace(CONFIG, starved_seconds_max=-1)
+    with pytest.raises(ValueError, match="backup_seconds_min is -1; use 0 or more"):
+        replace(CONFIG, backup_seconds_min=-1)
+
+
+def test_a_window_has_a_set() -> None:
+    with pytest.raises(ValueError, match="window_sets is 0"):
+        CoordinatorConfig(cutting=Cutting(portion_size=1), window_sets=0)
+
+
+# ----------------------------------------------------------------------------- orders
+
+
+class Orders:
+    """Orders to two shards."""
+
+    def __init__(self) -> None:
+        self.orders = ShardOrders(CONFIG, shards=SHARDS)
+        self.orders.attach(4097, 0.0)
+
+    def missing(self) -> Address | None:
+        return self.orders.waiting_for
+
+    def lost(self) -> Address | None:
+        return self.orders.lost
+
+    def answer(
+        self,
+        shard: Address,
+        *,
+        number: int = 1,
+        epoch: int = 4097,
+        incarnation: int = 1,
+        error: str | None = None,
+    ) -> None:
+        performed = Performed(epoch=epoch, number=number, error=error)
+        event = says(shard, performed, incarnation=incarnation)
+        self.orders.receive(event, performed, 0.0)
+
+
+def test_an_order_is_complete_when_every_shard_has_answered() -> None:
+    bench = Orders()
+    assert bench.missing() == SHARDS[0]
+    bench.answer(SHARDS[1])
+    assert bench.missing() == SHARDS[0]
+    bench.answer(SHARDS[0], number=7)  # of another order
+    assert bench.missing() == SHARDS[0]
+    bench.answer(SHARDS[0])
+    assert bench.missing() is None
+    assert bench.orders.complete
+    assert [version.incarnation for version in bench.orders.versions] == [1, 1]
+    assert bench.orders.timer(5.0) == []
+
+
+def test_only_who_has_not_answered_is_asked_again() -> None:
+    bench = Orders()
+    bench.answer(SHARDS[0])
+    assert [shard for shard, _ in orders_in(bench.orders.timer(1.0))] == [SHARDS[1]]
+    joined = bench.orders.joined(SHARDS[1], 1)
+    assert [shard for shard, _ in orders_in(joined)] == [SHARDS[1]]
+    assert bench.orders.joined(SHARDS[0], 1) == []
+
+
+def test_a_shard_that_stays_silent_is_named() -> None:
+    bench = Orders()
+    bench.answer(SHARDS[0])
+    for now in (1.0, 3.0, 5.0, 7.0, 9.0):
+        bench.orders.timer(now)
+    with pytest.raises(PeerLostError, match="shard-1 has been silent for 11"):
+        bench.orders.timer(11.0)
+
+
+def test_time_in_which_nobody_drove_the_coordinator_does_not_count() -> None:
+    bench = Orders()
+    assert orders_in(bench.orders.timer(500.0))
+
+
+def test_a_new_life_of_a_shard_ends_the_epoch() -> None:
+    bench = Orders()
+    bench.answer(SHARDS[0])
+    bench.answer(SHARDS[0], incarnation=2)
+    assert bench.lost() == SHARDS[0]
+    bench.answer(SHARDS[1], incarnation=1)
+    assert not bench.orders.complete
+    assert bench.orders.joined(SHARDS[1], 1) == []
+    bench.orders.attach(4098, 0.0)
+    assert bench.lost() is None
+    bench.answer(SHARDS[0], incarnation=1, epoch=4098)  # the former life
+    assert bench.missing() == SHARDS[0]
+
+
+def test_who_is_overtaken_hears_of_it() -> None:
+    with pytest.raises(DistBeliefError, match="another one has taken over"):
+        Orders().answer(SHARDS[0], epoch=9000)
+
+
+def test_a_shard_that_cannot_is_quoted() -> None:
+    with pytest.raises(DistBeliefError, match=r"cannot perform Attach, .*: too bad"):
+        Orders().answer(SHARDS[0], error="too bad")
+
+
+# ------------------------------------------------------------------------------- crew
+
+
+def account(version: int, *, epoch: int = 1, evaluation: int = 1) -> Account:
+    return Account(epoch=epoch, version=version, evaluation=evaluation, n_computed=5, results=())
+
+
+class Replicas:
+    """A crew with one member, at its evaluation 1 of epoch 1."""
+
+    def __init__(self) -> None:
+        self.crew = Crew(CONFIG)
+        self.hear(account(3, epoch=0))
+        self.crew.begin(
+            epoch=1, evaluation=1, versions=(), batch=BatchRange(first=0, n_examples=10)
+        )
+
+    def hear(self, message: Account, *, incarnation: int = 1, now: float = 0.0) -> bool:
+        event = says(REPLICA, message, incarnation=incarnation)
+        return self.crew.hear(event, message, now) is not None
+
+
+def test_what_is_told_is_repeated_until_it_is_known() -> None:
+    bench = Replicas()
+    member = bench.crew.get(REPLICA)
+    assert member is not None
+    (told,) = bench.crew.tell(member, 0.0)
+    assert isinstance(told, Send)
+    assert isinstance(told.message, Assignment)
+    assert told.message.version == 4  # beyond what it knew before
+    assert bench.crew.tell_again(0.5) == []
+    assert len(bench.crew.tell_again(1.0)) == 1
+    assert bench.crew.tell_again(2.0) == []
+    assert bench.hear(account(4), now=2.5)
+    assert member.turnaround == 1.5
+    assert bench.crew.tell_again(9.0) == []
+    assert member.n_computed == 5
+
+
+def test_words_of_other_evaluations_and_lives_are_no_news() -> None:
+    bench = Replicas()
+    assert not bench.hear(account(3, epoch=9))
+    assert not bench.hear(account(3, evaluation=9))
+    assert not bench.hear(account(3), incarnation=0)
+    assert bench.crew.is_new_life(says(REPLICA, account(0), incarnation=2), account(0))
+    assert bench.crew.leave(REPLICA, is_over=True) is not None
+    assert bench.crew.leave(REPLICA, is_over=True) is None
+    assert not bench.hear(account(3))  # that life is over
+    assert len(bench.crew) == 0
+    assert bench.hear(account(3), incarnation=2)
+
+
+def test_a_replica_of_several_machines_has_lives_within_its_leaders() -> None:
+    bench = Replicas()
+    first, second = account(3), msgspec.structs.replace(account(3), life=1)
+    assert bench.crew.is_new_life(says(REPLICA, second), second)
+    assert not bench.hear(second)  # not before the former is forgotten
+    assert bench.crew.leave(REPLICA, is_over=True) is not None
+    assert not bench.hear(first)
+    assert bench.hear(second)
+    assert not bench.crew.is_new_life(says(REPLICA, first), first)
+    assert not bench.hear(first)
+    member = bench.crew.get(REPLICA)
+    assert member is not None
+    (told,) = bench.crew.tell(member, 0.0)
+    assert isinstance(told, Send)
+    assert isinstance(told.message, Assignment)
+    assert (told.message.replica_incarnation, told.message.replica_life) == (1, 1)
+
+
+def test_silence_counts_from_the_question() -> None:
+    bench = Replicas()
+    member = bench.crew.get(REPLICA)
+    assert member is not None
+    assert bench.crew.silent(100.0) == []  # it has nothing to do
+    bench.crew.tell(member, 100.0)
+    member.copies[1] = Copy(set_index=0, attempt=1, n_examples=5, dealt_at=100.0)
+    assert bench.crew.silent(101.0) == []
+    bench.crew.tell_again(104.0)
+    assert bench.crew.silent(106.0) == [REPLICA]
+    bench.crew.excuse(3.0)
+    assert bench.crew.silent(106.0) == []
+    assert len(bench.crew.dismiss(106.0)) == 1
+    assert bench.crew.dismiss(106.0) == []
+    assert bench.crew.set_seconds == 0.0
+
+
+# --------------------------------------------------------------------------- the role
+
+
+def coordinator() -> Coordinator:
+    role = Coordinator(CONFIG, method=GradientDescent(), shards=SHARDS, n_examples=20)
+    actions = role.handle(Started(incarnation=1), 0.0)
+    attach = [order for _, order in orders_in(list(actions))]
+    assert [type(order.task) for order in attach] == [Attach, Attach]
+    return role
+
+
+def answer_all(role: Coordinator, number: int) -> list[Action]:
+    cuts = (CutRecord(cut=0, whole=False, clock=0),) if number == 1 else ()
+    done: list[Action] = []
+    for shard in SHARDS:
+        performed = Performed(epoch=4097, number=number, cuts=cuts)
+        done += role.handle(says(shard, performed), 0.0)
+    return done
+
+
+def test_it_says_whom_it_waits_for() -> None:
+    role = coordinator()
+    assert role.status()[0] == "waiting for shard-0"
+    answer_all(role, 1)
+    answer_all(role, 2)
+    answer_all(role, 3)
+    assert role.status()[0] == "waiting for replicas"
+
+
+def test_whoever_else_speaks_to_it_breaks_the_protocol() -> None:
+    with pytest.raises(RemoteProtocolError, match="sent the coordinator Alive"):
+        coordinator().handle(says(Address("stranger"), Alive()), 0.0)
+    performed = Performed(epoch=1, number=1)
+    with pytest.raises(RemoteProtocolError, match="Performed"):
+        coordinator().handle(says(Address("stranger"), performed), 0.0)
+
+
+def test_peers_come_and_go() -> None:
+    role = coordinator()
+    joined = role.handle(PeerJoined(peer=SHARDS[0], incarnation=1), 0.0)
+    assert len(orders_in(list(joined))) == 1
+    for lost in (SHARDS[0], REPLICA):
+        event = PeerLost(peer=lost, incarnation=1, reason="gone")
+        assert list(role.handle(event, 0.0)) == []
+    role.handle(says(REPLICA, account(0, epoch=0)), 0.0)
+    assert role.status()[1]["replicas"] == 1.0
+    role.handle(PeerLost(peer=REPLICA, incarnation=1, reason="gone"), 0.0)
+    assert role.status()[1]["replicas"] == 0.0
+
+
+def test_nothing_is_ever_computed_there() -> None:
+    role = coordinator()
+    assert list(role.handle(Computed(name="whatever"), 0.0)) == []
+    assert list(role.handle(Persisted(label="whatever"), 0.0)) == []
+    assert list(role.handle(TimerFired(name="coordinator:tick"), 0.0)) == []
+    assert list(role.handle(TimerFired(name="coordinator:save"), 0.0)) == []
+
+
+def test_a_shard_that_is_lost_too_often_ends_the_run() -> None:
+    role = coordinator()
+    role._n_epochs = (1 << 12) - 1
+    answer_all(role, 1)
+    with pytest.raises(DistBeliefError, match="shards were lost 4096 times"):
+        role.handle(PeerJoined(peer=SHARDS[0], incarnation=2), 0.0)
+
+
+def test_in_a_warm_start_it_says_so_and_ends_when_it_is_told_to() -> None:
+    coordinator = Coordinator(
+        replace(CONFIG, n_warm=1, await_begin=False),
+        method=GradientDescent(),
+        shards=[Address("shard-0")],
+        n_examples=4,
+    )
+    coordinator.handle(Started(incarnation=1, restored=None), 0.0)
+    here = Account(epoch=0, version=0, evaluation=0, n_computed=0, results=())
+    account = Received(sender=REPLICA, incarnation=1, message=here)
+    assert coordinator.handle(account, 0.1)
+    assert coordinator.status()[0] == "warm start"
+    assert coordinator.handle(TimerFired(name="coordinator:warm"), 0.5)
+    stop = Received(sender=SUPERVISOR, incarnation=1, message=Stop(reason="enough"))
+    assert any(isinstance(a, Halt) for a in coordinator.handle(stop, 1.0))
+
+
+def test_a_replica_that_ends_a_warm_start_late_is_no_news() -> None:
+    coordinator = Coordinator(
+        CONFIG, method=GradientDescent(), shards=[Address("shard-0")], n_examples=4
+    )
+    coordinator.handle(Started(incarnation=1, restored=None), 0.0)
+    late = Received(sender=Address("replica-0"), incarnation=1, message=Finished(counters={}))
+    assert coordinator.handle(late, 1.0) == []
+    assert coordinator.handle(TimerFired(name="coordinator:warm"), 2.0) == []
+
+
+def test_who_ends_where_it_began_has_a_loss_all_the_same() -> None:
+    """A constant loss: it had converged, at a loss that was told as NaN."""
+    run = Run(Sandblast(method=GradientDescent(gradient_tolerance=1e9)))
+    run.play()
+    assert run.coordinator.status()[1]["loss"] == run.ledger.losses[-1] > 0.0
+
+
+def test_where_its_whole_journal_is_damaged_it_does_not_begin_anew() -> None:
+    coordinator = Coordinator(CONFIG, method=GradientDescent(), n_examples=10, shards=SHARDS)
+    started = Started(incarnation=2, unrestored="no snapshot of coordinator is whole")
+    with pytest.raises(StorageError, match="no snapshot of coordinator is whole"):
+        coordinator.handle(started, 0.0)

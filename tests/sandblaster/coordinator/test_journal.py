@@ -1,0 +1,161 @@
+"""Where a run goes on, given what everybody holds."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from distbelief.errors import StorageError
+from distbelief.protocol import CutRecord
+from distbelief.roles.role import Snapshot
+from sandblaster.coordinator.journal import CutEntry, Journal
+from sandblaster.optimizers.base import Iterated
+
+
+WHOLE = '{"entries":[],"on_disk":0,"base_clocks":null}'
+
+
+def iterated(iteration: int) -> Iterated:
+    return Iterated(
+        iteration=iteration,
+        n_evaluations=iteration + 1,
+        loss=float("nan"),
+        gradient_norm=1.0,
+        step_length=1.0,
+        state=f"state {iteration}",
+        vectors=("parameters",),
+    )
+
+
+def journal(*cuts: int, base_clocks: tuple[int, ...] | None = (0, 0)) -> Journal:
+    written = Journal(None)
+    written.base_clocks = base_clocks
+    for cut in cuts:
+        written.write(cut, iterated(cut), samples=10 * cut, offset=2)
+    return written
+
+
+def held(text: str) -> Sequence[CutRecord]:
+    """Return records of "31 (28) (0)": cut 31 whole, of the others the parameters."""
+    return [
+        CutRecord(cut=int(word.strip("()")), whole="(" not in word, clock=0)
+        for word in text.split()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shards", "written", "cut", "whole"),
+    [
+        (["31", "31"], [31], 31, True),
+        (["30 31", "30 31"], [30], 30, True),
+        (["30 31", "30 31"], [30, 31], 31, True),
+        (["31 (28)", "(28)"], [28, 31], 28, False),
+        (["31 (0)", "(0)"], [31], 0, False),
+        (["31 (31)", "31 (31)"], [], 31, False),
+        (["30 31", "30"], [30, 31], 30, True),
+        (["(0)", "(0)"], [], 0, False),
+    ],
+)
+def test_a_run_goes_on_from_the_newest_cut_that_all_share(
+    shards: list[str], written: list[int], cut: int, *, whole: bool
+) -> None:
+    choice = journal(*written).choose([held(text) for text in shards])
+    assert (choice.cut, choice.whole) == (cut, whole)
+    if cut in written:
+        assert choice.entry is not None
+        assert choice.entry.iteration == cut + 2
+        assert choice.entry.samples == 10 * cut
+        assert choice.entry.state == f"state {cut}"
+
+
+def test_what_another_goal_has_left_is_a_point_and_no_more() -> None:
+    """A run that had converged was resumed with another l2, and was done at once."""
+    written = Journal(None, goal="l2 = 0")
+    written.base_clocks = (0, 0)
+    for cut in (28, 31):
+        written.write(cut, iterated(cut), samples=10 * cut, offset=2)
+    written.kept(28)
+    snapshot = written.snapshot(incarnation=1)
+    same = Journal(snapshot, goal="l2 = 0").choose([held("31")] * 2)
+    assert (same.cut, same.whole, same.has_other_goal) == (31, True, False)
+    changed = Journal(snapshot, goal="l2 = 1")
+    other = changed.choose([held("31")] * 2)
+    assert (other.cut, other.whole, other.has_other_goal) == (31, False, True)
+    assert other.entry is not None
+    assert other.entry.iteration == 33
+
+    changed.write(40, iterated(3), samples=400, offset=33)
+    assert changed.choose([held("40 (28)")] * 2).whole
+    back = changed.choose([held("28 (28)")] * 2)  # a shard has lost what came after
+    assert (back.cut, back.whole) == (28, False)
+
+
+def test_shards_that_share_nothing_are_told_with_what_each_holds() -> None:
+    with pytest.raises(StorageError, match=r"shard 0: \[31\]; shard 1: \[28\]"):
+        journal(28, 31).choose([held("31"), held("(28)")])
+
+
+def test_a_beginning_at_another_clock_is_another_beginning() -> None:
+    """A shard that restarts from before the run began has other parameters."""
+    written = journal(31, base_clocks=(0, 5))
+    with pytest.raises(StorageError, match="shard 1: none"):
+        written.choose([held("31 (0)"), held("(0)")])
+    assert journal(base_clocks=None).choose([held("(0)")]).cut == 0
+
+
+def test_what_is_written_down_comes_back() -> None:
+    written = journal(28, 30, 31)
+    written.kept(28)
+    written.settle(31)
+    snapshot = written.snapshot(incarnation=1)
+    restored = Journal(snapshot)
+    assert (restored.on_disk, restored.base_clocks) == (28, (0, 0))
+    assert restored.choose([held("31 28"), held("31 28")]).cut == 31
+    assert restored.choose([held("28"), held("28")]).whole
+    assert not restored.choose([held("30"), held("30")]).whole  # forgotten
+    assert restored.snapshot(incarnation=2).label > snapshot.label
+
+
+def test_a_run_whose_newest_snapshots_are_damaged_goes_on_with_its_history() -> None:
+    """Three snapshots are kept of each shard; of the older two no state was left."""
+    written = journal(0)
+    for cut in range(10, 60, 10):
+        written.write(cut, iterated(cut), samples=10 * cut, offset=2)
+        written.kept(cut)
+    written = Journal(written.snapshot(incarnation=1))
+    for cut in (30, 40, 50):
+        choice = written.choose([held(f"{cut} ({cut})")] * 2)
+        assert choice.whole
+        assert choice.entry is not None
+        assert choice.entry.state == f"state {cut}"
+    assert not written.choose([held("20 (20)")] * 2).whole
+
+
+@pytest.mark.parametrize(
+    ("label", "facts"),
+    [
+        ("1", {}),
+        ("1", {"cuts": "{"}),
+        ("one", {"cuts": '{"entries":[],"on_disk":0,"base_clocks":null}'}),
+    ],
+)
+def test_a_damaged_journal_is_refused(label: str, facts: dict[str, str]) -> None:
+    with pytest.raises(StorageError, match="of the coordinator cannot be read"):
+        Journal(Snapshot(label=label, arrays={}, facts=facts))
+
+
+def test_a_run_that_has_ended_goes_on_from_what_it_published() -> None:
+    written = journal(31)
+    last = CutEntry(cut=0, iteration=33, offset=2, samples=330, state="")
+    written.end((7, 8), entry=last)
+    written = Journal(written.snapshot(incarnation=1))
+
+    def at(*clocks: int) -> list[list[CutRecord]]:
+        return [[CutRecord(cut=0, whole=False, clock=clock)] for clock in clocks]
+
+    ended = written.choose(at(7, 8))
+    assert ended.entry is not None
+    assert (ended.cut, ended.whole, ended.entry.iteration) == (0, False, 33)
+    assert written.choose(at(0, 0)).entry is None  # where all began
+    assert written.choose([held("31"), held("31")]).cut == 31  # with its history
+    with pytest.raises(StorageError, match="share no point"):
+        written.choose(at(7, 0))

@@ -1,0 +1,75 @@
+"""What replicas are told, and whether they have heard it."""
+
+import pytest
+
+from distbelief.protocol import Account, Assignment
+from distbelief.roles.role import Address, Received, Send
+from sandblaster.chunks import BatchRange, Cutting
+from sandblaster.coordinator.config import CoordinatorConfig
+from sandblaster.coordinator.workers import Copy, Crew, Member
+from sandblaster.worker import Tries
+
+
+A = Address("replica-a")
+CUTTING = Cutting(portion_size=10)
+
+
+class Talk:
+    """A crew, and a replica that it talks to."""
+
+    def __init__(self) -> None:
+        self.crew = Crew(CoordinatorConfig(cutting=CUTTING))
+        self.tries = Tries(CUTTING)
+        batch = BatchRange(first=0, n_examples=40)
+        self.crew.begin(epoch=1, evaluation=1, versions=(), batch=batch)
+
+    def hears(self, account: Account) -> Member:
+        """Let the crew hear what the replica said some time."""
+        event = Received(sender=A, incarnation=1, message=account)
+        self.crew.hear(event, account, 0.0)
+        member = self.crew.get(A)
+        assert member is not None
+        return member
+
+    def tells(self, member: Member, *, is_dealt: int) -> Assignment:
+        """Return what the crew says, once the member was dealt a set."""
+        member.copies = {is_dealt: Copy(set_index=0, attempt=is_dealt, n_examples=10, dealt_at=0.0)}
+        (send,) = self.crew.tell(member, 0.0)
+        assert isinstance(send, Send)
+        assert isinstance(send.message, Assignment)
+        return send.message
+
+
+@pytest.mark.parametrize("n_told", [1, 2, 3])
+def test_a_replica_hears_what_it_is_told_after_it_was_taken_for_lost(n_told: int) -> None:
+    """Seed 8365: a set was waited for without end, in a batch without backup tasks.
+
+    The replica had been silent. Its word from before made it a member again, at the
+    version which that word named; but it had been told more by then, all of which it
+    heard now. What it was told next had a number that it knew already.
+    """
+    talk = Talk()
+    talk.tries.told(talk.tells(talk.hears(talk.tries.account), is_dealt=1))
+    before = talk.tries.account
+    member = talk.hears(before)
+    late = [talk.tells(member, is_dealt=2 + n) for n in range(n_told)]
+    talk.crew.leave(A, is_over=False)
+    again = talk.hears(before)
+    for assignment in late:
+        talk.tries.told(assignment)
+    assert talk.tries.told(talk.tells(again, is_dealt=9))
+    assert [one.attempt for one in talk.tries] == [9]
+    assert talk.hears(talk.tries.account).known == again.version
+    assert talk.crew.tell_again(99.0) == []
+
+
+def test_a_replica_that_has_not_heard_is_told_again() -> None:
+    talk = Talk()
+    member = talk.hears(talk.tries.account)
+    talk.tells(member, is_dealt=1)
+    (again,) = talk.crew.tell_again(99.0)
+    assert isinstance(again, Send)
+    assert isinstance(again.message, Assignment)
+    assert talk.tries.told(again.message)
+    talk.hears(talk.tries.account)
+    assert talk.crew.tell_again(199.0) == []

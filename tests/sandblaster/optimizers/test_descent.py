@@ -1,0 +1,186 @@
+"""What a run does when a direction is none, or a search fails."""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from sandblaster.local import Local, minimize_flat
+from sandblaster.optimizers.base import Combination, Examples, Iterated, Objective
+from sandblaster.optimizers.descent import DescentRun
+from sandblaster.optimizers.lbfgs import LBFGS, QuasiNewton
+from sandblaster.optimizers.line_search import Straight, Trial
+from sandblaster.optimizers.termination import Reason, lost_in_rounding, small_improvement
+from tests.sandblaster.optimizers.problems import bowl
+
+
+Doubles = NDArray[np.float64]
+
+
+class Perverse:
+    """L-BFGS whose k-th direction is not what it should be."""
+
+    def __init__(self, scale: float, *, at: int) -> None:
+        self._scale = scale
+        self._at = at
+        self._inner = QuasiNewton(n_history=5)
+        self.n_directions = 0
+        self.n_forgotten = 0
+        self.measure = self._inner.measure
+        self.first_step = self._inner.first_step
+
+    @property
+    def remembers(self) -> bool:
+        return self._inner.remembers
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        return tuple(self._inner.vectors)
+
+    @property
+    def memory(self) -> str:
+        return self._inner.memory
+
+    def accept(self, trial: Trial, *, slope_at_start: float) -> None:
+        self._inner.accept(trial, slope_at_start=slope_at_start)
+
+    def direction(self) -> Combination:
+        self.n_directions += 1
+        scale = self._scale if self.n_directions == self._at else 1.0
+        return {name: scale * a for name, a in self._inner.direction().items()}
+
+    def forget(self, *, gradient_square: float) -> None:
+        self.n_forgotten += 1
+        self._inner.forget(gradient_square=gradient_square)
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, float("nan")])
+def test_a_direction_that_is_no_descent_direction_is_replaced_by_the_steepest(scale: float) -> None:
+    losses: list[float] = []
+
+    def watch(cut: Iterated) -> bool:
+        losses.append(cut.loss)
+        return False
+
+    def function(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
+        del examples
+        return (*bowl(x), 1)
+
+    descent = Perverse(scale, at=4)
+    method = LBFGS()
+    local = Local(np.ones(6), function, n_shards=2, callback=watch)
+    run = DescentRun(method, descent, Straight(Objective(), method.wolfe))
+    result = local.run(run.steps(None))
+    assert result.reason.converged
+    assert descent.n_forgotten == 2  # once at the start
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_a_search_that_fails_drops_the_history_and_tries_the_gradient() -> None:
+    """Whatever the search along the quasi-Newton direction is told, it is bad news."""
+    descent = Perverse(1.0, at=0)
+    n_calls = 0
+
+    def function(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
+        nonlocal n_calls
+        del examples
+        n_calls += 1
+        loss, gradient = bowl(x)
+        lies = n_calls > 5 and descent.n_forgotten == 1
+        return (loss + 1e3 if lies else loss), gradient, 1
+
+    method = LBFGS()
+    local = Local(np.full(6, 2.0), function)
+    run = DescentRun(method, descent, Straight(Objective(), method.wolfe))
+    result = local.run(run.steps(None))
+    assert result.reason.converged
+    assert descent.n_forgotten == 2
+    assert result.n_evaluations == n_calls
+    np.testing.assert_allclose(local.get("parameters"), 0.0, atol=1e-4)
+
+
+def test_the_rounding_floor_is_an_end_of_its_own() -> None:
+    """ARWHEAD ends in scipy as "ABNORMAL" at the minimum."""
+
+    def arwhead(x: Doubles) -> tuple[float, Doubles]:
+        head, last = x[:-1], x[-1]
+        squares = head**2 + last**2
+        loss = float(np.sum(-4.0 * head + 3.0 + squares**2))
+        gradient = np.zeros(len(x))
+        gradient[:-1] = -4.0 + 4.0 * squares * head
+        gradient[-1] = float(np.sum(4.0 * squares * last))
+        return loss, gradient
+
+    method = LBFGS(gradient_tolerance=0.0, value_tolerance=0.0)
+    x, result = minimize_flat(arwhead, np.ones(100), method, n_shards=2)
+    assert result.reason in {
+        Reason.CONVERGED_ROUNDING,
+        Reason.CONVERGED_VALUE,
+        Reason.CONVERGED_GRADIENT,
+    }
+    assert abs(arwhead(x)[0]) <= 1e-11
+
+
+def test_rounding_ends_a_run_that_asks_for_more_than_there_is() -> None:
+    def raised(x: Doubles) -> tuple[float, Doubles]:
+        loss, gradient = bowl(x - np.pi)
+        return 1e6 + loss, gradient
+
+    method = LBFGS(gradient_tolerance=0.0, value_tolerance=0.0)
+    x, result = minimize_flat(raised, np.zeros(5), method)
+    assert result.reason in {Reason.CONVERGED_ROUNDING, Reason.CONVERGED_VALUE}
+    np.testing.assert_allclose(x, np.pi, atol=1e-4)
+
+
+@pytest.mark.parametrize("n_history", [1, 3, 10])
+def test_no_more_is_remembered_than_was_asked_for(n_history: int) -> None:
+    n_vectors: list[int] = []
+
+    def watch(cut: Iterated) -> bool:
+        n_vectors.append(len(cut.vectors))
+        return False
+
+    def rough(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
+        del examples
+        loss, gradient = bowl(x)
+        return loss + float(np.sum(x**4)), gradient + 4.0 * x**3, 1
+
+    local = Local(np.linspace(1.0, 3.0, 30), rough, callback=watch)
+    local.run(LBFGS(n_history=n_history, gradient_tolerance=1e-9).steps())
+    assert max(n_vectors) == 3 + 2 * n_history
+    assert len(local.algebras[0].names()) <= 3 + 2 * (n_history + 1) + 3
+
+
+def test_a_pair_without_curvature_is_not_remembered() -> None:
+    def flat(x: Doubles) -> tuple[float, Doubles]:
+        return -float(x.sum()), -np.ones(len(x))
+
+    seen: list[Iterated] = []
+
+    def watch(cut: Iterated) -> bool:
+        seen.append(cut)
+        return len(seen) == 4
+
+    _, result = minimize_flat(flat, np.zeros(3), LBFGS(), callback=watch)
+    assert result.reason is Reason.STOPPED
+    assert all(cut.vectors == seen[0].vectors for cut in seen)
+
+
+def test_float32_shards_come_as_near_as_float32_allows() -> None:
+    def function(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
+        del examples
+        return (*bowl(x - 1.0), 1)
+
+    local = Local(np.zeros(40), function, n_shards=3, dtype="float32")
+    result = local.run(LBFGS(gradient_tolerance=1e-4).steps())
+    assert result.reason.converged
+    np.testing.assert_allclose(local.get("parameters"), 1.0, atol=1e-4)
+
+
+def test_improvements_are_measured_by_the_loss_and_by_its_beginning() -> None:
+    method = LBFGS(value_tolerance=1e-3)
+    assert small_improvement(method, 100.0, 99.95, loss_at_start=1e4)
+    assert not small_improvement(method, 100.0, 99.8, loss_at_start=1e4)
+    assert small_improvement(method, 1e-6, 0.0, loss_at_start=1.0)
+    assert not small_improvement(method, 1e-6, 0.0, loss_at_start=1e-6)
+    assert lost_in_rounding(method, 1.0, 1e-16, loss_at_start=5.0)
+    assert not lost_in_rounding(method, 1e-20, 1e-20, loss_at_start=1e-18)

@@ -1,0 +1,130 @@
+"""The direction from dot products alone, against the recursion, against the matrix."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from numpy.typing import NDArray
+
+from distbelief.protocol.vector_commands import Gram, LinearCombination, Term
+from sandblaster.local import Local
+from sandblaster.optimizers.base import Examples, GramMatrix, Operations, Result, Steps
+from sandblaster.optimizers.lbfgs import Correction, direction
+from sandblaster.optimizers.termination import Reason
+from tests.sandblaster.two_loop import two_loop
+
+
+Doubles = NDArray[np.float64]
+RESULT = Result(
+    reason=Reason.STOPPED, iteration=0, n_evaluations=0, loss=0.0, gradient_norm=0.0, state=""
+)
+
+
+def unused(x: Doubles, examples: Examples | None) -> tuple[float, Doubles, int]:
+    raise AssertionError((x, examples))
+
+
+def inverse_hessian(pairs: list[tuple[Doubles, Doubles]], n: int) -> Doubles:
+    """H by equation 7.16 of Nocedal & Wright, as a matrix."""
+    if not pairs:
+        return np.eye(n)
+    s, y = pairs[-1]
+    h = np.eye(n) * (s @ y) / (y @ y)
+    for s, y in pairs:
+        v = np.eye(n) - np.outer(y, s) / (s @ y)
+        h = v.T @ h @ v + np.outer(s, s) / (s @ y)
+    return h
+
+
+def made_pairs(
+    n: int, m: int, *, condition: float, seed: int
+) -> tuple[Doubles, list[tuple[Doubles, Doubles]]]:
+    """A gradient, and pairs as a quadratic of that condition gives them."""
+    rng = np.random.default_rng(seed)
+    curvatures = np.geomspace(1.0, condition, n)
+    steps = [rng.normal(size=n) / np.sqrt(curvatures) for _ in range(m)]
+    return rng.normal(size=n), [(s, curvatures * s) for s in steps]
+
+
+def laid_out(
+    gradient: Doubles, pairs: list[tuple[Doubles, Doubles]], *, n_shards: int
+) -> tuple[Local, list[Correction]]:
+    local = Local(np.zeros(len(gradient)), unused, n_shards=n_shards)
+    local.put("gradient", gradient)
+    history = []
+    for k, (s, y) in enumerate(pairs):
+        local.put(f"s{k}", s)
+        local.put(f"y{k}", y)
+        history.append(Correction(f"s{k}", f"y{k}"))
+    return local, history
+
+
+def vector_free(local: Local, history: list[Correction]) -> Doubles:
+    names = (
+        "gradient",
+        *(p.step_difference for p in history),
+        *(p.gradient_difference for p in history),
+    )
+    gram = GramMatrix()
+    gram.put(names, names, local.perform((Gram(rows=names, columns=names),)))
+    terms = direction(gram, history, gradient="gradient")
+    local.perform(
+        (
+            LinearCombination(
+                target="direction", terms=tuple(Term(a, name) for name, a in terms.items())
+            ),
+        )
+    )
+    return local.get("direction")
+
+
+def by_two_loops(local: Local, history: list[Correction]) -> Doubles:
+    def steps() -> Steps[Result]:
+        yield from two_loop(history, gradient="gradient", target="reference")
+        return RESULT
+
+    local.run(steps())
+    return local.get("reference")
+
+
+@settings(max_examples=30)
+@given(
+    n=st.integers(1, 60),
+    m=st.integers(0, 8),
+    n_shards=st.integers(1, 4),
+    seed=st.integers(0, 1 << 30),
+)
+def test_dot_products_alone_give_the_direction_of_the_recursion_and_of_the_matrix(
+    n: int, m: int, n_shards: int, seed: int
+) -> None:
+    gradient, pairs = made_pairs(n, m, condition=100.0, seed=seed)
+    local, history = laid_out(gradient, pairs, n_shards=n_shards)
+    expected = -inverse_hessian(pairs, n) @ gradient
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(vector_free(local, history), expected, rtol=0, atol=1e-12 * scale)
+    np.testing.assert_allclose(by_two_loops(local, history), expected, rtol=0, atol=1e-12 * scale)
+
+
+@pytest.mark.parametrize("condition", [1e4, 1e8])
+@pytest.mark.parametrize("n_shards", [1, 2, 5])
+def test_the_direction_is_the_recursions_to_twelve_digits(condition: float, n_shards: int) -> None:
+    gradient, pairs = made_pairs(500, 10, condition=condition, seed=1)
+    local, history = laid_out(gradient, pairs, n_shards=n_shards)
+    ours, reference = vector_free(local, history), by_two_loops(local, history)
+    error = np.linalg.norm(ours - reference) / np.linalg.norm(reference)
+    assert error <= 1e-12
+
+
+def test_two_loops_take_a_request_per_product_where_the_matrix_takes_two() -> None:
+    gradient, pairs = made_pairs(20, 10, condition=10.0, seed=2)
+    local, history = laid_out(gradient, pairs, n_shards=2)
+    by_two_loops(local, history)
+    assert local.n_requests[Operations] == 4 * 10 + 3
+
+
+def test_a_matrix_forgets_and_renames_whole_vectors() -> None:
+    gram = GramMatrix((("a", "b", 1.0), ("b", "b", 2.0), ("b", "c", 3.0)))
+    gram.rename("b", "c")
+    assert gram.entries() == (("a", "c", 1.0), ("c", "c", 2.0))
+    gram.restrict(("c",))
+    assert gram["c", "c"] == 2.0
+    assert gram.entries() == (("c", "c", 2.0),)

@@ -1,0 +1,65 @@
+"""How a batch is cut, and the order of the data."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch.nn import functional
+
+from distbelief.data.sharding import Samples
+from distbelief.errors import JobError
+from sandblaster.chunks import BatchRange, Cutting
+from sandblaster.worker import summed
+
+
+cuttings = st.builds(Cutting, portion_size=st.integers(1, 9), portions_per_set=st.integers(1, 5))
+
+
+@given(cutting=cuttings, first=st.integers(0, 50), n_examples=st.integers(1, 60))
+def test_every_position_is_in_one_portion_of_one_set(
+    cutting: Cutting, first: int, n_examples: int
+) -> None:
+    batch = BatchRange(first=first, n_examples=n_examples)
+    positions: list[int] = []
+    for set_index in range(cutting.n_sets(n_examples)):
+        start, stop = batch.set_bounds(set_index, cutting)
+        portions = list(batch.portions(set_index, cutting))
+        assert (portions[0][0], portions[-1][1]) == (start, stop)
+        assert len(portions) <= cutting.portions_per_set
+        for begin, end in portions:
+            assert 0 < end - begin <= cutting.portion_size
+            positions += range(begin, end)
+    assert positions == list(range(first, first + n_examples))
+
+
+@pytest.mark.parametrize("set_index", [-1, 3])
+def test_a_batch_has_no_other_sets(set_index: int) -> None:
+    batch = BatchRange(first=0, n_examples=11)
+    with pytest.raises(ValueError, match="of a batch of 11 examples, which has 3"):
+        batch.set_bounds(set_index, Cutting(portion_size=2, portions_per_set=2))
+
+
+@pytest.mark.parametrize("name", ["portion_size", "portions_per_set"])
+def test_a_portion_is_never_empty(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0; use at least 1"):
+        Cutting(**{"portion_size": 1, name: 0})
+
+
+def test_the_order_of_the_data_is_fixed_and_circular() -> None:
+    samples = Samples(7, seed=3)
+    one_round = samples.at(0, 7)
+    assert sorted(one_round) == list(range(7))
+    assert np.array_equal(samples.at(5, 9), [*one_round[5:], *one_round[:2]])
+    assert np.array_equal(Samples(7, seed=3).at(14, 21), one_round)
+    assert np.array_equal(Samples(7).at(6, 9), [6, 0, 1])
+
+
+def test_a_batch_of_no_data_is_refused() -> None:
+    with pytest.raises(JobError, match="has 0 samples"):
+        Samples(0)
+
+
+def test_a_summed_loss_is_the_mean_times_the_number_of_samples() -> None:
+    outputs, targets = torch.randn(5, 3), torch.randn(5, 3)
+    total = summed(functional.mse_loss)(outputs, targets)
+    assert torch.equal(total, functional.mse_loss(outputs, targets) * 5)

@@ -1,0 +1,52 @@
+"""Which samples each life of a replica's machines computes."""
+
+import numpy as np
+import pytest
+
+from distbelief.data.sharding import Samples
+from distbelief.errors import RemoteProtocolError
+from distbelief.protocol import SetOrder
+from sandblaster.group_tasks import SetCourse
+
+
+def order(start: int, stop: int, *, attempt: int = 1) -> SetOrder:
+    return SetOrder(
+        epoch=1, evaluation=1, versions=(), attempt=attempt, start=start, stop=stop, keeps=()
+    )
+
+
+def attempt_of(course: SetCourse) -> int | None:
+    return None if course.order is None else course.order.attempt
+
+
+def test_a_set_is_computed_portion_by_portion() -> None:
+    course = SetCourse(Samples(10), portion_size=3)
+    assert course.n_steps(order(7, 15)) == 3
+    course.know(1, order(7, 15))
+    assert not len(course.batch(0).indices)  # the life has not begun
+    course.start(7)
+    assert course.order is not None
+    portions = [course.batch(step) for step in range(4)]
+    assert [portion.position for portion in portions] == [7, 0, 3, 5]
+    assert [list(portion.indices) for portion in portions] == [[7, 8, 9], [0, 1, 2], [3, 4], []]
+    assert [course.is_last(step) for step in range(4)] == [False, False, True, False]
+
+
+def test_late_words_of_older_lives_say_nothing() -> None:
+    course = SetCourse(Samples(10, seed=3), portion_size=3)
+    course.know(5, order(0, 3, attempt=2))
+    course.know(4, order(0, 3, attempt=1))
+    course.start(0)
+    assert attempt_of(course) == 2
+    course.know(6, None)
+    course.start(0)
+    assert attempt_of(course) is None
+    assert not course.is_last(0)
+    np.testing.assert_array_equal(course.batch(0).indices, [])
+
+
+@pytest.mark.parametrize(("start", "stop"), [(3, 3), (4, 3), (0, 1 << 62)])
+def test_a_set_that_cannot_be_is_refused(start: int, stop: int) -> None:
+    course = SetCourse(Samples(10), portion_size=3)
+    with pytest.raises(RemoteProtocolError, match=f"{start} to {stop} was ordered"):
+        course.know(1, order(start, stop))

@@ -1,0 +1,328 @@
+"""The leader of a replica of two machines, as coordinator and machines see it."""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from distbelief.data.sharding import Samples
+from distbelief.errors import RemoteProtocolError
+from distbelief.protocol import (
+    Account,
+    Assignment,
+    Begin,
+    Evaluate,
+    Gather,
+    Gathered,
+    PushPart,
+    SetTask,
+    ShardVersion,
+    Stepped,
+    Stop,
+)
+from distbelief.roles.role import Action, Report, Send, SetTimer
+from distbelief.worker.group_leader import Leader, Outgoing
+from sandblaster.chunks import COORDINATOR, Cutting
+from sandblaster.group_tasks import Foreman, SetCourse
+from sandblaster.worker import ReplicaConfig
+
+
+CUTTING = Cutting(portion_size=2, portions_per_set=2)
+VERSIONS = (ShardVersion(incarnation=1, clock=7),)
+
+
+def assignment(
+    version: int, *tasks: tuple[int, int, int], life: int = 1, **keys: int
+) -> Assignment:
+    """Return one of these (set, attempt, grant)."""
+    return Assignment(
+        **{
+            "epoch": 1,
+            "replica_incarnation": 1,
+            "evaluation": 1,
+            "first": 0,
+            "n_examples": 11,
+            **keys,
+        },
+        version=version,
+        versions=VERSIONS,
+        tasks=tuple(SetTask(set_index=s, attempt=a, grant=g) for s, a, g in tasks),
+        replica_life=life,
+    )
+
+
+class Bench:
+    """A foreman and its leader; the test is all else."""
+
+    def __init__(self, *, await_begin: bool = False) -> None:
+        course = SetCourse(Samples(11), portion_size=CUTTING.portion_size)
+        self.foreman = Foreman(
+            ReplicaConfig(cutting=CUTTING, retry_seconds=1.0, retry_seconds_max=9.0),
+            course=course,
+            n_machines=2,
+            await_begin=await_begin,
+        )
+        self.leader = Leader(2, plan="p", limit=0)
+        self.leader.begin(0.0)
+        self.foreman.start(1)
+        self.leader.joined(0, 1, 0.0)
+        self.leader.start(1, 0.0)
+        self.actions: list[Action] = []
+        self.report()
+        self.gather()
+
+    def report(self, *, now: float = 0.0, has_opened: bool = False) -> Outgoing:
+        actions, out = self.foreman.report(self.leader, now, has_opened=has_opened)
+        self.actions += actions
+        return out
+
+    def gather(self, *, incarnations: tuple[int, int] = (1, 1)) -> Outgoing:
+        """Let both machines gather."""
+        for machine, incarnation in enumerate(incarnations):
+            said = Gathered(life=self.leader.life, pushes=False, samples=0)
+            self.leader.hear(machine, incarnation, said, 0.0)
+        return self.report()
+
+    def step(
+        self,
+        steps: int,
+        *,
+        losses: Sequence[float] = (2.0, 0.0),
+        squares: Sequence[float] = (0.0, 0.0),
+        now: float = 0.0,
+    ) -> Outgoing:
+        """Let both machines take so many steps of this life."""
+        for machine, (loss, square) in enumerate(zip(losses, squares, strict=True)):
+            said = Stepped(
+                life=self.leader.life,
+                steps=steps,
+                loss=loss,
+                samples=2 * steps,
+                no_loss=0,
+                clock=-1.0,
+                ended=False,
+                square=square,
+            )
+            self.leader.hear(machine, 1, said, now)
+        return self.report(now=now)
+
+    def account(self, now: float = 0.0) -> Account | None:
+        """Return what the coordinator is told now, if anything is."""
+        sends = [a for a in self.foreman.words(now) if isinstance(a, Send)]
+        assert all(send.receiver == COORDINATOR for send in sends)
+        messages = [send.message for send in sends]
+        assert all(isinstance(message, Account) for message in messages)
+        return messages[0] if messages else None  # type: ignore[return-value] # seen
+
+
+def gathers(out: Outgoing) -> list[Gather]:
+    return [m for machine, m in out if machine == 1 and isinstance(m, Gather)]
+
+
+def test_a_set_is_one_life_of_the_machines_from_deal_to_staging() -> None:
+    bench = Bench()
+    first = bench.account()
+    assert first is not None
+    assert (first.life, first.results, first.n_computed) == (1, (), 0)
+    assert bench.account() is None  # said once
+    bench.foreman.take(assignment(1, (1, 5, 0), (2, 6, 0)))
+    (gather,) = gathers(bench.report())
+    order = gather.order
+    assert order is not None
+    assert (order.epoch, order.evaluation, order.attempt) == (1, 1, 5)
+    assert (order.start, order.stop, order.keeps) == (4, 8, ())
+    assert order.versions == VERSIONS
+    assert bench.gather() == []
+    bench.report(now=3.0, has_opened=True)
+    assert bench.step(1) == []
+    (gather,) = gathers(bench.step(2, now=4.5))
+    assert gather.order is not None
+    assert (gather.order.attempt, gather.order.keeps) == (6, (5,))
+    assert (gather.order.start, gather.order.stop) == (8, 11)
+    said = bench.account()
+    assert said is not None
+    (result,) = said.results
+    assert (result.attempt, result.n_examples, result.loss) == (5, 4, 2.0)
+    assert (result.seconds, result.staged, said.n_computed) == (1.5, False, 4)
+    # Granted, and pushed by both.
+    bench.foreman.take(assignment(2, (1, 5, 77), (2, 6, 0)))
+    push = PushPart(epoch=1, attempt=5, grant=77)
+    assert repr(bench.report()) == repr([(0, push), (1, push)])
+    assert bench.report() == []
+    bench.foreman.staged(0, (77,))
+    assert repr(bench.foreman.again()) == repr([(1, push)])
+    bench.foreman.staged(1, (3,))
+    bench.foreman.staged(1, (3, 77))
+    assert bench.foreman.again() == []
+    said = bench.account()
+    assert said is not None
+    assert said.results[0].staged
+
+
+def test_no_more_than_two_sums_are_held() -> None:
+    bench = Bench()
+    bench.foreman.take(assignment(1, (0, 1, 0), (1, 2, 0), (2, 3, 0)))
+    assert gathers(bench.report())
+    bench.gather()
+    assert gathers(bench.step(2))
+    bench.gather()
+    assert not gathers(bench.step(2))
+    bench.foreman.take(assignment(2, (1, 2, 0), (2, 3, 0)))  # the first was dropped
+    (gather,) = gathers(bench.report())
+    assert gather.order is not None
+    assert (gather.order.attempt, gather.order.keeps) == (3, (2,))
+
+
+def test_a_set_that_is_not_wanted_any_more_is_given_up_at_once() -> None:
+    bench = Bench()
+    bench.foreman.take(assignment(1, (0, 1, 0), (1, 2, 0)))
+    bench.report()
+    bench.gather()
+    bench.foreman.take(assignment(2, (1, 2, 0)))
+    (gather,) = gathers(bench.report())
+    assert gather.order is not None
+    assert gather.order.attempt == 2
+    bench.foreman.take(assignment(3))
+    (gather,) = gathers(bench.report())
+    assert gather.order is None
+    bench.gather()
+    assert bench.report() == []
+
+
+def test_a_set_of_another_epoch_is_another_one_whatever_its_number() -> None:
+    """Of 170 seeds three hung: a new coordinator counts attempts from 1 again.
+
+    The machines went on with the set of the coordinator that was gone, and waited for
+    the version of its parameters for ever.
+    """
+    bench = Bench()
+    bench.foreman.take(assignment(1, (0, 1, 0)))
+    bench.report()
+    bench.gather()
+    bench.foreman.take(assignment(1, (2, 1, 0), epoch=2))
+    (gather,) = gathers(bench.report())
+    order = gather.order
+    assert order is not None
+    assert (order.epoch, order.attempt, order.start) == (2, 1, 8)
+
+
+def test_a_granted_set_that_is_not_named_any_more_is_not_asked_for_again() -> None:
+    bench = Bench()
+    bench.foreman.take(assignment(1, (0, 1, 0)))
+    bench.report()
+    bench.gather()
+    bench.step(2)
+    bench.foreman.take(assignment(2, (0, 1, 9)))
+    assert bench.report()
+    bench.foreman.take(assignment(3))
+    bench.report()
+    assert bench.foreman.again() == []
+    bench.foreman.staged(0, (9,))
+    bench.foreman.staged(1, (9,))
+
+
+def test_a_machine_that_has_begun_anew_makes_it_another_replica() -> None:
+    bench = Bench()
+    bench.foreman.take(assignment(1, (0, 1, 0), (1, 2, 0)))
+    bench.report()
+    bench.gather()
+    bench.step(2)
+    assert bench.account() is not None
+    bench.leader.joined(1, 2, 0.0)
+    (gather,) = gathers(bench.report())
+    assert gather.order is None
+    bench.foreman.ask()
+    assert bench.account() is None  # not before all have gathered
+    bench.foreman.take(assignment(2, (0, 1, 5)))  # meant for what it was
+    bench.gather(incarnations=(1, 2))
+    said = bench.account()
+    assert said is not None
+    assert (said.life, said.results, said.n_computed) == (2, (), 0)
+    bench.foreman.take(assignment(3, (0, 9, 0), life=2))
+    (gather,) = gathers(bench.report())
+    assert gather.order is not None
+    assert gather.order.attempt == 9
+
+
+@pytest.mark.parametrize(
+    ("losses", "squares"), [((math.nan, 0.0), (0.0, 0.0)), ((2.0, 0.0), (0.0, math.nan))]
+)
+def test_a_loss_or_part_that_is_not_finite_is_told(
+    losses: Sequence[float], squares: Sequence[float]
+) -> None:
+    bench = Bench()
+    bench.foreman.take(assignment(1, (0, 1, 0)))
+    bench.report()
+    bench.gather()
+    if math.isnan(losses[0]):  # as a machine says it
+        squares = (math.nan, 0.0)
+    bench.step(2, losses=[0.0, 0.0], squares=squares)
+    said = bench.account()
+    assert said is not None
+    assert math.isnan(said.results[0].loss)
+    (report,) = bench.actions
+    assert isinstance(report, Report)
+    assert report.text.startswith("loss or gradient of positions 0 to 3 of the data is")
+
+
+def test_it_asks_for_work_when_it_is_told_to_begin() -> None:
+    bench = Bench(await_begin=True)
+    assert bench.account() is None
+    assert bench.foreman.command(bench.leader, Begin(), 0.0) == []
+    assert bench.account() is not None
+    evaluate = Evaluate(request=1, whole=True)
+    assert bench.foreman.command(bench.leader, evaluate, 0.0) == []
+
+
+def test_told_to_stop_it_begins_no_life_and_says_nothing() -> None:
+    bench = Bench()
+    assert bench.foreman.command(bench.leader, Stop(reason="over"), 0.0)
+    bench.foreman.take(assignment(1, (0, 1, 0)))
+    assert bench.report() == []
+    assert bench.account() is None
+
+
+def test_while_a_machine_is_silent_so_is_the_foreman() -> None:
+    bench = Bench()
+    assert bench.account(3.9) is not None
+    bench.foreman.ask()
+    assert bench.account(4.1) is None
+    bench.foreman.heard(1, 4.2)
+    bench.foreman.ask()
+    assert bench.account(4.3) is not None
+
+
+def test_it_says_again_soon_with_work_and_late_without() -> None:
+    bench = Bench()
+    timers = [a.at for a in bench.foreman.words(2.0) if isinstance(a, SetTimer)]
+    assert timers == [11.0]
+    bench.foreman.take(assignment(1, (0, 1, 0)))
+    timers = [a.at for a in bench.foreman.words(2.0) if isinstance(a, SetTimer)]
+    assert timers == [3.0]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        assignment(1, (0, 1, 0), life=2),
+        msgspec.structs.replace(assignment(1, (0, 1, 0)), replica_incarnation=2),
+    ],
+)
+def test_words_for_another_life_are_not_heard(message: Assignment) -> None:
+    bench = Bench()
+    bench.foreman.take(message)
+    assert bench.report() == []
+
+
+def test_words_of_a_coordinator_that_is_over_are_not_heard() -> None:
+    bench = Bench()
+    bench.foreman.take(assignment(1, epoch=3))
+    bench.foreman.take(assignment(2, (0, 1, 0), epoch=2))
+    assert bench.report() == []
+
+
+def test_a_set_that_the_batch_does_not_have_is_refused() -> None:
+    bench = Bench()
+    with pytest.raises(RemoteProtocolError, match="an impossible assignment: set 9 of"):
+        bench.foreman.take(assignment(1, (9, 1, 0)))

@@ -1,0 +1,162 @@
+"""One machine of a replica in a Sandblaster job: who is heard, and what is said."""
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from distbelief.core.memory import PrivateMemory
+from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
+from distbelief.protocol import (
+    Account,
+    Assignment,
+    Finished,
+    Gather,
+    PartStaged,
+    PushPart,
+    SetOrder,
+    Stop,
+)
+from distbelief.roles.role import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Event,
+    PeerJoined,
+    Received,
+    Send,
+    SetTimer,
+    Started,
+    TimerFired,
+)
+from distbelief.task.task import BuildContext, build_model
+from distbelief.worker.local_executor import LocalModel
+from sandblaster.build import build_machine
+from sandblaster.chunks import COORDINATOR
+from sandblaster.group_tasks import TIMER
+from sandblaster.partitioned_worker import SAY, SplitReplica
+from tests.simulation.split_sandblasts import SETTINGS, TASK, layout_of, split_of
+
+
+LEADER, WORKER = Address("replica-0.0"), Address("replica-0.1")
+
+
+def context() -> BuildContext:
+    return BuildContext(
+        task=TASK,
+        layout=layout_of(1),
+        n_replicas=1,
+        n_shards=1,
+        seed=0,
+        memory=PrivateMemory(host=""),
+        initials=LocalModel(build_model(TASK.model)).initials(),
+        await_begin=False,
+    )
+
+
+def machine(name: Address) -> SplitReplica:
+    built = build_machine(name, config=SETTINGS, context=context(), split=split_of(0, 2))
+    assert isinstance(built, SplitReplica)
+    built.handle(Started(incarnation=1, restored=None), 0.0)
+    return built
+
+
+def says(sender: Address, message: object) -> Event:
+    return Received(sender=sender, incarnation=1, message=message)  # type: ignore[arg-type] # any
+
+
+def sent(actions: Sequence[Action], kind: type) -> list[Address]:
+    return [
+        action.receiver
+        for action in actions
+        if isinstance(action, Send) and isinstance(action.message, kind)
+    ]
+
+
+def test_a_machine_says_now_and_then_that_it_lives() -> None:
+    worker = machine(WORKER)
+    actions = worker.handle(TimerFired(name=SAY), 0.5)
+    assert sent(actions, PartStaged) == [LEADER]
+    assert [a.at for a in actions if isinstance(a, SetTimer) and a.name == SAY] == [1.0]
+
+
+def test_what_is_staged_is_told_again_and_what_it_has_not_is_not() -> None:
+    worker = machine(WORKER)
+    push = PushPart(epoch=1, attempt=1, grant=9)
+    assert sent(worker.handle(says(LEADER, push), 1.0), PartStaged) == []
+    worker._sums.pushes.staged.append(9)
+    assert sent(worker.handle(says(LEADER, push), 1.0), PartStaged) == [LEADER]
+
+
+def test_a_leader_repeats_what_was_not_answered_and_gathers_its_machines() -> None:
+    leader = machine(LEADER)
+    actions = leader.handle(PeerJoined(peer=WORKER, incarnation=1), 0.0)
+    assert sent(actions, Gather) == [WORKER]
+    actions = leader.handle(TimerFired(name=TIMER), 1.0)
+    assert sent(actions, Account) == []  # they have not gathered
+    actions = leader.handle(PeerJoined(peer=COORDINATOR, incarnation=1), 1.0)
+    assert [a.name for a in actions if isinstance(a, SetTimer)] == [TIMER]
+    assert leader.handle(says(WORKER, PartStaged(grants=(1,))), 1.0) == []
+
+
+def test_a_worker_does_not_ask_for_work() -> None:
+    worker = machine(WORKER)
+    joined = PeerJoined(peer=COORDINATOR, incarnation=1)
+    assert worker.handle(joined, 1.0) == []
+
+
+@pytest.mark.parametrize(
+    ("sender", "message"), [(COORDINATOR, "assignment"), (LEADER, "staged"), (COORDINATOR, "push")]
+)
+def test_words_that_are_for_others_are_refused(sender: Address, message: str) -> None:
+    assignment = Assignment(
+        epoch=1,
+        replica_incarnation=1,
+        version=1,
+        evaluation=1,
+        versions=(),
+        first=0,
+        n_examples=4,
+        tasks=(),
+    )
+    words = {
+        "assignment": assignment,
+        "staged": PartStaged(grants=()),
+        "push": PushPart(epoch=1, attempt=1, grant=1),
+    }
+    with pytest.raises(RemoteProtocolError, match="which is not for it"):
+        machine(WORKER).handle(says(sender, words[message]), 0.0)
+
+
+def test_a_set_that_cannot_be_is_refused_before_it_is_begun() -> None:
+    order = SetOrder(epoch=1, evaluation=1, versions=(), attempt=1, start=0, stop=99, keeps=())
+    gather = Gather(life=1 << 33, plan="p", order=order)
+    with pytest.raises(RemoteProtocolError, match="0 to 99 was ordered, of 26 samp"):
+        machine(WORKER).handle(says(LEADER, gather), 0.0)
+
+
+def test_it_tells_what_its_machine_is_doing() -> None:
+    state, figures = machine(WORKER).status()
+    assert state.startswith("waiting for")
+    assert figures["sets_held"] == 0.0
+
+
+def test_once_it_has_gone_it_says_nothing() -> None:
+    worker = machine(WORKER)
+    worker.handle(says(SUPERVISOR, Stop(reason="over")), 0.0)
+    actions = worker.handle(TimerFired(name="machine:remind"), 31.0)
+    assert sent(actions, Finished) == [SUPERVISOR]
+    assert worker.handle(TimerFired(name=SAY), 32.0) == []
+
+
+def test_a_plan_for_other_portions_is_refused() -> None:
+
+    config = msgspec.structs.replace(SETTINGS, portion=8)
+    with pytest.raises(JobError, match="portion is 8, and the plan is for batches of"):
+        build_machine(WORKER, config=config, context=context(), split=split_of(0, 2))
+
+
+@pytest.mark.parametrize("name", ["replica-1.0", "replica-0.2", "coordinator"])
+def test_no_other_machine_can_be_built(name: str) -> None:
+    with pytest.raises(LocalProtocolError, match="no machine"):
+        build_machine(name, config=SETTINGS, context=context(), split=split_of(0, 2))

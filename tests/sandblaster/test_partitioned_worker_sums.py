@@ -1,0 +1,306 @@
+"""One machine's part of the sums of sets, call by call."""
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+from distbelief.data.sharding import Samples
+from distbelief.errors import JobError, LocalProtocolError
+from distbelief.execution.executor import Found
+from distbelief.parameter_server.client.buffers import Staged
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.protocol import PushPart, SetOrder, ShardVersion
+from distbelief.roles.role import Action, Compute, Computed, Report
+from distbelief.worker.batches import Chosen, Portion
+from distbelief.worker.group import Vote
+from sandblaster.group_tasks import SetCourse
+from sandblaster.partitioned_worker import PUSH, Keeping, PartSums
+
+
+VERSION = ShardVersion(incarnation=1, clock=7)
+
+
+class Client:
+    """A client of shard 1 of three; the test says what becomes of its pushes."""
+
+    def __init__(self) -> None:
+        self.ready = self.can_push = True
+        self.unacknowledged = 0
+        self.versions: tuple[tuple[int, int], ...] = ((1, 7),)
+        self.pushed: list[tuple[int, int, int]] = []
+        self.staged_values: list[Sequence[torch.Tensor | None]] = []
+
+    def stage(
+        self, gradients: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor]
+    ) -> object:
+        self.staged_values.append([gradients[0], values[1]])
+        return lambda: Staged(finite=True)
+
+    def staged(
+        self, outcome: Staged, *, n_gradients: int, samples: int, grant: int, now: float
+    ) -> list[Action]:
+        del outcome, now
+        self.pushed.append((n_gradients, samples, grant))
+        self.unacknowledged += 1
+        return []
+
+
+class Bench:
+    """A machine that keeps a parameter of two elements, an average and its count."""
+
+    def __init__(self, *, keeps: bool = True) -> None:
+        self.client = Client()
+        self.course = SetCourse(Samples(8), portion_size=2)
+        keeping = Keeping(
+            sizes=[2, 1, 1] if keeps else [],
+            buffers=[1, 2] if keeps else [],
+            counts={1: 2} if keeps else {},
+            shards=[1] if keeps else [],
+            dtype=torch.float64,
+        )
+        if not keeps:
+            self.client.versions = ()
+        self.sums = PartSums(
+            keeping, client=cast("ParameterClient", self.client), course=self.course, foreman=None
+        )
+        self._life = 0
+
+    def begin(self, attempt: int, *, evaluation: int = 1, keeps: Sequence[int] = ()) -> None:
+        """Begin a life about a set of two portions, of 2 samples and 1."""
+        self._life += 1
+        order = SetOrder(
+            epoch=1,
+            evaluation=evaluation,
+            versions=(VERSION, VERSION, VERSION),
+            attempt=attempt,
+            start=0,
+            stop=3,
+            keeps=tuple(keeps),
+        )
+        self.course.know(self._life, order)
+        self.course.start(0)
+        self.sums.begin(0, 0.0)
+
+    def fetch(self) -> bool:
+        for value in self.sums.values:
+            value.fill_(1.0)
+        return self.sums.fetched(0.1)
+
+    def step(self, step: int, gradient: float, *, loss: float = 1.0) -> Vote | None:
+        """Compute a portion."""
+        chosen = self.course.batch(step)
+        inputs = torch.full((len(chosen.indices), 1), gradient)
+        portion = Portion(life=1, step=step, inputs={"x": [inputs]})
+        put = self.sums.open(step, chosen, portion)
+        if self.sums.values:
+            put(0, torch.full((2,), gradient, dtype=torch.float64))
+        averages = {1: torch.tensor([5.0 + step])} if self.sums.values else {}
+        self.found = Found(loss=loss, averages=averages, outputs=[])
+        return self.sums.close(self.found)
+
+    def closed(self) -> Sequence[Action]:
+        chosen = Chosen(position=0, indices=np.arange(2))
+        return self.sums.closed(None, self.found, chosen, 0.0)
+
+    def work(self) -> list[str]:
+        """Do what is to be done between steps; return its names."""
+        works = self.sums.work(final=False)
+        for work in works:
+            assert isinstance(work, Compute)
+            result = work.work()
+            done = Computed(name=work.name, result=result, seconds=0.0)
+            self.sums.computed(done, 0.0)
+        return [work.name for work in works if isinstance(work, Compute)]
+
+    def push(self, attempt: int, grant: int) -> None:
+        self.sums.push(PushPart(epoch=1, attempt=attempt, grant=grant))
+
+
+def computed() -> Bench:
+    """Return a machine that has computed try 4."""
+    bench = Bench()
+    bench.begin(4)
+    assert bench.sums.fetches_at(0)
+    assert bench.fetch()
+    assert bench.step(0, 2.0) is None
+    bench.closed()
+    vote = bench.step(1, 3.0)
+    assert vote is not None
+    assert vote.square == 0.0
+    vote.settle(0.0, None)
+    return bench
+
+
+def test_gradients_are_summed_and_averages_begin_as_they_were_fetched() -> None:
+    bench = computed()
+    bench.push(4, 50)
+    assert bench.sums.pushes.has_work()
+    assert not bench.sums.pushes.has_work()
+    assert bench.work() == [PUSH]
+    ((gradient, average),) = bench.client.staged_values
+    assert gradient is not None
+    assert average is not None
+    assert gradient.tolist() == [5.0, 5.0]
+    assert average.tolist() == [6.0]
+    assert bench.sums.values[2].tolist() == [3.0]  # steps counted
+    assert bench.client.pushed == [(2, 3, 50)]
+    bench.begin(5)
+    bench.step(0, 2.0)
+    assert bench.sums.values[2].tolist() == [2.0]  # from 1, as it was fetched
+
+
+def test_a_part_is_staged_once_all_its_shards_have_acknowledged() -> None:
+    bench = computed()
+    bench.push(4, 50)
+    bench.push(4, 50)
+    bench.work()
+    assert not bench.sums.pushes.has_news()
+    bench.push(4, 50)
+    assert bench.work() == []
+    bench.client.unacknowledged = 0
+    assert bench.sums.pushes.has_news()
+    assert list(bench.sums.pushes.staged) == [50]
+    bench.push(4, 50)  # asked again, when it is long done
+    assert bench.work() == []
+    assert not bench.sums.pushes.has_news()
+
+
+def test_while_it_is_laid_into_the_slots_it_is_not_pushed_again() -> None:
+    bench = computed()
+    bench.push(4, 50)
+    (work,) = bench.sums.work(final=False)
+    assert isinstance(work, Compute)
+    bench.push(4, 50)
+    assert bench.sums.work(final=False) == []
+
+
+def test_a_life_may_begin_while_a_sum_of_the_one_before_is_laid_into_slots() -> None:
+    """It was looked up again when it lay there: by then nobody named it any more."""
+    bench = computed()
+    bench.push(4, 50)
+    (work,) = bench.sums.work(final=False)
+    assert isinstance(work, Compute)
+    bench.begin(5)
+    done = Computed(name=work.name, result=work.work(), seconds=0.0)
+    bench.sums.computed(done, 0.0)
+    assert bench.client.pushed == [(2, 3, 50)]  # refused there, if its grant is void
+
+
+def test_no_slot_no_push_and_none_at_the_end() -> None:
+    bench = computed()
+    bench.push(4, 50)
+    bench.client.can_push = False
+    assert bench.work() == []
+    bench.client.can_push = True
+    assert bench.sums.work(final=True) == []
+    assert bench.work() == [PUSH]
+
+
+def test_a_sum_that_is_not_named_any_more_is_dropped() -> None:
+    bench = computed()
+    bench.push(4, 50)
+    bench.begin(5)
+    assert bench.work() == []
+    bench.push(4, 50)
+    assert not bench.sums.pushes.has_work() or bench.work() == []
+    assert bench.sums.figures() == {"samples": 3.0, "sets_held": 0.0}
+
+
+def test_a_sum_that_is_named_is_kept_and_idle_lives_drop_none() -> None:
+    bench = computed()
+    bench.begin(5, keeps=[4])
+    bench.course.know(9, None)
+    bench.course.start(0)
+    bench.sums.begin(0, 0.0)
+    assert not bench.sums.fetches_at(0)
+    bench.push(4, 50)
+    assert bench.work() == [PUSH]
+
+
+def test_a_step_that_is_given_up_leaves_nothing() -> None:
+    bench = Bench()
+    bench.begin(4)
+    bench.fetch()
+    bench.step(0, 2.0)
+    bench.sums.drop()
+    bench.begin(5)
+    assert not bench.sums.fetches_at(0)  # parameters are those of the evaluation
+    bench.step(0, 10.0)
+    bench.step(1, 10.0)
+    bench.sums.drop()  # the life is over, but the sum is whole
+    bench.push(5, 50)
+    bench.work()
+    ((gradient, _),) = bench.client.staged_values
+    assert gradient is not None
+    assert gradient.tolist() == [20.0, 20.0]
+
+
+def test_parameters_are_fetched_once_for_an_evaluation_and_of_that_version() -> None:
+    bench = computed()
+    bench.begin(5)
+    assert not bench.sums.fetches_at(0)
+    bench.begin(6, evaluation=2)
+    assert bench.sums.fetches_at(0)
+    assert not bench.sums.fetches_at(1)
+    bench.client.versions = ((1, 6),)
+    assert not bench.fetch()
+    assert bench.sums.fetches_at(0)
+    bench.client.versions = ((1, 7),)
+    assert bench.fetch()
+    assert not bench.sums.fetches_at(0)
+    assert bench.sums.may_fetch(ahead=False)
+    assert not bench.sums.may_fetch(ahead=True)
+
+
+@pytest.mark.parametrize(("gradient", "loss"), [(math.inf, 1.0), (2.0, math.nan)])
+def test_what_is_not_finite_is_said_and_a_sample_blamed(gradient: float, loss: float) -> None:
+    bench = Bench()
+    bench.begin(4)
+    bench.fetch()
+    bench.step(0, 1.0)
+    vote = bench.step(1, gradient, loss=loss)
+    assert vote is not None
+    assert math.isnan(vote.square) == math.isinf(gradient)
+    reports = bench.closed()
+    if math.isinf(gradient):  # then so is the input
+        (report,) = reports
+        assert isinstance(report, Report)
+        assert "sample 2 has NaN or infinite values" in report.text
+        bench.push(4, 50)
+        assert bench.work() == []
+    else:
+        assert reports == []
+
+
+def test_a_machine_that_keeps_nothing_has_nothing_to_push() -> None:
+    bench = Bench(keeps=False)
+    bench.begin(4)
+    assert bench.fetch()
+    bench.step(0, 1.0)
+    bench.step(1, 1.0)
+    bench.push(4, 50)
+    assert bench.sums.pushes.has_news()
+    assert list(bench.sums.pushes.staged) == [50]
+
+
+def test_its_life_knows_no_pushes_and_no_clock() -> None:
+    sums = Bench().sums
+    assert sums.pushed is None
+    assert sums.is_settled
+    assert not sums.is_due
+    assert sums.clock is None
+
+
+def test_work_that_nobody_asked_for_or_that_went_bad_is_refused() -> None:
+    bench = computed()
+    with pytest.raises(LocalProtocolError, match="nobody asked for 'machine:push'"):
+        bench.sums.computed(Computed(name=PUSH, result=None, seconds=0.0), 0.0)
+    bench.push(4, 50)
+    bench.sums.work(final=False)
+    bad = Staged(finite=False, culprits=("w",))
+    with pytest.raises(JobError, match="not finite when it was pushed"):
+        bench.sums.computed(Computed(name=PUSH, result=bad, seconds=0.0), 0.0)

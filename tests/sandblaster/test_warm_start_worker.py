@@ -1,0 +1,119 @@
+"""A replica of Downpour that becomes one of Sandblaster: the corners of it."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from distbelief.core.memory import PrivateMemory
+from distbelief.protocol import Account, Assignment, Begin, Finished, Message, Stop
+from distbelief.roles.role import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Computed,
+    Halt,
+    PeerJoined,
+    Received,
+    Send,
+    Started,
+    TimerFired,
+)
+from sandblaster.chunks import COORDINATOR
+from sandblaster.warm_start_worker import WarmStartReplica
+from tests.simulation.sandblasts import Run, Sandblast
+
+
+class Stage:
+    """One replica, before it has met any shard."""
+
+    def __init__(self, *, await_begin: bool = True) -> None:
+        run = Run(Sandblast(warm_steps=3, n_replicas=1, await_begin=await_begin))
+        role = run._replica(run.scene.layout, 0, PrivateMemory())
+        assert isinstance(role, WarmStartReplica)
+        self.role = role
+
+    def starts(self) -> Sequence[Action]:
+        return self.role.handle(Started(incarnation=2, restored=None), 0.0)
+
+    def hears(self, message: Message, sender: Address = COORDINATOR) -> list[Action]:
+        event = Received(sender=sender, incarnation=1, message=message)
+        return list(self.role.handle(event, 1.0))
+
+    @property
+    def word(self) -> str:
+        return self.role.status()[0]
+
+
+def sent(actions: Sequence[Action], receiver: Address = COORDINATOR) -> list[type]:
+    return [
+        type(action.message)
+        for action in actions
+        if isinstance(action, Send) and action.receiver == receiver
+    ]
+
+
+def assignment() -> Assignment:
+    return Assignment(
+        epoch=1,
+        replica_incarnation=2,
+        version=1,
+        evaluation=0,
+        versions=(),
+        first=0,
+        n_examples=0,
+        tasks=(),
+    )
+
+
+@pytest.fixture
+def stage() -> Stage:
+    stage = Stage()
+    stage.starts()
+    return stage
+
+
+def test_it_says_that_it_is_here_until_it_is_answered() -> None:
+    stage = Stage()
+    assert sent(stage.starts()) == []  # the supervisor has not let it begin
+    assert sent(stage.hears(Begin(), SUPERVISOR)) == [Account]
+    again = TimerFired(name="warm:say")
+    assert sent(stage.role.handle(again, 2.0)) == [Account]
+    assert stage.word == "waiting for the coordinator"
+    stage.hears(Begin())
+    assert sent(stage.role.handle(again, 3.0)) == [Account]  # one that was set before
+    joined = PeerJoined(peer=COORDINATOR, incarnation=2)
+    assert sent(stage.role.handle(joined, 4.0)) == [Account]  # it may have to know
+    assert stage.hears(Begin()) == []
+    assert stage.word == "waiting for shard-0"
+
+
+def test_told_to_stop_before_it_trains_it_ends(stage: Stage) -> None:
+    actions = stage.hears(Stop(reason="over"), SUPERVISOR)
+    assert sent(actions, SUPERVISOR) == [Finished]
+    assert any(isinstance(action, Halt) for action in actions)
+
+
+def test_what_it_is_dealt_while_it_trains_comes_again(stage: Stage) -> None:
+    stage.hears(Begin(), SUPERVISOR)
+    stage.hears(Begin())
+    assert stage.hears(assignment()) == []
+
+
+def test_a_new_life_after_the_warm_start_does_not_train(stage: Stage) -> None:
+    stage.hears(Begin(), SUPERVISOR)
+    actions = stage.hears(assignment())
+    assert sent(actions) == [Finished, Account]
+    assert stage.word == "waiting for work"
+    assert sent(stage.hears(Begin())) == [Finished]  # the coordinator had not heard
+    assert stage.hears(Stop(reason="the warm start is over")) == []
+
+
+def test_it_takes_over_when_nothing_of_the_first_part_is_under_way(stage: Stage) -> None:
+    stage.hears(Begin(), SUPERVISOR)
+    stage.hears(Begin())
+    stage.role._n_under_way = 1  # a batch that is read in advance
+    actions = stage.hears(Stop(reason="the warm start is over"))
+    assert sent(actions) == []
+    assert stage.word == "ending the warm start"
+    read = Computed(name="replica:read", result=None, error=None, seconds=0.1)
+    assert sent(stage.role.handle(read, 5.0)) == [Finished, Account]

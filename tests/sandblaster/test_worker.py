@@ -1,0 +1,393 @@
+"""The Sandblaster replica: assignments in, portions computed, sums pushed."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from typing_extensions import override
+
+from distbelief.core.memory import PrivateMemory
+from distbelief.data.sharding import Samples
+from distbelief.errors import JobError, LocalProtocolError, RemoteProtocolError
+from distbelief.parameter_server.client.client import ParameterClient
+from distbelief.parameter_server.client.link import ClientConfig
+from distbelief.parameter_server.layout import Layout
+from distbelief.protocol import (
+    Account,
+    Alive,
+    Assignment,
+    Begin,
+    Finished,
+    Message,
+    Push,
+    SetTask,
+    ShardVersion,
+    Stop,
+)
+from distbelief.roles.role import (
+    SUPERVISOR,
+    Action,
+    Address,
+    Compute,
+    Computed,
+    Event,
+    Halt,
+    PeerJoined,
+    Received,
+    Report,
+    Send,
+    SetTimer,
+    Started,
+    TimerFired,
+)
+from distbelief.task import dry_run
+from distbelief.task.losses import Loss
+from distbelief.worker.local_executor import LocalModel, Trainer
+from sandblaster.chunks import COORDINATOR, Cutting
+from sandblaster.worker import N_SETS_HELD, ReplicaConfig, SandblasterReplica, summed
+from tests.distbelief.worker.bench import SHARD, Shard
+
+
+CUTTING = Cutting(portion_size=2, portions_per_set=2)
+N_SAMPLES = 12
+
+
+class Lines:
+    """Samples (x, 2 x)."""
+
+    def __len__(self) -> int:
+        return N_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.full((1,), float(index))
+        return x, 2.0 * x
+
+
+class Net(nn.Module):
+    """A line through 0, and the largest input seen as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.zeros(1))
+        self.register_buffer("largest", torch.zeros(1))
+
+    @override
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.largest: torch.Tensor = torch.maximum(self.largest, x.max())
+        return x * self.slope
+
+
+class Bench:
+    """A replica on a bench: the test is its coordinator, and plays its shard."""
+
+    def __init__(self, *, loss: Loss = functional.mse_loss, begun: bool = True) -> None:
+        model = LocalModel(Net())
+        layout = Layout.of(model.specs(), n_shards=1)
+        self.shard = Shard(np.zeros(layout.shard_size(0), np.float32))
+        self.replica = SandblasterReplica(
+            ReplicaConfig(cutting=CUTTING),
+            client=ParameterClient(
+                ClientConfig(pushes=True),
+                layout=layout,
+                shards=[SHARD],
+                memory=PrivateMemory(host=""),
+            ),
+            trainer=Trainer(
+                model,
+                Lines(),
+                loss=summed(loss),
+                names=dry_run.Names(model="Net", loss="mse", data="data.train"),
+                clip_norm=None,
+                always_check=False,
+                seed=(0, 0),
+            ),
+            samples=Samples(N_SAMPLES),
+            await_begin=not begun,
+        )
+        self.computes: list[Compute] = []
+        self.accounts: list[Account] = []
+        self.reports: list[Report] = []
+        self.others: list[Action] = []
+        self.now = 0.0
+        self.deaf = False
+        self.happen(Started(incarnation=1))
+
+    def happen(self, event: Event) -> None:
+        self.perform(self.replica.handle(event, self.now))
+
+    def perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(receiver=receiver, message=message) if receiver == SHARD:
+                    for answer in [] if self.deaf else self.shard.answer(message):
+                        self.hear(answer)
+                case Send(receiver=receiver, message=Account() as account):
+                    assert receiver == COORDINATOR
+                    self.accounts.append(account)
+                case Compute():
+                    self.computes.append(action)
+                case Report():
+                    self.reports.append(action)
+                case SetTimer():
+                    pass
+                case _:
+                    self.others.append(action)
+
+    def hear(self, message: Message, *, sender: Address = SHARD) -> None:
+        self.happen(Received(sender=sender, incarnation=1, message=message))
+
+    def assign(
+        self,
+        version: int,
+        *tasks: tuple[int, int, int],
+        evaluation: int = 1,
+        epoch: int = 1,
+        clock: int = 0,
+        incarnation: int = 1,
+    ) -> None:
+        """Tell it to do these (set index, attempt, grant)."""
+        message = Assignment(
+            epoch=epoch,
+            replica_incarnation=incarnation,
+            version=version,
+            evaluation=evaluation,
+            versions=(ShardVersion(incarnation=1, clock=clock),),
+            first=0,
+            n_examples=N_SAMPLES,
+            tasks=tuple(SetTask(set_index=i, attempt=a, grant=g) for i, a, g in tasks),
+        )
+        self.hear(message, sender=COORDINATOR)
+
+    @property
+    def waiting(self) -> list[str]:
+        return [compute.name for compute in self.computes]
+
+    def work(self) -> str:
+        """Let one piece of work run; return its name."""
+        compute = self.computes.pop(0)
+        try:
+            event = Computed(name=compute.name, result=compute.work(), seconds=0.5)
+        except Exception as error:  # noqa: BLE001 -- as the driver does
+            event = Computed(name=compute.name, error=error)
+        self.happen(event)
+        return compute.name
+
+    def work_all(self) -> list[str]:
+        names = []
+        while self.computes:
+            names.append(self.work())
+            assert len(names) < 100
+        return names
+
+    @property
+    def attempts(self) -> dict[int, tuple[float, bool]]:
+        """Of the last account: attempt -> loss, staged."""
+        results = self.accounts[-1].results
+        return {one.attempt: (one.loss, one.staged) for one in results}
+
+
+def gradient_of(*xs: float) -> float:
+    """Return the sum over (2 x - 0 x)^2 differentiated by the slope, at 0."""
+    return sum(2.0 * -2.0 * x * x for x in xs)
+
+
+def test_a_set_is_computed_said_granted_pushed_and_said_again() -> None:
+    bench = Bench()
+    bench.assign(1, (1, 7, 0))
+    names = bench.work_all()
+    assert names.count("replica:portion") == 2
+    assert names.count("replica:install") == 1
+    xs = (4.0, 5.0, 6.0, 7.0)
+    assert bench.attempts == {7: (sum(4.0 * x * x for x in xs), False)}
+    assert bench.accounts[-1].n_computed == 4
+    assert bench.shard.pushed == []
+    bench.assign(2, (1, 7, 33))
+    assert bench.work_all() == ["replica:push"]
+    ((push, values),) = bench.shard.pushed
+    assert (push.grant, push.samples, push.n_gradients) == (33, 4, 2)
+    assert values[0] == gradient_of(*xs)
+    assert values[64] == 7.0  # the buffer
+    assert bench.attempts[7][1]
+    assert bench.accounts[-1].version == 2
+
+
+def test_each_set_begins_with_the_buffers_that_were_fetched() -> None:
+    bench = Bench()
+    bench.assign(1, (2, 1, 0), (0, 2, 0))
+    bench.work_all()
+    bench.assign(2, (2, 1, 5), (0, 2, 6))
+    bench.work_all()
+    assert [values[64] for _, values in bench.shard.pushed] == [11.0, 3.0]
+
+
+def test_parameters_are_fetched_once_for_an_evaluation_and_of_its_version() -> None:
+    """DB-16."""
+    bench = Bench()
+    bench.assign(1, (0, 1, 0), clock=4)  # the shard is at 0
+    for _ in range(3):
+        bench.work_all()
+        assert "replica:portion" not in bench.waiting
+        bench.happen(TimerFired(name="replica:retry"))
+    bench.shard.pushed = [(push_of(4), bench.shard.values)] * 4  # its clock is 4
+    bench.work_all()
+    bench.happen(TimerFired(name="replica:retry"))
+    names = bench.work_all()
+    assert names.count("replica:portion") == 2
+    bench.assign(2, (0, 1, 0), (1, 2, 0), clock=4)
+    assert "replica:install" not in bench.work_all()
+
+
+def push_of(sequence: int) -> Push:
+    return Push(sequence=sequence, shard_incarnation=1, fetched_clock=0, n_gradients=1, samples=1)
+
+
+def test_a_set_that_is_not_named_any_more_is_dropped_half_way() -> None:
+    bench = Bench()
+    bench.assign(1, (0, 1, 0), (1, 2, 0))
+    while bench.work() != "replica:portion":
+        pass
+    bench.assign(2, (1, 2, 0))
+    bench.work_all()
+    bench.assign(3, (1, 2, 9))
+    bench.work_all()
+    ((_, values),) = bench.shard.pushed
+    assert values[0] == gradient_of(4.0, 5.0, 6.0, 7.0)
+    assert 6 <= bench.accounts[-1].n_computed <= 8  # what was in vain is counted too
+
+
+def test_a_portion_of_another_evaluation_is_not_counted_for_this_one() -> None:
+    bench = Bench()
+    bench.assign(1, (0, 1, 0))
+    while "replica:portion" not in bench.waiting:
+        bench.work()
+    bench.assign(2, (1, 2, 0), evaluation=2)
+    bench.work_all()
+    assert bench.accounts[-1].n_computed == 4
+
+
+def test_no_more_sums_are_held_than_there_is_room_for() -> None:
+    bench = Bench()
+    bench.assign(1, *((index, index + 1, 0) for index in range(3)))
+    bench.work_all()
+    assert len(bench.attempts) == N_SETS_HELD
+    assert bench.replica.status()[1]["sets_held"] == N_SETS_HELD
+    bench.assign(2, (0, 1, 9), (1, 2, 0), (2, 3, 0))
+    bench.work_all()
+    assert len(bench.attempts) == 3
+
+
+def test_words_meant_for_others_and_old_words_say_nothing() -> None:
+    bench = Bench()
+    bench.assign(5, (0, 1, 0))
+    n_said = len(bench.accounts)
+    bench.assign(6, (0, 1, 0), incarnation=2)
+    bench.assign(6, (0, 1, 0), epoch=0)
+    assert len(bench.accounts) == n_said
+    bench.assign(4)  # overtaken: it is told how things stand
+    assert len(bench.accounts) == n_said + 1
+    assert bench.accounts[-1].version == 5
+
+
+def test_an_impossible_assignment_breaks_the_protocol_and_changes_nothing() -> None:
+    bench = Bench()
+    bench.assign(1, (0, 1, 0))
+    with pytest.raises(RemoteProtocolError, match="impossible assignment: set 3"):
+        bench.assign(2, (3, 2, 0))
+    bench.work_all()
+    assert list(bench.attempts) == [1]
+
+
+def test_nobody_else_speaks_to_a_replica() -> None:
+    with pytest.raises(RemoteProtocolError, match="sent a replica Alive"):
+        Bench().hear(Alive(), sender=Address("stranger"))
+
+
+def test_it_asks_for_work_again_and_again() -> None:
+    bench = Bench(begun=False)
+    assert bench.accounts == []
+    assert bench.replica.status()[0] == "waiting for begin"
+    bench.happen(TimerFired(name="replica:say"))
+    assert bench.accounts == []
+    bench.hear(Begin(), sender=SUPERVISOR)
+    bench.happen(TimerFired(name="replica:say"))
+    bench.happen(PeerJoined(peer=COORDINATOR, incarnation=1))
+    bench.happen(PeerJoined(peer=Address("evaluator"), incarnation=1))
+    assert len(bench.accounts) == 3
+    assert bench.replica.status()[0] == "waiting for work"
+
+
+def test_it_says_which_shard_it_waits_for() -> None:
+    bench = Bench()
+    bench.deaf = True
+    bench.assign(1, (0, 1, 0))
+    while bench.work() != "replica:read":
+        pass
+    bench.work_all()
+    assert bench.replica.status()[0] == "waiting for shard-0"
+
+
+def test_it_ends_when_it_is_told_to_once_its_work_is_done() -> None:
+    bench = Bench()
+    bench.assign(1, (0, 1, 0))
+    while "replica:portion" not in bench.waiting:
+        bench.work()
+    assert bench.replica.status()[0] == "computing"
+    bench.hear(Stop(reason="enough"), sender=SUPERVISOR)
+    assert bench.others == []
+    bench.work_all()
+    sent, halt = bench.others
+    assert isinstance(sent, Send)
+    assert isinstance(sent.message, Finished)
+    assert isinstance(halt, Halt)
+
+
+def test_a_loss_that_is_not_finite_is_said_and_named() -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(outputs, targets) * math.nan
+
+    bench = Bench(loss=loss)
+    bench.assign(1, (0, 1, 0))
+    bench.work_all()
+    assert math.isnan(bench.attempts[1][0])
+    assert "positions 0 to 1 of the data" in bench.reports[-1].text
+
+
+def test_a_sum_that_is_not_finite_is_found_when_it_is_pushed() -> None:
+    """Each portion's gradient is, their sum is not."""
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        del targets
+        return outputs.sum() * 1e37
+
+    bench = Bench(loss=loss)
+    bench.assign(1, (2, 1, 0))
+    bench.work_all()
+    bench.assign(2, (2, 1, 8))
+    bench.work_all()
+    assert bench.shard.pushed == []
+    assert math.isnan(bench.attempts[1][0])
+
+
+def test_what_the_user_has_got_wrong_ends_it_in_words() -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs - targets
+
+    bench = Bench(loss=loss)
+    bench.assign(1, (0, 1, 0))
+    with pytest.raises(JobError, match="loss"):
+        bench.work_all()
+    other = Bench()
+    with pytest.raises(JobError, match="a portion failed: KeyError"):
+        other.happen(Computed(name="replica:portion", error=KeyError("x")))
+    with pytest.raises(LocalProtocolError, match="nobody asked for 'x'"):
+        other.happen(Computed(name="x"))
+
+
+@pytest.mark.parametrize("name", ["retry_seconds", "retry_seconds_max"])
+def test_a_time_is_above_0(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0; use more than 0"):
+        ReplicaConfig(cutting=CUTTING, **{name: 0})
